@@ -1,0 +1,1 @@
+"""The engine connector's two halves, and what crosses between them."""

@@ -1,0 +1,1 @@
+"""Copies between the accelerator and primary rows."""

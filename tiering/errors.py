@@ -1,0 +1,70 @@
+"""The errors this project raises: what went wrong, and whether trying again can help.
+
+Every error is a :class:`TieringError`.  ``temporary`` is the only thing that code may decide on; the text is for people and
+says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TieringError(Exception):
+    """Base of every error raised by this project.
+
+    ``temporary`` is True when the same call may succeed later without anybody changing anything.
+    """
+
+    temporary: ClassVar[bool] = False
+
+
+class ConfigError(TieringError, ValueError):
+    """A stack, an engine configuration or an argument is wrong.  Raised before anything is opened."""
+
+
+class NotReadableError(TieringError, KeyError):
+    """A key was to be loaded that is not readable in the primary tier.  Nothing was pinned.
+
+    ``keys`` are those that are not readable.
+    """
+
+    def __init__(self, keys: list[bytes]) -> None:
+        super().__init__(f"{len(keys)} key(s) are not readable in the primary tier, first: {keys[0].hex()}")
+        self.keys = keys
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RegionError(TieringError):
+    """The shared memory region cannot be created or mapped; the text says which limit to raise."""
+
+
+class TierUnavailableError(TieringError):
+    """A tier that is marked ``required`` cannot be opened."""
+
+
+class StoreError(TieringError):
+    """A block store could not do what it was asked.  One of its two children says whether to try again."""
+
+
+class TemporaryStoreError(StoreError):
+    """Throttling, resets, time-outs, a full queue: the same request may succeed later."""
+
+    temporary: ClassVar[bool] = True
+
+
+class PermanentStoreError(StoreError):
+    """Refused for good: no permission, no such bucket, no space, an invalid name, a broken device."""
+
+
+class OutOfSpaceError(PermanentStoreError):
+    """The medium is full.  The tier shrinks or drops the store; it is not an outage."""
+
+
+class CorruptBlockError(PermanentStoreError):
+    """What the medium returned is not the block that was asked for.  The block is dropped and counted as a miss."""
+
+
+class OverdueError(TemporaryStoreError):
+    """The deadline of the job passed before this block's I/O was started, or finished."""

@@ -1,0 +1,1 @@
+"""Eviction policies, one per file, shared by the primary tier and by tiers of slots."""

@@ -1,0 +1,1 @@
+"""The CPU tier: the only one that the accelerator touches."""

@@ -1,0 +1,1 @@
+"""Indexes: what is known of a medium, on the scheduler's side."""

@@ -1,0 +1,69 @@
+"""The contract of an index: what is known of one medium, owned by the scheduler's thread.
+
+It answers lookups from memory, chooses places, and is told how I/O ended.  It does no I/O and takes no lock.  The two built-in ones:
+:class:`tiering.secondary.index.slots.SlotIndex` for media of our own (key → slot, free slots, eviction) and
+:class:`tiering.secondary.index.shared.SharedIndex` for media shared with others (what was learnt, and for how long).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiering.base import OffloadKey
+from tiering.block_store import Place
+from tiering.secondary.base import PrefixAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Which of the offered blocks to write, by position in the offered sequence, and where; and what made room for them.
+
+    ``already_held``: positions of keys that the medium holds or is writing already.  Positions in neither are declined (no room).
+    """
+
+    positions: list[int]
+    places: list[Place]
+    already_held: list[int] = field(default_factory=list)
+    evicted: list[OffloadKey] = field(default_factory=list)
+
+
+class TierIndex(ABC):
+    """What is known of one medium.  Times are monotonic seconds."""
+
+    @abstractmethod
+    def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
+        """How many leading keys are held and readable, and whether the one after is undecided (a probe of it is under way)."""
+
+    @abstractmethod
+    def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
+        """Reserve places for those of ``keys`` that are not held.  Until :meth:`end_store` they are neither answered for nor reused."""
+
+    @abstractmethod
+    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+        """The writes of a plan have ended (``places`` as planned): what was stored is held, the other places are free."""
+
+    @abstractmethod
+    def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        """Where to read ``keys``; None if not held.  A slot is not reused until :meth:`end_load`."""
+
+    @abstractmethod
+    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+        """The reads have ended.  ``lost``: absent or corrupt, to be dropped.  Returns the keys that left the index."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """``keys``, a prefix in its order, were used; unknown ones are ignored."""
+
+    @abstractmethod
+    def clear(self) -> list[OffloadKey]:
+        """Forget every block (a reset).  What is being read or written stays reserved until its end, and is then free, not held.
+
+        Returns the keys that were held.
+        """
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """Blocks held, as far as known."""

@@ -1,0 +1,1 @@
+"""Layers around a block store: one concern each, same interface, stacked."""

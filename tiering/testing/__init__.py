@@ -1,0 +1,1 @@
+"""What is shipped for testing: the conformance suite, faults, a fake clock."""
