@@ -1,0 +1,1 @@
+"""kv-tiering: a multi-tier KV-cache hierarchy for LLM inference."""
