@@ -1,0 +1,450 @@
+"""The tiering manager: one CPU primary tier in front of any number of secondary tiers.
+
+Every stored block is offered to all secondary tiers (a cascade); a lookup that misses the primary tier asks them in order, fastest
+first, and brings what they hold back into primary rows (a promotion).  Runs on the scheduler's thread; nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, islice, takewhile
+from typing import Any
+
+import numpy as np
+
+from tiering.base import (
+    CPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrefixMatch,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    Rows,
+    parse_request_policy,
+)
+from tiering.errors import ConfigError
+from tiering.manager_stats import ManagerStats
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.promotion import Promotion, Promotions
+from tiering.requests import Request, TierState
+from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
+
+_log = logging.getLogger("kv_tiering.manager")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion."""
+
+    state: TierState
+    rows: Rows
+    promotion: Promotion | None = None
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """Cascades what is stored to all secondary tiers, promotes what is missed from them.
+
+    With no secondary tiers it is simply a CPU cache.  A tier that breaks its contract (an exception, a job id that is not its own)
+    is logged, counted and taken out of service; the engine goes on.
+    """
+
+    def __init__(
+        self,
+        primary_tier: CPUPrimaryTierOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager] | None = None,
+        enable_events: bool = False,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        promotion_share: float = 0.5,
+        reservation_deadline: float = 30.0,
+        reset_deadline: float = 10.0,
+        shutdown_deadline: float = 30.0,
+        keep_secondary: bool = False,
+    ) -> None:
+        """``secondary_tiers``: fastest first.
+
+        ``promotion_share``: share of the primary rows that promotions and reservations may hold together.  Deadlines in seconds:
+        ``reservation_deadline`` for a promoted block to be loaded, the others for :meth:`reset_cache` and :meth:`shutdown`.
+        ``keep_secondary``: a reset empties the primary tier only.
+        """
+        self.primary_tier = primary_tier
+        self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
+        self._table = primary_tier.table
+        self._readable = self._table.readable
+        self._pending = self._table.pending
+        self._enable_events = enable_events
+        self._clock = clock
+        self._reset_deadline = reset_deadline
+        self._shutdown_deadline = shutdown_deadline
+        self._keep_secondary = keep_secondary
+        self._stats = ManagerStats()
+        rows = primary_tier.num_rows
+        self._states = [
+            TierState(tier, rank, max(1, int(tier.primary_share * rows))) for rank, tier in enumerate(self.secondary_tiers)
+        ]
+        self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
+        self._requests: dict[str, Request] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._job_ids = count(1)
+        self._collected = False
+        self._shut_down = False
+
+    # -------------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if not self._collected:
+            self._collect()
+        if key in self._readable:
+            return True
+        request = self._request(req_context)
+        if key in request.refused:
+            return False
+        if key in self._pending:
+            self._promotions.join(request, (key,))
+            return None
+        undecided = False
+        for state in request.tiers:
+            if not state.in_service or key in request.failed.get(state.rank, ()):
+                continue
+            answer = self._call(state, state.tier.lookup, key, req_context)
+            if answer:
+                return None if self._promotions.start(state, request, (key,)) else False
+            undecided = undecided or (answer is None and state.in_service)
+        return None if undecided else False
+
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        if not self._collected:
+            self._collect()
+        hits = len(list(takewhile(self._readable.__contains__, keys)))
+        if hits == len(keys):
+            return PrefixMatch(hits, False)
+        return self._match_beyond(self._request(req_context), keys, hits)
+
+    def _match_beyond(self, request: Request, keys: Sequence[OffloadKey], position: int) -> PrefixMatch:
+        """Go on from the first key that is not readable: through what is in flight, and what the tiers hold."""
+        pending = False
+        while position < len(keys):
+            key = keys[position]
+            if key in self._readable:
+                position += sum(1 for _ in takewhile(self._readable.__contains__, islice(keys, position, None)))
+            elif key in request.refused:
+                break
+            elif key in self._pending:
+                run = list(takewhile(self._pending.__contains__, islice(keys, position, None)))
+                if request.refused:
+                    run = list(takewhile(lambda other: other not in request.refused, run))
+                self._promotions.join(request, run)
+                pending = True
+                position += len(run)
+            else:
+                promoted, undecided = self._ask_tiers(request, keys[position:])
+                if undecided:
+                    return PrefixMatch(position, True)
+                if not promoted:
+                    break
+                pending = True
+                position += promoted
+        return PrefixMatch(position, pending)
+
+    def _ask_tiers(self, request: Request, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+        """How many leading ``keys``, the first of them not in the primary tier, are being promoted now; else, is it undecided."""
+        undecided = False
+        for state in request.tiers:
+            if not state.in_service:
+                continue
+            answer = self._call(state, state.tier.lookup_prefix, keys, request.ctx)
+            if answer is None:
+                continue
+            held: list[OffloadKey] = list(islice(keys, answer.held))
+            if failed := request.failed.get(state.rank):
+                held = list(takewhile(lambda key, failed=failed: key not in failed, held))  # type: ignore[misc]
+            if held and len(held) >= state.tier.min_prefix_blocks:
+                return self._promotions.start(state, request, self._leading_unknown(held)), False
+            undecided = undecided or (answer.undecided and not answer.held)
+        return 0, undecided
+
+    def _leading_unknown(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The leading keys of which the primary tier knows nothing."""
+        readable, pending = self._readable, self._pending
+        return list(takewhile(lambda key: key not in readable and key not in pending, keys))
+
+    # ------------------------------------------------------------------------------------------------------- load and touch
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        rows = self.primary_tier.claim_load(keys, req_context.req_id)
+        request = self._requests.get(req_context.req_id)
+        if request is not None and request.reserved:
+            self._promotions.claim(request, keys, rows)
+        else:
+            self._table.pin(rows)
+        return CPULoadStoreSpec(rows)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.primary_tier.complete_load(keys, req_context)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._table.touch(keys)
+        for state in self._tiers_of(req_context):
+            if state.in_service:
+                self._call(state, state.tier.touch, keys, req_context)
+
+    # --------------------------------------------------------------------------------------------------------------- store
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        self._collect()
+        output = self.primary_tier.prepare_store(keys, req_context)
+        if output is None:
+            self._collect()
+            output = self.primary_tier.prepare_store(keys, req_context)
+        if output is None:
+            self._stats.stores_without_room += 1
+            return None
+        self._stats.evicted_blocks += len(output.evicted_keys)
+        if len(output.keys_to_store) < len(keys):
+            wants_all = self._request(req_context).wants_all
+            if wants_all:
+                self._cascade_held(wants_all, keys, req_context)
+        return output
+
+    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
+        if stored:
+            self._cascade(self._tiers_of(req_context), stored, rows, req_context)
+        request = self._requests.get(req_context.req_id)
+        if request is not None and request.finished:
+            self._close_if_done(request)
+
+    def _cascade_held(self, states: Sequence[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        held = [key for key in keys if key in self._readable]
+        if held:
+            rows = np.fromiter(map(self._readable.__getitem__, held), np.int64, len(held))
+            self._cascade(states, held, rows, ctx)
+
+    def _cascade(self, states: Sequence[TierState], keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
+        """Offer readable ``keys`` to tiers: one job each, the rows pinned until it is reported."""
+        serving = [state for state in states if state.in_service]
+        if not serving:
+            return
+        self._table.pin(rows, len(serving))
+        for state in serving:
+            job_id = next(self._job_ids)
+            self._jobs[job_id] = _Job(state, rows)
+            self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, self._clock()))
+
+    # ------------------------------------------------------------------------------------------------------------ requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        known = self._requests.pop(req_context.req_id, None)
+        if known is not None:
+            self._close(known)
+        request = self._begin(req_context)
+        policy = OffloadPolicy.REQUEST_LEVEL if request.wants_all else OffloadPolicy.BLOCK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    def _begin(self, ctx: ReqContext) -> Request:
+        tiers = self._states
+        try:
+            names = parse_request_policy(ctx.kv_transfer_params).tiers
+        except ConfigError as error:
+            _log.warning("request %s: %s; its kv_tiering parameters are ignored", ctx.req_id, error)
+            names = None
+        if names is not None:
+            tiers = [state for state in tiers if state.tier.name in names]
+        request = Request(ctx, tiers, [])
+        for state in tiers:
+            if state.in_service:
+                answer = self._call(state, state.tier.on_new_request, ctx)
+                if answer is not None and answer.policy is OffloadPolicy.REQUEST_LEVEL:
+                    request.wants_all.append(state)
+        self._requests[ctx.req_id] = request
+        return request
+
+    def _request(self, ctx: ReqContext) -> Request:
+        return self._requests.get(ctx.req_id) or self._begin(ctx)
+
+    def _tiers_of(self, ctx: ReqContext) -> list[TierState]:
+        request = self._requests.get(ctx.req_id)
+        return self._states if request is None else request.tiers
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        request = self._requests.get(req_context.req_id)
+        if request is None or request.finished:
+            return
+        request.finished = True
+        self.primary_tier.on_request_finished(req_context)
+        self._promotions.leave(request)
+        self._close_if_done(request)
+
+    def _close_if_done(self, request: Request) -> None:
+        if not self.primary_tier.has_open_stores(request.ctx.req_id):
+            self._requests.pop(request.ctx.req_id, None)
+            self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """No more cascades for this request can follow: tell the tiers."""
+        request.finished = True
+        self._promotions.leave(request)
+        for state in request.tiers:
+            if state.in_service:
+                self._call(state, state.tier.on_request_finished, request.ctx)
+
+    # ---------------------------------------------------------------------------------------------------------------- jobs
+
+    def _collect(self) -> None:
+        """Take the finished jobs of all tiers, and give up what is overdue."""
+        self._collected = True
+        for state in self._states:
+            for result in self._call(state, state.tier.get_finished) or ():
+                self._finish_job(state, result)
+        self._promotions.expire(self._clock())
+
+    def _finish_job(self, state: TierState, result: JobResult) -> None:
+        job = self._jobs.get(result.job_id)
+        if job is None or job.state is not state:
+            self._stats.misreported_jobs += 1
+            self._retire(state, f"it reported job {result.job_id}, which is not one of its own in flight")
+            return
+        del self._jobs[result.job_id]
+        if job.promotion is None:
+            self._table.unpin(job.rows)
+            return
+        arrived = result.successful_keys
+        if arrived is None and not result.success:
+            arrived = ()
+        if not state.in_service and not state.resetting:
+            arrived = ()
+        keys, rows = self._promotions.end(job.promotion, arrived)
+        if keys and not job.promotion.worthless:
+            faster = [other for other in job.promotion.owner.tiers if other.rank < state.rank and other.tier.fill]
+            if faster:
+                self._cascade(faster, keys, rows, job.promotion.owner.ctx)
+
+    def _flush_promotions(self) -> None:
+        for promotion in self._promotions.take_queued():
+            job_id = next(self._job_ids)
+            rows = np.array(promotion.rows, np.int64)
+            self._jobs[job_id] = _Job(promotion.state, rows, promotion)
+            job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, self._clock())
+            self._submit(promotion.state, promotion.state.tier.submit_load, job)
+
+    def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
+        if not state.in_service:
+            self._finish_job(state, JobResult(job.job_id, False))
+            return
+        self._call(state, submit, job)
+
+    def _call(self, state: TierState, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a tier; if it raises, which it must not, it is taken out of service and the answer is None."""
+        try:
+            return method(*arguments)
+        except Exception as error:
+            self._retire(state, f"its {getattr(method, '__name__', method)} raised {error!r}", exc_info=True)
+            return None
+
+    def _retire(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
+        if state.in_service or state.resetting:
+            state.in_service = state.resetting = False
+            self._stats.tiers_out_of_service += 1
+            _log.error("tier %s is out of service until a restart: %s", state.tier.name, reason, exc_info=exc_info)
+            for job in self._jobs.values():
+                if job.state is state and job.promotion is not None and job.promotion.awaited:
+                    self._promotions.give_up(job.promotion)
+
+    # ---------------------------------------------------------------------------------------------------------------- step
+
+    def on_schedule_end(self) -> None:
+        self._collect()
+        if self._promotions.queued:
+            self._flush_promotions()
+        for state in self._states:
+            if state.in_service:
+                wanted = self._call(state, state.tier.take_wanted_keys)
+                if wanted:
+                    self._cascade_held((state,), wanted, ReqContext(""))
+                self._call(state, state.tier.on_schedule_end)
+            elif state.resetting and self._call(state, state.tier.reset_done):
+                state.in_service, state.resetting = True, False
+                _log.warning("tier %s has completed its reset and is in service again", state.tier.name)
+        self._collected = False
+
+    def has_pending_work(self) -> bool:
+        return self._promotions.queued or any(job.state.in_service for job in self._jobs.values())
+
+    def take_events(self) -> list[OffloadingEvent]:
+        if not self._enable_events:
+            return []
+        events = self.primary_tier.take_events()
+        for state in self._states:
+            events.extend(self._call(state, state.tier.take_events) or ())
+        return events
+
+    def get_stats(self) -> dict[str, Any]:
+        stats, table = self._stats, self._table
+        stats.ignored_completions = self.primary_tier.ignored_completions
+        stats.jobs_in_flight = len(self._jobs)
+        stats.rows, stats.rows_free, stats.rows_evictable = table.num_rows, table.free, table.evictable
+        stats.rows_reserved, stats.rows_quarantined = self._promotions.rows_reserved, table.quarantined
+        tiers = {}
+        for state in self._states:
+            tier_stats = self._call(state, state.tier.get_stats)
+            if tier_stats is not None:
+                tiers[state.tier.name] = tier_stats.as_dict()
+        return {"manager": stats.as_dict(), "tiers": tiers}
+
+    # ------------------------------------------------------------------------------------------------------ reset, shutdown
+
+    def reset_cache(self) -> bool:
+        deadline = self._clock() + self._reset_deadline
+        self._stats.resets += 1
+        self._promotions.drop_queued()
+        for state in self._states:
+            if state.in_service:
+                self._call(state, state.tier.drain, deadline)
+        self._collect()
+        self._promotions.reset([job.promotion for job in self._jobs.values() if job.promotion is not None])
+        for request in self._requests.values():
+            request.refused.clear()
+            request.failed.clear()
+            request.asked.clear()
+        self.primary_tier.reset_cache()
+        if self._keep_secondary:
+            return True
+        promised = [self._reset_tier(state, deadline) for state in self._states]
+        return all(promised)
+
+    def _reset_tier(self, state: TierState, deadline: float) -> bool:
+        if not state.in_service and not state.resetting:
+            return True
+        if self._call(state, state.tier.reset, deadline):
+            return True
+        if state.in_service or state.resetting:
+            state.in_service, state.resetting = False, True
+            _log.error("tier %s could not complete its reset; it is out of service until it can", state.tier.name)
+        return False
+
+    def shutdown(self) -> None:
+        if self._shut_down:
+            return
+        self._shut_down = True
+        self._promotions.drop_queued()
+        deadline = self._clock() + self._shutdown_deadline
+        stopped = True
+        for position, state in enumerate(self._states):
+            now = self._clock()
+            share = now + max(0.0, deadline - now) / (len(self._states) - position)
+            self._call(state, state.tier.drain, share)
+            stopped = bool(self._call(state, state.tier.shutdown, share)) and stopped
+        self._collect()
+        if self._jobs:
+            _log.warning("%d jobs were not finished at shutdown", len(self._jobs))
+        if stopped:
+            self.primary_tier.shutdown()
+        else:
+            _log.error("a tier did not stop: the primary buffer stays mapped until the process ends")

@@ -1,0 +1,229 @@
+"""The CPU tier: rows of one shared buffer, the only tier that the accelerator touches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from tiering.base import (
+    CPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrefixMatch,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    Rows,
+)
+from tiering.block_table import BlockTable
+from tiering.errors import ConfigError, NotReadableError
+from tiering.policies.base import EvictionPolicy
+from tiering.primary.claims import Claims
+from tiering.primary.region import SharedRegion
+
+_log = logging.getLogger("kv_tiering.primary")
+
+CPU_MEDIUM = "CPU"
+
+
+class CPUPrimaryTierOffloadingManager(OffloadingManager):
+    """A CPU cache of blocks; by itself a complete :class:`OffloadingManager`, under a tiering manager the gateway to all other tiers.
+
+    ``buffer`` is the shared region, or any writable memoryview of shape (num_rows, row_stride_bytes), format "B".  Claims (what a
+    request is loading or storing) are kept by request, so that a completion that comes after a reset frees exactly its own rows.
+    """
+
+    def __init__(
+        self,
+        buffer: SharedRegion | memoryview,
+        eviction: str | type[EvictionPolicy] = "lru",
+        enable_events: bool = False,
+    ) -> None:
+        """Raises :class:`ConfigError` for a buffer of another shape or an unknown policy."""
+        self._region = buffer if isinstance(buffer, SharedRegion) else None
+        self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
+        if self._view.ndim != 2 or self._view.format != "B" or self._view.readonly:
+            raise ConfigError(f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}")
+        self.table = BlockTable(self._view.shape[0], eviction)
+        self.ignored_completions = 0
+        self._events: list[OffloadingEvent] = []
+        self._enable_events = enable_events
+        self._loads = Claims()
+        self._stores = Claims()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the buffer."""
+        return self.table.num_rows
+
+    def get_kv_memoryview(self) -> memoryview:
+        """The buffer: shape (num_rows, row_stride_bytes), format "B"; block b is row b (``numpy.asarray(view)[b]``)."""
+        return self._view
+
+    # -------------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if key in self.table.readable:
+            return True
+        return None if key in self.table.pending else False
+
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        hits = self.count_readable(keys)
+        if hits == len(keys) or keys[hits] not in self.table.pending:
+            return PrefixMatch(hits, False)
+        readable, pending = self.table.readable, self.table.pending
+        held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
+        return PrefixMatch(held, True)
+
+    def count_readable(self, keys: Sequence[OffloadKey]) -> int:
+        """How many leading keys are readable."""
+        return len(list(takewhile(self.table.readable.__contains__, keys)))
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.table.touch(keys)
+
+    # ---------------------------------------------------------------------------------------------------------------- load
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        rows = self.claim_load(keys, req_context.req_id)
+        self.table.pin(rows)
+        return CPULoadStoreSpec(rows)
+
+    def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> Rows:
+        """Write down that a request loads ``keys`` and return their rows, which the caller pins.
+
+        Raises :class:`NotReadableError`, with nothing changed, unless all are readable.
+        """
+        readable = self.table.readable
+        try:
+            rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
+        except KeyError:
+            raise NotReadableError([key for key in keys if key not in readable]) from None
+        self._loads.add(req_id, keys, rows)
+        return rows
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        known, rows = self._loads.release(req_context.req_id, keys)
+        if len(known) < len(keys):
+            self._count_ignored(len(keys) - len(known), req_context.req_id)
+        if known:
+            self.table.unpin(rows)
+
+    def prepare_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """:meth:`prepare_load` for a cascade: protects ``keys`` without changing their recency."""
+        return self.prepare_load(keys, req_context)
+
+    def complete_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """End of :meth:`prepare_read`."""
+        self.complete_load(keys, req_context)
+
+    # --------------------------------------------------------------------------------------------------------------- store
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        new = self.table.unknown(keys)
+        if not new:
+            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        held = None
+        if len(new) < len(keys):
+            held = self._pin_held(keys)
+        taken = self.allocate(new)
+        if held is not None:
+            self.table.unpin(held)
+        if taken is None:
+            return None
+        rows, evicted = taken
+        self._stores.add(req_context.req_id, new, rows)
+        return PrepareStoreOutput(new, CPULoadStoreSpec(rows), evicted)
+
+    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self.finish_store(keys, req_context.req_id, success)
+
+    def finish_store(self, keys: Sequence[OffloadKey], req_id: str, success: bool) -> tuple[Sequence[OffloadKey], Rows]:
+        """End the writes of a request; the keys that became readable, and their rows."""
+        done, written = self._stores.release(req_id, keys)
+        if len(done) < len(keys):
+            self._count_ignored(len(keys) - len(done), req_id)
+        if self.table.quarantined and done:
+            done, written = self._end_quarantined(done, written)
+        if not done:
+            return (), written
+        if not success:
+            self.table.abort(done, written)
+            return (), written
+        self.commit(done, written)
+        return done, written
+
+    def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """:meth:`prepare_store`, for a tier that brings blocks in."""
+        return self.prepare_store(keys, req_context)
+
+    def complete_write(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """End of :meth:`prepare_write`."""
+        self.complete_store(keys, req_context, success)
+
+    def allocate(self, keys: Sequence[OffloadKey]) -> tuple[Rows, list[OffloadKey]] | None:
+        """Rows for unknown ``keys``, pending from now on, and the keys evicted for them; None without room for all."""
+        taken = self.table.allocate(keys)
+        if taken is not None and taken[1] and self._enable_events:
+            self._events.append(OffloadingEvent(taken[1], CPU_MEDIUM, True))
+        return taken
+
+    def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        """Pending ``keys`` are written: readable."""
+        self.table.commit(keys, rows)
+        if self._enable_events:
+            self._events.append(OffloadingEvent(list(keys), CPU_MEDIUM, False))
+
+    def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        """Blocks that nobody waited for any more have arrived all the same in quarantined rows: readable."""
+        self.table.adopt(keys, rows)
+        if self._enable_events:
+            self._events.append(OffloadingEvent(list(keys), CPU_MEDIUM, False))
+
+    # ------------------------------------------------------------------------------------------------------------ the rest
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def has_open_stores(self, req_id: str) -> bool:
+        """Whether a request has prepared stores that are not completed."""
+        return req_id in self._stores
+
+    def take_events(self) -> list[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def reset_cache(self) -> bool:
+        forgotten = self.table.clear()
+        if forgotten and self._enable_events:
+            self._events.append(OffloadingEvent(forgotten, CPU_MEDIUM, True))
+        return True
+
+    def shutdown(self) -> None:
+        if self._region is not None:
+            self._region.close()
+
+    # ------------------------------------------------------------------------------------------------------------- details
+
+    def _pin_held(self, keys: Sequence[OffloadKey]) -> Rows:
+        rows: Rows = np.array([row for row in self.table.rows_of(keys) if row is not None], np.int64)
+        self.table.pin(rows)
+        return rows
+
+    def _end_quarantined(self, keys: Sequence[OffloadKey], rows: Rows) -> tuple[Sequence[OffloadKey], Rows]:
+        """Free those rows whose blocks a reset has made worthless; the others."""
+        late = np.fromiter(map(self.table.is_quarantined, rows.tolist()), np.bool_, len(rows))
+        if not late.any():
+            return keys, rows
+        self._count_ignored(int(late.sum()), "a reset request")
+        self.table.end_writing(rows[late])
+        return [key for key, is_late in zip(keys, late.tolist(), strict=True) if not is_late], rows[~late]
+
+    def _count_ignored(self, count: int, req_id: str) -> None:
+        self.ignored_completions += count
+        _log.debug("ignored %d completions of %s: not known (any more)", count, req_id)

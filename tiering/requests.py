@@ -1,0 +1,43 @@
+"""What the manager remembers of one request, and of one secondary tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tiering.base import OffloadKey, ReqContext
+from tiering.secondary.base import SecondaryTierManager
+
+
+@dataclass(slots=True, eq=False)
+class TierState:
+    """One secondary tier, as the manager treats it.
+
+    ``in_service``: it may be asked and given jobs.  ``resetting``: it is out of service only until its reset holds.
+    ``loading_rows``: primary rows that its running loads hold, overdue ones included; at most ``max_loading_rows``.
+    """
+
+    tier: SecondaryTierManager
+    rank: int
+    max_loading_rows: int
+    in_service: bool = True
+    resetting: bool = False
+    loading_rows: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.
+
+    ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``: those that want all of its blocks.  ``refused``: keys
+    that stay a miss for it (no room, or overdue).  ``failed``: per tier rank, keys that the tier said it had and did not bring.
+    ``asked``: keys in flight that it waits for.  ``reserved``: key → row of promoted blocks that are pinned for it.
+    """
+
+    ctx: ReqContext
+    tiers: list[TierState]
+    wants_all: list[TierState]
+    finished: bool = False
+    refused: set[OffloadKey] = field(default_factory=set)
+    failed: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    asked: set[OffloadKey] = field(default_factory=set)
+    reserved: dict[OffloadKey, int] = field(default_factory=dict)
