@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext, Rows
 from tiering.namespace import Namespace
@@ -83,7 +83,7 @@ class SecondaryTierManager(ABC):
     No method raises for what a medium does; a tier in trouble answers "no" and fails jobs.
     """
 
-    medium: ClassVar[str] = ""
+    medium: str = ""
     """The medium's name in events: "DISK", "OBJECT", ..."""
 
     name: str = ""
@@ -176,8 +176,12 @@ class SecondaryTierManager(ABC):
     def reset(self, deadline: float) -> bool:
         """Never again answer for or serve a block stored before this call, also after a restart of the process.
 
-        True if that is certain; False takes the tier out of service.  Jobs in flight are still reported.
+        True if that is certain; False takes the tier out of service until :meth:`reset_done`.  Jobs in flight are still reported.
         """
+        return False
+
+    def reset_done(self) -> bool:
+        """After a :meth:`reset` that returned False: whether its promise holds by now.  Returns at once; asked once per step."""
         return False
 
     def shutdown(self, deadline: float) -> bool:

@@ -8,8 +8,9 @@ It answers lookups from memory, chooses places, and is told how I/O ended.  It d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tiering.base import OffloadKey
 from tiering.block_store import Place
@@ -29,8 +30,32 @@ class StorePlan:
     evicted: list[OffloadKey] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question to a shared medium: how much of the chain ``keys`` is there?
+
+    ``place_of`` names a key's place; it is pure, and called on the I/O side (naming a whole chain costs the scheduler too much).
+    """
+
+    keys: Sequence[OffloadKey]
+    place_of: Callable[[OffloadKey], Place]
+
+
 class TierIndex(ABC):
     """What is known of one medium.  Times are monotonic seconds."""
+
+    shared: ClassVar[bool] = False
+    """Whether others write to the medium too: what it holds is learnt by asking, and is not all ours to announce."""
+
+    def enter(self, place_prefix: str) -> None:
+        """Places are named under ``place_prefix`` from now on (a namespace and epoch).  Media with slots have nothing to do."""
+
+    def take_probes(self, now: float) -> Sequence[Probe]:
+        """The questions that lookups have raised since the last call.  Each is answered by :meth:`end_probe`, once."""
+        return ()
+
+    def end_probe(self, probe: Probe, held: int | None, now: float) -> None:
+        """The leading ``held`` keys of ``probe`` are there and the one after them is not; None: nothing could be learnt."""
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:

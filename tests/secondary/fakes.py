@@ -1,0 +1,156 @@
+"""Doubles for a tier's I/O side: nothing happens but what a test lets happen, and time stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.errors import StoreError
+from tiering.namespace import ModelIdentity, Namespace
+from tiering.options import BreakerOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.io_stats import IoStats
+from tiering.secondary.layers.breaker import Breaker
+from tiering.secondary.messages import IoJob, IoResult, IoTask
+from tiering.testing.clock import FakeClock
+
+BLOCK_BYTES = 4096
+NUM_ROWS = 64
+
+
+class FakeStore(BlockStore):
+    """Documents, and names that are there; counts questions.  ``failure``: what every call on documents raises."""
+
+    medium = "FAKE"
+
+    def __init__(self) -> None:
+        self.documents: dict[str, bytes] = {}
+        self.held: set[Place] = set()
+        self.failure: StoreError | None = None
+        self.rounds: list[list[Place]] = []
+        self.reclaimed: list[str] = []
+        self.opened = 0
+        self.closed = 0
+
+    def open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.opened += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def put_one(self, block: BlockIO) -> None:
+        raise AssertionError("the fake I/O side moves no bytes")
+
+    def get_one(self, block: BlockIO) -> Done:
+        raise AssertionError("the fake I/O side moves no bytes")
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        self.rounds.append(list(places))
+        return StoreProbe(tuple(place in self.held for place in places))
+
+    def read_document(self, name: str) -> bytes | None:
+        if self.failure is not None:
+            raise self.failure
+        return self.documents.get(name)
+
+    def write_document(self, name: str, data: bytes) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.documents[name] = data
+
+    def reclaim(self, place_prefix: str) -> int:
+        if self.failure is not None:
+            raise self.failure
+        self.reclaimed.append(place_prefix)
+        return 3
+
+
+class FakeIo:
+    """An I/O side that a test drives: :meth:`finish` ends a job, :meth:`run_tasks` runs what was asked for.
+
+    While someone waits, tasks run, unless ``hold``, and time passes.
+    """
+
+    def __init__(self, store: BlockStore, clock: FakeClock, options: BreakerOptions) -> None:
+        self.store = store
+        self.clock = clock
+        self.breaker = Breaker(options, name="fake", clock=clock)
+        self.stats = IoStats()
+        self.jobs: list[IoJob] = []
+        self.tasks: list[IoTask] = []
+        self.hold = False
+        self._ended: list[IoResult] = []
+        self._done: list[tuple[IoTask, Any, BaseException | None]] = []
+
+    def submit(self, job: IoJob) -> None:
+        self.jobs.append(job)
+
+    def run(self, task: IoTask) -> None:
+        self.tasks.append(task)
+
+    def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> IoJob:
+        """End a job: every block done, or ``outcomes``."""
+        (job,) = [job for job in self.jobs if job.job_id == job_id]
+        self.jobs.remove(job)
+        self._ended.append(IoResult(job, outcomes or [Done.DONE] * len(job.keys), sum(job.sizes), 0.5))
+        return job
+
+    def finish_all(self) -> None:
+        for job in list(self.jobs):
+            self.finish(job.job_id)
+
+    def run_tasks(self, *names: str) -> None:
+        """Run the tasks that are waiting, or those called ``names``."""
+        chosen = [task for task in self.tasks if not names or task.name in names]
+        self.tasks = [task for task in self.tasks if task not in chosen]
+        for task in chosen:
+            try:
+                self._done.append((task, task.run(), None))
+            except StoreError as error:
+                self._done.append((task, None, error))
+
+    def poll(self) -> Sequence[IoResult]:
+        done, self._done = self._done, []
+        for task, result, error in done:
+            task.on_done(result, error)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, timeout: float) -> bool:
+        if not self.hold:
+            self.run_tasks()
+        self.clock.advance(timeout)
+        return bool(self._ended or self._done)
+
+    def drain(self, deadline: float) -> bool:
+        if not self.hold:
+            self.run_tasks()
+        return self._pass_until(deadline)
+
+    def close(self, deadline: float) -> bool:
+        return self._pass_until(deadline)
+
+    def _pass_until(self, deadline: float) -> bool:
+        if self.jobs:
+            self.clock.advance(max(deadline - self.clock(), 0.0))
+        return not self.jobs
+
+
+def make_namespace(name: str = "demo", group_bytes: tuple[int, ...] = (BLOCK_BYTES,)) -> Namespace:
+    return Namespace.build(ModelIdentity(name=name, weights="w1", dtype="bfloat16", layout="test"), group_bytes)
+
+
+def make_context(clock: FakeClock, *, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), events: bool = True) -> TierContext:
+    """A tier's context with an ordinary array as the primary buffer."""
+    view = memoryview(np.zeros((NUM_ROWS, max(group_bytes)), np.uint8))
+    return TierContext("t", view, group_bytes, make_namespace(group_bytes=group_bytes), clock, enable_events=events)
+
+
+def keys_of(*numbers: int, group: int = 0) -> list[bytes]:
+    """Keys with the numbers as their hashes."""
+    return [number.to_bytes(32, "big") + group.to_bytes(4, "big") for number in numbers]

@@ -1,0 +1,120 @@
+"""What the tests of the I/O side share: a primary buffer, jobs, and a host around a store."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.block_store import BlockIO, BlockStore, Outcome, Place
+from tiering.namespace import Namespace
+from tiering.options import BreakerOptions, RetryOptions, TierOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.io_host import IoHost, build_io_host
+from tiering.secondary.messages import IoJob, IoKind, IoResult
+from tiering.testing.clock import FakeClock, until
+
+PAGE = mmap.PAGESIZE
+NAMESPACE = Namespace("tests")
+
+
+class Primary:
+    """A page-aligned primary buffer whose rows hold random bytes."""
+
+    def __init__(self, rows: int, size: int = PAGE, seed: int = 0) -> None:
+        self.size = size
+        stride = -(-size // PAGE) * PAGE
+        self.rows: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rows * stride), np.uint8).reshape(rows, stride)
+        self.rows[:] = np.random.default_rng(seed).integers(0, 256, self.rows.shape, np.uint8)
+
+    def block(self, row: int) -> bytes:
+        return self.rows[row, : self.size].tobytes()
+
+    def context(self, clock: Callable[[], float], name: str = "t") -> TierContext:
+        return TierContext(name, memoryview(self.rows), (self.size,), NAMESPACE, clock)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big") + bytes(4)
+
+
+def make_job(
+    primary: Primary,
+    kind: IoKind,
+    numbers: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    places: Sequence[Place] | None = None,
+    job_id: int = 0,
+    deadline: float = float("inf"),
+    fingerprint: bytes = NAMESPACE.fingerprint,
+) -> IoJob:
+    """A job on blocks ``numbers``, which lie in the rows and slots of the same numbers unless told otherwise."""
+    return IoJob(
+        job_id,
+        kind,
+        [key_of(number) for number in numbers],
+        list(numbers if rows is None else rows),
+        list(numbers if places is None else places),
+        [primary.size] * len(numbers),
+        fingerprint,
+        0.0,
+        deadline,
+    )
+
+
+def finish(host: IoHost, jobs: int = 1) -> list[IoResult]:
+    """The results of the next ``jobs`` jobs."""
+    results: list[IoResult] = []
+
+    def arrived() -> bool:
+        results.extend(host.poll())
+        return len(results) >= jobs
+
+    assert until(arrived), f"only {len(results)} of {jobs} jobs ended"
+    return results
+
+
+@contextmanager
+def running_host(
+    store: BlockStore,
+    primary: Primary,
+    *,
+    threads: int = 2,
+    clock: FakeClock | None = None,
+    attempts: int = 1,
+    failures: int = 8,
+    compression: str = "none",
+    release: Callable[[], None] = lambda: None,
+) -> Iterator[IoHost]:
+    """A host on ``store``, closed at the end after ``release`` was called."""
+    clock = FakeClock() if clock is None else clock
+    options = TierOptions(
+        type="test",
+        max_inflight=threads,
+        retries=RetryOptions(attempts=attempts),
+        breaker=BreakerOptions(failures=failures),
+        compression=compression,  # type: ignore[arg-type]
+    )
+    host = build_io_host(store, options, primary.context(clock), sleep=clock.sleep)
+    try:
+        yield host
+    finally:
+        release()
+        assert until(lambda: host.close(clock() + 1.0))
+
+
+def outcome_names(outcomes: Sequence[Outcome]) -> list[str]:
+    """Outcomes as words, for comparison."""
+    return [type(outcome).__name__ if isinstance(outcome, Exception) else outcome.name for outcome in outcomes]
+
+
+def make_blocks(count: int, size: int = 64, deadline: float = float("inf")) -> list[BlockIO]:
+    """Blocks with buffers of their own, filled with their number."""
+    return [
+        BlockIO(key_of(number), number, memoryview(bytearray(128)), memoryview(bytearray([number % 256] * size)), deadline)
+        for number in range(count)
+    ]

@@ -1,0 +1,43 @@
+"""A medium whose places are names, in memory: the smallest shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiering.block_store import Place, StoreProbe
+from tiering.options import TierOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.index.shared import SharedIndex
+from tiers.memory import MemoryMedium, MemoryStore
+
+
+class NamedMemoryStore(MemoryStore):
+    medium = "OBJECT"
+
+    def delete(self, places: Sequence[Place]) -> None:
+        with self.memory.lock:
+            for place in places:
+                self.memory.frames.pop(place, None)
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        with self.memory.lock:
+            return StoreProbe(tuple(place in self.memory.frames for place in places))
+
+    def reclaim(self, place_prefix: str) -> int:
+        with self.memory.lock:
+            found = [place for place in self.memory.frames if str(place).startswith(place_prefix)]
+            for place in found:
+                del self.memory.frames[place]
+        return len(found)
+
+
+def make_named_tier(memory: MemoryMedium, context: TierContext, **options: object) -> BlockTier:
+    """A tier on ``memory`` as a shared medium."""
+    return BlockTier(
+        context,
+        TierOptions.model_validate({"type": "named", **options}),
+        NamedMemoryStore(memory),
+        SharedIndex(absent_ttl=0.05),
+        place_prefix=lambda namespace: f"{namespace.directory}/{namespace.epoch.hex()}/",
+    )

@@ -1,0 +1,88 @@
+"""Admission and its memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.secondary.fakes import keys_of
+from tiering.secondary.admission import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
+
+K = keys_of(*range(16))
+
+
+@pytest.mark.parametrize(("word", "taken"), [("all", [0, 1, 2]), ("none", [])])
+def test_all_and_none(word: str, taken: list[int]) -> None:
+    admission = make_admission(word)  # type: ignore[arg-type]
+    assert admission.admit(K[:3], "r") == taken
+    admission.touch(K[:3], "other")
+    assert admission.take_wanted() == []
+
+
+def test_the_first_store_is_declined_and_the_second_taken_once() -> None:
+    admission = AdmitSecondTouch()
+    assert admission.admit(K[:4], "r1") == []
+    assert admission.admit(K[2:6], "r2") == [0, 1]
+    assert admission.admit(K[2:6], "r3") == [2, 3]
+
+
+def test_touches_by_the_request_that_brought_a_block_do_not_count() -> None:
+    admission = AdmitSecondTouch()
+    admission.admit(K[:2], "r1")
+    admission.touch(K[:4], "r1")
+    assert admission.take_wanted() == []
+    admission.touch(K[1:4], "r2")
+    assert admission.take_wanted() == [K[1]]
+    assert admission.take_wanted() == []
+
+
+def test_a_wanted_block_is_taken_when_it_is_offered_again() -> None:
+    admission = AdmitSecondTouch()
+    admission.admit(K[:2], "r1")
+    admission.touch(K[:2], "r2")
+    assert admission.admit(admission.take_wanted(), "r1") == [0, 1]
+    admission.touch(K[:2], "r3")
+    assert admission.take_wanted() == []
+
+
+def test_a_request_that_comes_back_under_the_same_name_counts() -> None:
+    admission = AdmitSecondTouch()
+    admission.admit(K[:1], "r1")
+    admission.on_request_finished("r1")
+    admission.touch(K[:1], "r1")
+    assert admission.take_wanted() == K[:1]
+
+
+def test_wanted_blocks_are_bounded() -> None:
+    admission = AdmitSecondTouch()
+    keys = keys_of(*range(MAX_WANTED + 10))
+    admission.admit(keys, "r1")
+    admission.touch(keys[:10], "r2")
+    admission.touch(keys, "r2")
+    assert len(admission.take_wanted()) <= MAX_WANTED
+
+
+def test_clear_forgets_everything() -> None:
+    admission = AdmitSecondTouch()
+    admission.admit(K[:2], "r1")
+    admission.touch(K[:2], "r2")
+    admission.clear()
+    assert admission.take_wanted() == []
+    assert admission.admit(K[:2], "r2") == []
+
+
+def test_the_ghost_filter_forgets_only_what_shares_a_slot() -> None:
+    ghost = GhostFilter(slots=4)
+    one, same_slot, other = (GhostFilter.hashes(K[:1]) * 0 + value for value in (1, 5, 2))
+    ghost.add(one)
+    ghost.add(other)
+    ghost.add(same_slot)
+    assert [bool(ghost.contains(value)[0]) for value in (one, same_slot, other)] == [False, True, True]
+    ghost.discard(one)
+    assert ghost.contains(same_slot)[0]
+    ghost.discard(same_slot)
+    assert not ghost.contains(same_slot)[0]
+
+
+def test_hashes_are_never_the_mark_of_an_empty_slot() -> None:
+    ghost = GhostFilter(slots=4)
+    assert not ghost.contains(GhostFilter.hashes([b""])).any()

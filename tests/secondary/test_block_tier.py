@@ -1,0 +1,641 @@
+"""The generic tier, driven step by step: what it answers, what it hands to its I/O side, and how jobs end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, FakeIo, FakeStore, keys_of, make_context
+from tiering.base import OffloadingEvent, OffloadKey, ReqContext
+from tiering.block_store import Done
+from tiering.errors import CorruptBlockError, OverdueError, TemporaryStoreError
+from tiering.namespace import Namespace
+from tiering.options import TierOptions
+from tiering.secondary.base import JobResult, PrefixAnswer, TransferJob
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.messages import IoKind
+from tiering.testing.clock import FakeClock
+
+CTX = ReqContext("r1")
+K = keys_of(*range(100))
+
+
+class Rig:
+    """A tier with a medium of slots of its own, on a fake I/O side."""
+
+    def __init__(
+        self, *, slots: int = 32, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), shared: bool = False, **options: Any
+    ) -> None:
+        self.clock = FakeClock()
+        self.store = FakeStore()
+        self.options = TierOptions(type="fake", **options)
+        self.io = FakeIo(self.store, self.clock, self.options.breaker)
+        self.context = make_context(self.clock, group_bytes=group_bytes)
+        index: SlotIndex | SharedIndex
+        if shared:
+            index = SharedIndex()
+        else:
+            index = SlotIndex(slots)
+            index.add_free(np.arange(slots))
+        self.tier = BlockTier(
+            self.context,
+            self.options,
+            self.store,
+            index,
+            place_prefix=(lambda namespace: f"{namespace.epoch.hex()}/") if shared else None,
+            io=self.io,
+        )
+        self._job_id = 0
+
+    def opened(self) -> Rig:
+        assert self.tier.open(self.clock() + 1)
+        return self
+
+    def job(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX, *, load: bool = False) -> TransferJob:
+        self._job_id += 1
+        return TransferJob(self._job_id, keys, np.arange(len(keys)), load, ctx, self.clock())
+
+    def submit_store(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX) -> int:
+        job = self.job(keys, ctx)
+        self.tier.submit_store(job)
+        return job.job_id
+
+    def submit_load(self, keys: Sequence[OffloadKey]) -> int:
+        job = self.job(keys, load=True)
+        self.tier.submit_load(job)
+        return job.job_id
+
+    def store_blocks(self, keys: Sequence[OffloadKey]) -> None:
+        """Store ``keys`` and let it succeed."""
+        self.io.finish(self.submit_store(keys))
+        assert [result.success for result in self.tier.get_finished()] == [True]
+
+    def finished(self) -> list[JobResult]:
+        return list(self.tier.get_finished())
+
+    def events(self) -> list[OffloadingEvent]:
+        return list(self.tier.take_events())
+
+
+# ----------------------------------------------------------------------------------------------------------------- stores and loads
+
+
+def test_a_stored_block_is_held_only_when_its_write_has_ended() -> None:
+    rig = Rig().opened()
+    job_id = rig.submit_store(K[:3])
+    assert rig.tier.lookup_prefix(K[:3], CTX) == PrefixAnswer(0, False)
+    rig.io.finish(job_id)
+    assert rig.finished() == [JobResult(job_id, True, None, 3 * BLOCK_BYTES, 0.5)]
+    assert rig.tier.lookup_prefix(K[:4], CTX) == PrefixAnswer(3, False)
+    assert rig.tier.lookup(K[2], CTX) is True
+    assert rig.tier.lookup(K[3], CTX) is False
+
+
+def test_blocks_whose_write_failed_are_not_held_and_the_others_are() -> None:
+    rig = Rig().opened()
+    job_id = rig.submit_store(K[:3])
+    rig.io.finish(job_id, [Done.DONE, TemporaryStoreError("busy"), Done.DONE])
+    (result,) = rig.finished()
+    assert (result.success, result.successful_keys) == (False, [K[0], K[2]])
+    assert [rig.tier.lookup(key, CTX) for key in K[:3]] == [True, False, True]
+    stats = rig.tier.get_stats()
+    assert (stats.cascades, stats.cascades_failed, stats.cascades_active) == (2, 1, 0)
+
+
+def test_blocks_already_held_are_not_written_again_and_count_as_stored() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    job_id = rig.submit_store(K[:3])
+    assert [list(job.keys) for job in rig.io.jobs] == [[K[2]]]
+    assert list(rig.io.jobs[0].rows) == [2]
+    rig.io.finish(job_id)
+    assert rig.finished() == [JobResult(job_id, True, None, BLOCK_BYTES, 0.5)]
+
+
+def test_a_store_of_held_blocks_only_ends_without_io() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    job_id = rig.submit_store(K[:2])
+    assert not rig.io.jobs
+    assert rig.tier.has_pending_work()
+    assert rig.finished() == [JobResult(job_id, True)]
+    assert not rig.tier.has_pending_work()
+
+
+def test_a_load_fills_rows_from_where_the_blocks_were_stored() -> None:
+    rig = Rig().opened()
+    rig.io.finish(rig.submit_store(K[:2]))
+    rig.finished()
+    job_id = rig.submit_load(K[:2])
+    job = rig.io.finish(job_id)
+    assert (job.kind, list(job.keys), list(job.rows)) == (IoKind.LOAD, K[:2], [0, 1])
+    assert job.deadline == job.submitted_at + rig.options.deadline
+    assert rig.finished() == [JobResult(job_id, True, None, 2 * BLOCK_BYTES, 0.5)]
+
+
+def test_a_load_of_unknown_blocks_loads_the_known_ones() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    job_id = rig.submit_load([K[0], K[9], K[1]])
+    assert list(rig.io.jobs[0].rows) == [0, 2]
+    rig.io.finish(job_id)
+    (result,) = rig.finished()
+    assert (result.success, result.successful_keys) == (False, [K[0], K[1]])
+
+
+def test_a_load_of_nothing_known_fails_without_io() -> None:
+    rig = Rig().opened()
+    job_id = rig.submit_load(K[:2])
+    assert not rig.io.jobs
+    assert rig.finished() == [JobResult(job_id, False, [])]
+
+
+def test_lost_and_corrupt_blocks_are_misses_from_then_on_and_counted() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:4])
+    job_id = rig.submit_load(K[:4])
+    rig.io.finish(job_id, [Done.DONE, Done.ABSENT, CorruptBlockError("flipped"), TemporaryStoreError("busy")])
+    (result,) = rig.finished()
+    assert (result.success, result.successful_keys) == (False, [K[0]])
+    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [True, False, False, True]
+    stats = rig.tier.get_stats()
+    assert (stats.corrupt_blocks, stats.promotions, stats.promotions_failed) == (1, 1, 3)
+
+
+def test_jobs_are_reported_exactly_once() -> None:
+    rig = Rig().opened()
+    ids = [rig.submit_store(K[i : i + 2]) for i in range(0, 10, 2)]
+    for job_id in reversed(ids):
+        rig.io.finish(job_id)
+    assert sorted(result.job_id for result in rig.finished()) == ids
+    assert rig.finished() == []
+
+
+def test_sizes_are_those_of_the_blocks_groups() -> None:
+    rig = Rig(group_bytes=(4096, 1024)).opened()
+    keys = [*keys_of(1, 2), *keys_of(1, group=1)]
+    rig.submit_store(keys)
+    assert list(rig.io.jobs[0].sizes) == [4096, 4096, 1024]
+
+
+def test_a_full_medium_evicts_what_was_used_least_recently() -> None:
+    rig = Rig(slots=3).opened()
+    rig.store_blocks([K[0]])
+    rig.store_blocks([K[1]])
+    rig.store_blocks([K[2]])
+    rig.tier.touch([K[0]], CTX)
+    rig.store_blocks([K[3]])
+    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [True, False, True, True]
+    assert rig.tier.get_stats().evictions == 1
+
+
+def test_blocks_for_which_there_is_no_room_are_declined() -> None:
+    rig = Rig(slots=2).opened()
+    job_id = rig.submit_store(K[:4])
+    assert list(rig.io.jobs[0].keys) == K[:2]
+    rig.io.finish(job_id)
+    assert rig.finished()[0].successful_keys == K[:2]
+    assert rig.tier.get_stats().stores_declined == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- bounds, deadlines
+
+
+def test_the_tail_of_what_exceeds_the_queue_is_dropped() -> None:
+    rig = Rig(max_queued=4 * BLOCK_BYTES).opened()
+    first = rig.submit_store(K[:3])
+    rig.submit_store(K[3:6])
+    assert [list(job.keys) for job in rig.io.jobs] == [K[:3], K[3:4]]
+    assert rig.tier.get_stats().stores_dropped == 2
+    rig.io.finish(first)
+    rig.finished()
+    rig.submit_store(K[6:9])
+    assert list(rig.io.jobs[-1].keys) == K[6:9]
+
+
+def test_rows_of_overdue_loads_open_the_breaker_when_they_exceed_their_share() -> None:
+    rig = Rig(slots=NUM_ROWS, primary_share=0.1, deadline=5).opened()
+    rig.store_blocks(K[:10])
+    small = rig.submit_load(K[:6])
+    rig.clock.advance(5)
+    rig.finished()
+    assert rig.tier.get_stats().loads_overdue == 6
+    assert rig.tier.lookup(K[0], CTX) is True
+    large = rig.submit_load(K[6:8])
+    rig.clock.advance(5)
+    rig.finished()
+    assert rig.tier.get_stats().loads_overdue == 8
+    assert rig.tier.get_stats().breaker_state == 2
+    assert rig.tier.lookup(K[0], CTX) is False
+    rig.io.finish(small, [OverdueError("late")] * 6)
+    rig.io.finish(large, [OverdueError("late")] * 2)
+    assert [result.success for result in rig.finished()] == [False, False]
+
+
+def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answers() -> None:
+    rig = Rig(slots=NUM_ROWS, primary_share=0.1, deadline=5).opened()
+    rig.store_blocks(K[:10])
+    job_id = rig.submit_load(K[:8])
+    rig.clock.advance(5)
+    rig.tier.on_schedule_end()
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks("health")
+    rig.finished()
+    assert rig.tier.get_stats().breaker_state == 0
+    assert rig.tier.lookup(K[0], CTX) is False
+    rig.io.finish(job_id)
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is True
+
+
+# ------------------------------------------------------------------------------------------------------------------------- breaker
+
+
+def test_an_open_breaker_answers_no_drops_stores_and_fails_loads() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    rig.io.breaker.trip("test")
+    rig.tier.on_schedule_end()
+    assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, False)
+    store, load = rig.submit_store(K[2:4]), rig.submit_load(K[:2])
+    assert not rig.io.jobs
+    assert rig.finished() == [JobResult(store, False, []), JobResult(load, False, [])]
+    assert rig.tier.get_stats().stores_dropped == 2
+    assert rig.tier.get_stats().available == 0
+
+
+def test_a_tier_comes_back_when_a_probe_of_its_medium_succeeds() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    rig.io.breaker.trip("test")
+    rig.tier.on_schedule_end()
+    assert not rig.io.tasks
+    rig.clock.advance(rig.options.breaker.probe_after)
+    rig.tier.on_schedule_end()
+    rig.tier.on_schedule_end()
+    assert [task.name for task in rig.io.tasks] == ["health"]
+    rig.store.failure = TemporaryStoreError("still down")
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is False
+    rig.store.failure = None
+    rig.clock.advance(2 * rig.options.breaker.probe_after)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is True
+
+
+# ---------------------------------------------------------------------------------------------------------------- requests, policies
+
+
+def test_a_request_that_names_other_tiers_is_not_served() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    other = ReqContext("r2", {"kv_tiering": {"tiers": ["s3"]}})
+    rig.tier.on_new_request(other)
+    assert rig.tier.lookup(K[0], other) is False
+    assert rig.tier.lookup(K[0], CTX) is True
+    job_id = rig.submit_store(K[2:3], other)
+    assert rig.finished() == [JobResult(job_id, False, [])]
+    rig.tier.on_request_finished(other)
+    named = ReqContext("r2", {"kv_tiering": {"tiers": ["t"]}})
+    rig.tier.on_new_request(named)
+    assert rig.tier.lookup(K[0], named) is True
+
+
+def test_admission_none_takes_no_block() -> None:
+    rig = Rig(admission="none").opened()
+    job_id = rig.submit_store(K[:2])
+    assert rig.finished() == [JobResult(job_id, False, [])]
+    assert rig.tier.get_stats().stores_declined == 2
+
+
+def test_second_touch_takes_a_block_that_is_stored_again() -> None:
+    rig = Rig(admission="second_touch").opened()
+    rig.submit_store(K[:2])
+    assert not rig.io.jobs
+    rig.submit_store(K[1:3])
+    assert [(list(job.keys), list(job.rows)) for job in rig.io.jobs] == [([K[1]], [0])]
+
+
+def test_second_touch_asks_for_a_declined_block_that_another_request_uses() -> None:
+    rig = Rig(admission="second_touch").opened()
+    rig.submit_store(K[:3])
+    rig.tier.touch(K[:3], CTX)
+    assert list(rig.tier.take_wanted_keys()) == []
+    rig.tier.touch(K[:2], ReqContext("r2"))
+    wanted = list(rig.tier.take_wanted_keys())
+    assert wanted == K[:2]
+    rig.submit_store(wanted)
+    assert list(rig.io.jobs[0].keys) == K[:2]
+
+
+# ------------------------------------------------------------------------------------------------------------------------- opening
+
+
+def test_a_tier_that_is_not_open_answers_no_and_fails_jobs() -> None:
+    rig = Rig()
+    assert rig.tier.lookup(K[0], CTX) is False
+    store, load = rig.submit_store(K[:1]), rig.submit_load(K[:1])
+    assert rig.finished() == [JobResult(store, False, []), JobResult(load, False, [])]
+
+
+def test_a_medium_that_cannot_be_opened_is_taken_into_service_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.store.failure = TemporaryStoreError("no route to host")
+    assert rig.tier.open(rig.clock() + 1) is False
+    for _ in range(20):
+        rig.clock.advance(100)
+        rig.tier.on_schedule_end()
+        rig.io.run_tasks()
+        assert rig.finished() == []
+    assert len([record for record in caplog.records if "no route to host" in record.getMessage()]) == 1
+    rig.store.failure = None
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks()
+    rig.finished()
+    rig.store_blocks(K[:1])
+
+
+def test_opening_is_not_tried_again_before_the_backoff_has_passed() -> None:
+    rig = Rig(breaker={"probe_after": 10})
+    rig.store.failure = TemporaryStoreError("down")
+    rig.tier.open(rig.clock() + 1)
+    rig.clock.advance(5)
+    rig.tier.on_schedule_end()
+    assert not rig.io.tasks
+
+
+def test_an_opening_that_hangs_is_left_behind_at_the_deadline() -> None:
+    rig = Rig()
+    rig.io.hold = True
+    begun = rig.clock()
+    assert rig.tier.open(begun + 3) is False
+    assert rig.clock() == pytest.approx(begun + 3)
+    rig.io.run_tasks()
+    rig.finished()
+    rig.store_blocks(K[:1])
+
+
+def test_other_parameters_under_the_same_fingerprint_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    document = f"namespace-{rig.context.namespace.directory}.json"
+    rig.store.documents[document] = b'{"other": "model"}'
+    assert rig.tier.open(rig.clock() + 1) is False
+    assert document in caplog.text
+
+
+def test_parameters_are_written_beside_the_blocks() -> None:
+    rig = Rig().opened()
+    document = f"namespace-{rig.context.namespace.directory}.json"
+    assert rig.store.documents[document].decode() == rig.context.namespace.parameters
+
+
+def test_the_stored_epoch_is_the_one_served() -> None:
+    rig = Rig()
+    epoch = bytes(range(16))
+    rig.store.documents[f"epoch-{rig.context.namespace.directory}"] = epoch
+    rig.opened().submit_store(K[:1])
+    assert rig.io.jobs[0].fingerprint == rig.context.namespace.with_epoch(epoch).fingerprint
+
+
+def test_a_damaged_epoch_begins_a_new_one() -> None:
+    rig = Rig()
+    document = f"epoch-{rig.context.namespace.directory}"
+    rig.store.documents[document] = b"short"
+    rig.opened().submit_store(K[:1])
+    epoch = rig.store.documents[document]
+    assert len(epoch) == 16
+    assert rig.io.jobs[0].fingerprint == rig.context.namespace.with_epoch(epoch).fingerprint
+
+
+class Hooked(BlockTier):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[str] = []
+
+    def on_opened(self, namespace: Namespace) -> None:
+        self.calls.append("opened")
+
+    def on_epoch(self, namespace: Namespace) -> None:
+        self.calls.append("epoch")
+
+    def on_step(self) -> None:
+        self.calls.append("step")
+
+    def before_close(self, deadline: float) -> None:
+        self.calls.append("before_close")
+
+
+def test_hooks_are_called_in_the_order_of_a_tiers_life() -> None:
+    rig = Rig()
+    tier = Hooked(rig.context, rig.options, rig.store, SlotIndex(4), io=rig.io)
+    tier.open(rig.clock() + 1)
+    tier.on_schedule_end()
+    tier.reset(rig.clock() + 1)
+    tier.shutdown(rig.clock() + 1)
+    tier.shutdown(rig.clock() + 1)
+    assert tier.calls == ["opened", "step", "epoch", "before_close"]
+    assert rig.store.closed == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------------- reset
+
+
+def test_after_a_reset_nothing_stored_before_is_held_and_jobs_carry_a_new_fingerprint() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    rig.submit_store(K[2:3])
+    before = rig.io.finish(2).fingerprint
+    assert rig.tier.reset(rig.clock() + 1) is True
+    assert rig.tier.lookup_prefix(K[:3], CTX) == PrefixAnswer(0, False)
+    rig.submit_store(K[:1])
+    assert rig.io.jobs[-1].fingerprint != before
+
+
+def test_jobs_that_a_reset_overtakes_end_as_failed_and_are_not_held() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    load, store = rig.submit_load(K[:2]), rig.submit_store(K[2:4])
+    assert rig.tier.reset(rig.clock() + 1) is True
+    rig.io.finish(load)
+    rig.io.finish(store)
+    assert [(result.success, result.successful_keys) for result in rig.finished()] == [(False, []), (False, [])]
+    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [False] * 4
+    rig.store_blocks(K[:4])
+    assert rig.tier.lookup_prefix(K[:4], CTX).held == 4
+
+
+def test_jobs_that_ended_just_before_a_reset_are_reported_as_failed() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    job_id = rig.submit_load(K[:2])
+    rig.io.finish(job_id)
+    rig.tier.drain(rig.clock() + 1)
+    rig.tier.reset(rig.clock() + 1)
+    assert [(result.job_id, result.success, result.successful_keys) for result in rig.finished()] == [(job_id, False, [])]
+
+
+def test_the_new_epoch_survives_a_restart() -> None:
+    rig = Rig().opened()
+    rig.tier.reset(rig.clock() + 1)
+    again = Rig()
+    again.store.documents = rig.store.documents
+    again.opened()
+    assert again.tier.namespace == rig.tier.namespace
+    assert again.tier.namespace != again.context.namespace
+
+
+def test_a_reset_whose_epoch_cannot_be_written_takes_the_tier_out_of_service_until_it_is() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    rig.store.failure = TemporaryStoreError("no")
+    assert rig.tier.reset(rig.clock() + 1) is False
+    assert rig.submit_store(K[:1])
+    assert rig.finished()[0].success is False
+    rig.store.failure = None
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is False
+    rig.store_blocks(K[:1])
+    assert rig.store.documents[f"epoch-{rig.context.namespace.directory}"] == rig.tier.namespace.epoch  # type: ignore[union-attr]
+
+
+def test_a_reset_before_the_medium_could_be_opened_holds_when_it_is() -> None:
+    rig = Rig()
+    rig.store.failure = TemporaryStoreError("no")
+    rig.tier.open(rig.clock() + 1)
+    assert rig.tier.reset(rig.clock() + 1) is False
+    rig.store.failure = None
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.namespace is not None
+    assert rig.tier.namespace.fingerprint != rig.context.namespace.fingerprint
+
+
+def test_a_reset_while_the_medium_is_being_opened_holds_when_it_is() -> None:
+    rig = Rig()
+    rig.io.hold = True
+    rig.tier.open(rig.clock() + 1)
+    assert rig.tier.reset(rig.clock() + 1) is False
+    for _ in range(2):
+        rig.io.run_tasks()
+        rig.finished()
+    assert rig.tier.namespace is not None
+    assert rig.tier.namespace.fingerprint != rig.context.namespace.fingerprint
+
+
+def test_blocks_of_the_epoch_before_are_reclaimed_in_the_background() -> None:
+    rig = Rig(shared=True).opened()
+    before = rig.tier.namespace
+    assert before is not None
+    assert rig.tier.reset(rig.clock() + 1) is True
+    rig.store.failure = TemporaryStoreError("busy")
+    rig.io.run_tasks("reclaim")
+    rig.finished()
+    rig.store.failure = None
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks("reclaim")
+    rig.finished()
+    assert rig.store.reclaimed == [f"{before.epoch.hex()}/"]
+
+
+# -------------------------------------------------------------------------------------------------------------------------- events
+
+
+def test_events_follow_what_happened_in_order() -> None:
+    rig = Rig(slots=2).opened()
+    failed = rig.submit_store([K[0]])
+    rig.io.finish(failed, [TemporaryStoreError("busy")])
+    rig.finished()
+    rig.store_blocks(K[:2])
+    rig.store_blocks(K[2:3])
+    job_id = rig.submit_load(K[2:3])
+    rig.io.finish(job_id, [CorruptBlockError("flipped")])
+    rig.finished()
+    held = [key for key in K[:2] if rig.tier.lookup(key, CTX)]
+    rig.tier.reset(rig.clock() + 1)
+    (evicted,) = set(K[:2]) - set(held)
+    assert rig.events() == [
+        OffloadingEvent(K[:2], "FAKE", removed=False),
+        OffloadingEvent([evicted], "FAKE", removed=True),
+        OffloadingEvent([K[2]], "FAKE", removed=False),
+        OffloadingEvent([K[2]], "FAKE", removed=True),
+        OffloadingEvent(held, "FAKE", removed=True),
+    ]
+    assert rig.events() == []
+
+
+def test_on_a_shared_medium_only_what_we_announced_is_announced_as_removed() -> None:
+    rig = Rig(shared=True).opened()
+    rig.store_blocks(K[:1])
+    job_id = rig.submit_load(K[:2])
+    rig.io.finish(job_id, [Done.ABSENT, Done.ABSENT])
+    rig.finished()
+    assert rig.events() == [OffloadingEvent(K[:1], "FAKE", removed=False), OffloadingEvent(K[:1], "FAKE", removed=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------------ shared lookups
+
+
+def test_an_unknown_prefix_is_asked_about_once_and_undecided_meanwhile() -> None:
+    rig = Rig(shared=True).opened()
+    epoch = rig.tier.namespace.epoch.hex()  # type: ignore[union-attr]
+    rig.store.held = {f"{epoch}/{key.hex()[:2]}/{key.hex()}" for key in K[:5]}
+    for _ in range(3):
+        assert rig.tier.lookup_prefix(K[:8], CTX) == PrefixAnswer(0, True)
+    assert [task.name for task in rig.io.tasks] == ["probe"]
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup_prefix(K[:8], CTX) == PrefixAnswer(5, False)
+    assert not rig.io.tasks
+
+
+def test_a_probe_that_a_reset_overtakes_teaches_nothing() -> None:
+    rig = Rig(shared=True).opened()
+    epoch = rig.tier.namespace.epoch.hex()  # type: ignore[union-attr]
+    rig.store.held = {f"{epoch}/{K[0].hex()[:2]}/{K[0].hex()}"}
+    rig.tier.lookup_prefix(K[:1], CTX)
+    (probe,) = rig.io.tasks
+    rig.io.tasks = []
+    rig.tier.reset(rig.clock() + 1)
+    rig.io.tasks = [probe]
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------ shutdown
+
+
+def test_shutdown_reports_whether_rows_are_still_in_use() -> None:
+    rig = Rig().opened()
+    job_id = rig.submit_store(K[:2])
+    assert rig.tier.shutdown(rig.clock() + 1) is False
+    assert rig.store.closed == 0
+    rig.io.finish(job_id)
+    assert rig.tier.shutdown(rig.clock() + 1) is True
+    assert [result.job_id for result in rig.finished()] == [job_id]
+    assert rig.store.closed == 1
+
+
+def test_after_shutdown_the_tier_answers_no() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:1])
+    rig.tier.shutdown(rig.clock() + 1)
+    assert rig.tier.lookup(K[0], CTX) is False
+    job_id = rig.submit_store(K[:1])
+    assert rig.finished() == [JobResult(job_id, False, [])]

@@ -1,0 +1,166 @@
+"""The index of a shared medium: what it learns, for how long, and what it asks."""
+
+from __future__ import annotations
+
+from tests.secondary.fakes import keys_of
+from tiering.secondary.base import PrefixAnswer
+from tiering.secondary.index.base import Probe
+from tiering.secondary.index.shared import MAX_PROBES, SharedIndex
+
+K = keys_of(*range(32))
+NOW = 100.0
+
+
+def make_index(max_entries: int = 1000) -> SharedIndex:
+    index = SharedIndex(present_ttl=60, absent_ttl=5, lookup_deadline=0.25, max_entries=max_entries)
+    index.enter("ns/epoch/")
+    return index
+
+
+def store(index: SharedIndex, keys: list[bytes], now: float = NOW) -> None:
+    plan = index.plan_store(keys, now)
+    index.end_store([keys[position] for position in plan.positions], plan.places, [True] * len(plan.places), now)
+
+
+def ask(index: SharedIndex, keys: list[bytes], now: float = NOW) -> Probe:
+    """Ask about an unknown prefix and return the question it raises."""
+    assert index.lookup_prefix(keys, now).undecided
+    (probe,) = index.take_probes(now)
+    return probe
+
+
+def test_places_are_sharded_names_under_the_prefix_made_of_the_key_alone() -> None:
+    index = make_index()
+    (place,) = index.plan_store(K[3:4], NOW).places
+    digits = K[3].hex()
+    assert place == f"ns/epoch/{digits[:2]}/{digits}"
+    assert index.begin_load(K[3:4]) == [place]
+
+
+def test_what_we_stored_is_present_until_its_time_has_passed() -> None:
+    index = make_index()
+    store(index, K[:3])
+    assert index.lookup_prefix(K[:3], NOW + 59) == PrefixAnswer(3, False)
+    assert index.lookup_prefix(K[:3], NOW + 60) == PrefixAnswer(0, True)
+
+
+def test_a_store_that_failed_teaches_nothing() -> None:
+    index = make_index()
+    plan = index.plan_store(K[:2], NOW)
+    index.end_store(K[:2], plan.places, [True, False], NOW)
+    assert index.lookup_prefix(K[:2], NOW) == PrefixAnswer(1, True)
+
+
+def test_blocks_present_or_being_written_are_not_written_again() -> None:
+    index = make_index()
+    store(index, K[:1])
+    index.plan_store(K[1:2], NOW)
+    plan = index.plan_store(K[:3], NOW)
+    assert (plan.positions, plan.already_held) == ([2], [0, 1])
+
+
+def test_a_block_being_written_is_a_miss_and_not_asked_about() -> None:
+    index = make_index()
+    index.plan_store(K[:1], NOW)
+    assert index.lookup_prefix(K[:1], NOW) == PrefixAnswer(0, False)
+    assert list(index.take_probes(NOW)) == []
+
+
+def test_a_prefix_is_asked_about_once_from_its_first_unknown_block_on() -> None:
+    index = make_index()
+    store(index, K[:2])
+    probe = ask(index, K[:10])
+    assert list(probe.keys) == K[2:10]
+    for _ in range(3):
+        assert index.lookup_prefix(K[:10], NOW) == PrefixAnswer(2, True)
+    assert list(index.take_probes(NOW)) == []
+
+
+def test_the_answer_is_no_after_the_lookup_deadline_until_the_probe_comes_back() -> None:
+    index = make_index()
+    probe = ask(index, K[:4])
+    assert index.lookup_prefix(K[:4], NOW + 0.25) == PrefixAnswer(0, False)
+    assert list(index.take_probes(NOW)) == []
+    index.end_probe(probe, 3, NOW + 1)
+    assert index.lookup_prefix(K[:4], NOW + 1) == PrefixAnswer(3, False)
+
+
+def test_what_a_probe_found_missing_is_a_miss_for_its_time_and_then_asked_about_again() -> None:
+    index = make_index()
+    index.end_probe(ask(index, K[:4]), 2, NOW)
+    assert index.lookup_prefix(K[:4], NOW + 4) == PrefixAnswer(2, False)
+    assert index.lookup_prefix(K[:4], NOW + 5) == PrefixAnswer(2, True)
+
+
+def test_a_probe_that_learnt_nothing_is_not_repeated_at_once() -> None:
+    index = make_index()
+    index.end_probe(ask(index, K[:4]), None, NOW)
+    assert index.lookup_prefix(K[:4], NOW + 0.2) == PrefixAnswer(0, False)
+    assert index.lookup_prefix(K[:4], NOW + 0.25) == PrefixAnswer(0, True)
+
+
+def test_a_store_during_a_probe_is_not_undone_by_its_answer() -> None:
+    index = make_index()
+    probe = ask(index, K[:2])
+    store(index, K[:1], NOW + 0.1)
+    index.end_probe(probe, 0, NOW + 0.2)
+    assert index.lookup_prefix(K[:1], NOW + 0.2) == PrefixAnswer(1, False)
+
+
+def test_a_load_that_finds_a_block_missing_makes_it_absent() -> None:
+    index = make_index()
+    store(index, K[:3])
+    places = index.begin_load(K[:3])
+    assert index.end_load(K[:3], [place for place in places if place], [False, True, False], NOW) == [K[1]]
+    assert index.lookup_prefix(K[:3], NOW) == PrefixAnswer(1, False)
+    assert index.lookup_prefix(K[:3], NOW + 5) == PrefixAnswer(1, True)
+
+
+def test_storing_an_absent_block_makes_it_present() -> None:
+    index = make_index()
+    index.end_probe(ask(index, K[:1]), 0, NOW)
+    store(index, K[:1])
+    assert index.lookup_prefix(K[:1], NOW) == PrefixAnswer(1, False)
+
+
+def test_memory_is_bounded_and_the_oldest_knowledge_goes_first() -> None:
+    index = make_index(max_entries=8)
+    for number in range(12):
+        store(index, K[number : number + 1])
+    assert index.blocks == 8
+    assert index.lookup_prefix(K[3:4], NOW).held == 0
+    assert index.lookup_prefix(K[4:12], NOW).held == 8
+
+
+def test_open_questions_are_bounded() -> None:
+    index = make_index()
+    keys = keys_of(*range(MAX_PROBES + 1))
+    for key in keys[:-1]:
+        assert index.lookup_prefix([key], NOW).undecided
+    assert index.lookup_prefix(keys[-1:], NOW) == PrefixAnswer(0, False)
+    assert len(index.take_probes(NOW)) == MAX_PROBES
+
+
+def test_nothing_of_before_is_known_after_clear_and_late_answers_are_ignored() -> None:
+    index = make_index()
+    store(index, K[:2])
+    late_probe = ask(index, K[4:6])
+    late_store = index.plan_store(K[6:8], NOW)
+    late_load = [place for place in index.begin_load(K[:2]) if place]
+    assert index.clear() == K[:2]
+    index.enter("ns/epoch-2/")
+    index.end_probe(late_probe, 2, NOW)
+    index.end_store(K[6:8], late_store.places, [True, True], NOW)
+    assert index.end_load(K[:2], late_load, [True, True], NOW) == []
+    for start in (0, 4, 6):
+        assert index.lookup_prefix(K[start : start + 2], NOW) == PrefixAnswer(0, True)
+
+
+def test_a_late_write_of_an_earlier_epoch_does_not_end_one_of_this_epoch() -> None:
+    index = make_index()
+    late = index.plan_store(K[:1], NOW)
+    index.clear()
+    index.enter("ns/epoch-2/")
+    index.plan_store(K[:1], NOW)
+    index.end_store(K[:1], late.places, [False], NOW)
+    assert index.plan_store(K[:1], NOW).already_held == [0]

@@ -1,0 +1,71 @@
+"""The generic tier with a shared index, on the real I/O side: conformance, and two engines on one medium."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.secondary.named_memory import NamedMemoryStore, make_named_tier
+from tiering.block_store import Place
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.testing.store_tests import BlockStoreTests
+from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_tests import K, TierTests
+from tiers.memory import MemoryMedium
+
+
+class _Raw:
+    memory: MemoryMedium
+
+    @pytest.fixture(autouse=True)
+    def _medium(self) -> None:
+        self.memory = MemoryMedium()
+
+    def raw_places(self) -> Sequence[Place]:
+        return list(self.memory.frames)
+
+    def raw_read(self, place: Place) -> bytes | None:
+        frame = self.memory.frames.get(place)
+        return None if frame is None else frame.tobytes()
+
+    def raw_write(self, place: Place, data: bytes) -> None:
+        self.memory.frames[place] = np.frombuffer(data, np.uint8).copy()
+
+    def raw_delete(self, place: Place) -> None:
+        self.memory.frames.pop(place, None)
+
+
+class TestNamedMemoryStore(_Raw, BlockStoreTests):
+    shared = True
+
+    def make_store(self) -> NamedMemoryStore:
+        return NamedMemoryStore(self.memory)
+
+
+class TestSharedTier(_Raw, TierTests):
+    def make_tier(self, context: TierContext) -> BlockTier:
+        return make_named_tier(self.memory, context)
+
+    def test_a_corrupt_block_is_deleted_and_can_be_stored_again(self, rig: TierRig) -> None:
+        rig.store(K[:1])
+        (place,) = self.raw_places()
+        self.raw_write(place, b"broken")
+        assert rig.load(K[:1]) == []
+        rig.wait(lambda: not self.raw_places())
+        assert rig.store(K[:1]) == K[:1]
+        assert rig.load(K[:1]) == K[:1]
+
+    def test_another_engine_finds_what_this_one_stored(self, rig: TierRig) -> None:
+        rig.store(K[:20])
+        other = self.make_rig().open()
+        assert other.lookup(K[:30]) == 20
+        assert other.load(K[:20]) == K[:20]
+        other.close()
+
+    def test_a_reset_reclaims_what_was_stored_before(self, rig: TierRig) -> None:
+        rig.store(K[:5])
+        assert rig.tier.reset(rig.context.clock() + 10)
+        rig.wait(lambda: not self.raw_places())

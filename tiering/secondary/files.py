@@ -1,0 +1,117 @@
+"""The file operations of media that are files, all in one place, with typed errors; a test's device replaces this one class.
+
+Calls release the interpreter lock while the kernel works, and are retried when a signal interrupts them (Python does both).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_TEMPORARY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT})
+_HINTS = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "the file system is read-only (also after an error of the device: see the kernel's log)",
+    errno.EACCES: "the directory must be writable for the engine's user",
+    errno.EPERM: "the directory must be writable for the engine's user",
+    errno.EIO: "the device reports an error: see the kernel's log",
+    errno.ENODEV: "the device is gone",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+}
+
+
+def store_error(error: OSError, what: str) -> StoreError:
+    """``error`` as one of ours, saying ``what`` was being done.  The caller chains or returns it."""
+    number = error.errno or 0
+    hint = _HINTS.get(number)
+    text = f"{what}: {error.strerror or error}" + (f" ({hint})" if hint else "")
+    if number in _FULL:
+        return OutOfSpaceError(text)
+    return TemporaryStoreError(text) if number in _TEMPORARY else PermanentStoreError(text)
+
+
+class Files:
+    """The operating system's files.  Every method raises :class:`OSError`; callers turn it into a typed error."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open or create a file, private to its owner."""
+        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Gather and write; may write less than all."""
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read and scatter; may read less than all."""
+        return os.preadv(fd, buffers, offset)
+
+    def allocate(self, fd: int, length: int) -> None:
+        """Reserve the first ``length`` bytes of a file."""
+        os.posix_fallocate(fd, 0, length)
+
+    def fdatasync(self, fd: int) -> None:
+        """Wait until what was written is on the device."""
+        os.fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Replace ``target`` by ``source`` atomically."""
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none is as good."""
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the directory's entries are on the device."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def drop_cached(self, fd: int, offset: int, length: int) -> None:
+        """Let the kernel forget clean cached pages of a range (0: to the end).  A hint."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    # ----------------------------------------------------------------------------------------- made of the above
+
+    def write_all(self, fd: int, data: memoryview, offset: int) -> None:
+        """Write all of ``data``."""
+        while len(data):
+            done = self.pwritev(fd, [data], offset)
+            if done <= 0:
+                raise OSError(errno.EIO, "nothing could be written")
+            data, offset = data[done:], offset + done
+
+    def replace(self, path: Path, parts: Sequence[bytes | memoryview], *, durable: bool = True) -> None:
+        """Give ``path`` new content atomically: its readers see all of the old or all of the new, also after a crash."""
+        fresh = path.with_name(path.name + ".new")
+        fd = self.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            offset = 0
+            for part in parts:
+                view = memoryview(part).cast("B")
+                self.write_all(fd, view, offset)
+                offset += len(view)
+            if durable:
+                self.fdatasync(fd)
+        finally:
+            self.close(fd)
+        self.rename(fresh, path)
+        if durable:
+            self.sync_directory(path.parent)

@@ -1,0 +1,167 @@
+"""The index of a medium that is shared with others: what was learnt of it, for how long, in bounded memory.
+
+A place is a name made of the key, so nothing has to be remembered to find a block; what is remembered is whether it is worth
+trying.  Unknown keys are asked about once per prefix, while lookups stay undecided for at most a deadline.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress, repeat, takewhile
+from operator import lt
+from typing import ClassVar
+
+from tiering.base import OffloadKey
+from tiering.block_store import Place
+from tiering.secondary.base import PrefixAnswer
+from tiering.secondary.index.base import Probe, StorePlan, TierIndex
+
+MAX_ENTRIES = 1 << 20
+"""Keys of which is remembered that they are present, and again as many of which that they are absent."""
+
+MAX_PROBES = 1024
+"""Questions that may be open; beyond that an unknown key is a miss."""
+
+
+def object_name(prefix: str, key: OffloadKey) -> str:
+    """The place of ``key``: two hex digits spread the names, the rest is the key."""
+    digits = key.hex()
+    return f"{prefix}{digits[:2]}/{digits}"
+
+
+class SharedIndex(TierIndex):
+    """What is known of a shared medium.
+
+    ``present_ttl``, ``absent_ttl``: seconds for which is believed that a block is there, or not.  ``lookup_deadline``: seconds for
+    which a lookup stays undecided while a probe is under way; after them the answer is "no" until the probe comes back.
+    """
+
+    shared: ClassVar[bool] = True
+
+    def __init__(
+        self, *, present_ttl: float = 300.0, absent_ttl: float = 10.0, lookup_deadline: float = 0.25, max_entries: int = MAX_ENTRIES
+    ) -> None:
+        self._present_ttl = present_ttl
+        self._absent_ttl = absent_ttl
+        self._lookup_deadline = lookup_deadline
+        self._max_entries = max_entries
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._writing: set[Place] = set()
+        self._asked: dict[OffloadKey, float] = {}
+        self._raised: list[Probe] = []
+        self._prefix = ""
+        self._place_of = partial(object_name, "")
+
+    def enter(self, place_prefix: str) -> None:
+        self.clear()
+        self._prefix = place_prefix
+        self._place_of = partial(object_name, place_prefix)
+
+    # ------------------------------------------------------------------------------------------------------------ lookup
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
+        held = len(list(takewhile(partial(lt, now), map(self._present.get, keys, repeat(0.0)))))
+        if held == len(keys):
+            return PrefixAnswer(held, False)
+        first = keys[held]
+        if self._absent.get(first, 0.0) > now:
+            return PrefixAnswer(held, False)
+        open_until = self._asked.get(first)
+        if open_until is not None:
+            return PrefixAnswer(held, now < open_until)
+        if len(self._asked) >= MAX_PROBES or self._place_of(first) in self._writing:
+            return PrefixAnswer(held, False)
+        self._asked[first] = now + self._lookup_deadline
+        self._raised.append(Probe(keys[held:], self._place_of))
+        return PrefixAnswer(held, True)
+
+    def take_probes(self, now: float) -> Sequence[Probe]:
+        if not self._raised:
+            return ()
+        raised, self._raised = self._raised, []
+        return raised
+
+    def end_probe(self, probe: Probe, held: int | None, now: float) -> None:
+        if probe.place_of is not self._place_of:
+            return
+        self._asked.pop(probe.keys[0], None)
+        if held is None:
+            self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
+            return
+        self._learn_present(probe.keys[:held], now + self._present_ttl)
+        # A store of ours may have ended while the question was under way: what we know ourselves is younger.
+        if held < len(probe.keys) and self._present.get(probe.keys[held], 0.0) <= now:
+            self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
+
+    # -------------------------------------------------------------------------------------------------------------- jobs
+
+    def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
+        positions: list[int] = []
+        places: list[Place] = []
+        already_held: list[int] = []
+        known = map(partial(lt, now), map(self._present.get, keys, repeat(0.0)))
+        for position, (place, present) in enumerate(zip(map(self._place_of, keys), known, strict=True)):
+            if present or place in self._writing:
+                already_held.append(position)
+            else:
+                positions.append(position)
+                places.append(place)
+        self._writing.update(places)
+        return StorePlan(positions, places, already_held)
+
+    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+        self._writing.difference_update(places)
+        if self._is_present_epoch(places):
+            self._learn_present(list(compress(keys, stored)), now + self._present_ttl)
+
+    def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        """A name for each key, known to be there or not: what is not there is a miss for its key when it is read."""
+        return list(map(self._place_of, keys))
+
+    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+        if not self._is_present_epoch(places):
+            return []
+        gone = list(compress(keys, lost))
+        if gone:
+            self._learn_absent(gone, now + self._absent_ttl)
+        return gone
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Nobody sees all accesses of a shared medium: there is no recency to keep."""
+
+    def clear(self) -> list[OffloadKey]:
+        held = list(self._present)
+        self._present.clear()
+        self._absent.clear()
+        self._asked.clear()
+        self._raised.clear()
+        # Questions and jobs under way are of the time before: their answers are told apart by this object, and by the prefix.
+        self._place_of = partial(object_name, self._prefix)
+        return held
+
+    @property
+    def blocks(self) -> int:
+        return len(self._present)
+
+    # ----------------------------------------------------------------------------------------------------------- knowledge
+
+    def _is_present_epoch(self, places: Sequence[Place]) -> bool:
+        return bool(places) and str(places[0]).startswith(self._prefix)
+
+    def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
+        self._present.update(dict.fromkeys(keys, until))
+        if self._absent:
+            deque(map(self._absent.pop, keys, repeat(None)), maxlen=0)
+        self._trim(self._present)
+
+    def _learn_absent(self, keys: Sequence[OffloadKey], until: float) -> None:
+        self._absent.update(dict.fromkeys(keys, until))
+        deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
+        self._trim(self._absent)
+
+    def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
+        while len(table) > self._max_entries:
+            table.popitem(last=False)

@@ -1,0 +1,289 @@
+"""The index of a medium of our own: which slot holds which block, which slots are free, what to evict.
+
+A slot is in exactly one of these states:
+
+- *free*; *written* (reserved by :meth:`SlotIndex.plan_store`); *held* (answered for; pinned while it is read);
+- *foreign*: it holds a block of another namespace or an older epoch, used before any block of our own is evicted;
+- *unseen*: not known yet (a medium that is being recovered, or room that is not prepared yet): neither allocated nor answered for;
+- *retired*: out of use, because the medium had no space for it.
+
+Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge` say what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import OffloadKey
+from tiering.block_store import Place
+from tiering.block_table import BlockTable
+from tiering.policies.base import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.secondary.base import PrefixAnswer
+from tiering.secondary.index.base import StorePlan, TierIndex
+
+Sequences = NDArray[np.uint64]
+"""Sequence numbers of frames: the larger was written later."""
+
+_WRITTEN_NOW = np.uint64(0)
+"""In place of a sequence number: newer than every block that was there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsSlice:
+    """What the index knows of the slots from ``start`` on, one entry per slot, copied.
+
+    ``keys[i]`` is None where no block is held or written; ``written[i]``: a write is under way, so only the medium knows what is
+    there; ``used[i]`` grows with the last use (blocks of one batch share a number); ``foreign[i]``: see the module.
+    """
+
+    start: int
+    keys: RowKeys
+    written: NDArray[np.bool_]
+    used: NDArray[np.uint32]
+    foreign: NDArray[np.bool_]
+
+
+class SlotIndex(TierIndex):
+    """Keys and slots of one medium.  Owned by the scheduler's thread.
+
+    ``num_slots``: slots there can ever be.  Eviction begins when more than ``high_watermark`` of the slots in use would be occupied,
+    and then goes on, in one batch, until ``low_watermark`` is reached: neighbours that leave together are written together.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        eviction: str | type[EvictionPolicy] = "lru",
+        high_watermark: float = 1.0,
+        low_watermark: float = 1.0,
+    ) -> None:
+        self.num_slots = num_slots
+        self.slots = 0
+        """Slots in use: all but the unseen and the retired ones."""
+        self._table = BlockTable(num_slots, eviction, rows_free=False)
+        self._readable = self._table.readable
+        self._high = high_watermark
+        self._low = low_watermark
+        self._used: NDArray[np.uint32] = np.zeros(num_slots, np.uint32)
+        self._tick = 0
+        self._is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._foreign: Rows = np.empty(0, np.int64)
+        self._retired: set[int] = set()
+        self._sequences: Sequences | None = None
+
+    # ------------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
+        """How many leading keys are held.  Never undecided: a slot that is unseen or being written is not answered for."""
+        return PrefixAnswer(len(list(takewhile(self._readable.__contains__, keys))), False)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held."""
+        return len(self._readable)
+
+    @property
+    def free(self) -> int:
+        """Slots that can be written without an eviction of our own blocks."""
+        return self._table.free + len(self._foreign)
+
+    @property
+    def retired(self) -> int:
+        """Slots taken out of use by :meth:`retire`."""
+        return len(self._retired)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        slots = list(map(self._readable.get, keys))
+        known = [slot for slot in slots if slot is not None] if None in slots else slots
+        if known:
+            rows = np.array(known, np.int64)
+            self._table.policy.touch(rows)
+            self._stamp(rows)
+
+    # ------------------------------------------------------------------------------------------------------------- stores
+
+    def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
+        table = self._table
+        already_held: list[int] = []
+        positions = list(range(len(keys)))
+        if not (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
+            known = [key in self._readable or key in table.pending for key in keys]
+            already_held = [position for position in positions if known[position]]
+            positions = [position for position in positions if not known[position]]
+        held = np.array([self._readable[keys[position]] for position in already_held if keys[position] in self._readable], np.int64)
+        if len(held):
+            table.pin(held)
+        del positions[table.room + len(self._foreign) :]
+        evicted = self._make_room(len(positions))
+        chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
+        allocated = table.allocate(chosen)
+        if len(held):
+            table.unpin(held)
+        if allocated is None:
+            return StorePlan([], [], already_held, evicted)
+        return StorePlan(positions, allocated[0].tolist(), already_held, evicted + allocated[1])
+
+    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+        table = self._table
+        rows = np.array(places, np.int64)
+        good = np.array(stored, np.bool_)
+        if table.quarantined:
+            orphaned = np.array([table.is_quarantined(row) and row not in self._retired for row in rows.tolist()], np.bool_)
+            if orphaned.any():
+                table.end_writing(rows[orphaned])
+            mine = ~orphaned & np.array([row not in self._retired for row in rows.tolist()], np.bool_)
+            keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
+            rows, good = rows[mine], good[mine]
+        if good.all():
+            self._commit(keys, rows)
+            return
+        self._commit([keys[position] for position in np.flatnonzero(good).tolist()], rows[good])
+        table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
+
+    def _commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        if not len(rows):
+            return
+        self._table.commit(keys, rows)
+        self._stamp(rows)
+        if self._sequences is not None:
+            self._sequences[rows] = _WRITTEN_NOW
+
+    def _make_room(self, count: int) -> list[OffloadKey]:
+        """See to it that ``count`` slots are free, as far as possible, and that the high watermark is kept; what was evicted."""
+        table = self._table
+        occupied = self.slots - table.free - len(self._foreign)
+        excess = 0
+        if occupied + count > self._high * self.slots:
+            excess = occupied + count - int(self._low * self.slots)
+        missing = count - table.free
+        if missing > 0 and len(self._foreign):
+            self._use_foreign(missing)
+            missing = count - table.free
+        return table.evict(max(excess, missing, 0)) if max(excess, missing) > 0 else []
+
+    def _use_foreign(self, count: int) -> None:
+        rows, self._foreign = self._foreign[:count], self._foreign[count:]
+        self._is_foreign[rows] = False
+        self._table.add_free(rows)
+
+    def _stamp(self, rows: Rows) -> None:
+        self._tick += 1
+        self._used[rows] = self._tick & 0xFFFF_FFFF
+
+    # -------------------------------------------------------------------------------------------------------------- loads
+
+    def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        slots = self._table.rows_of(keys)
+        known = [slot for slot in slots if slot is not None] if None in slots else slots
+        if known:
+            self._table.pin(np.array(known, np.int64))
+        places: list[Place | None] = []
+        places.extend(slots)
+        return places
+
+    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+        self._table.unpin(np.array(places, np.int64))
+        if not any(lost):
+            return []
+        gone = [key for key, place, is_lost in zip(keys, places, lost, strict=True) if is_lost and self._readable.get(key) == place]
+        return self._table.drop(gone)
+
+    # ---------------------------------------------------------------------------------------- what is there, and what is not
+
+    def clear(self) -> list[OffloadKey]:
+        return self._table.clear()
+
+    def add_free(self, slots: Rows) -> None:
+        """Unseen ``slots`` are empty: the first is handed out first."""
+        self.slots += len(slots)
+        self._table.add_free(slots)
+
+    def add_foreign(self, slots: Rows) -> None:
+        """Unseen ``slots`` hold blocks that nobody here may read."""
+        self.slots += len(slots)
+        self._is_foreign[slots] = True
+        self._foreign = np.concatenate((self._foreign, slots))
+
+    def begin_recovery(self) -> None:
+        """Blocks found on the medium will be merged."""
+        self._sequences = np.zeros(self.num_slots, np.uint64)
+
+    def end_recovery(self) -> None:
+        """Nothing more will be merged."""
+        self._sequences = None
+
+    def merge(self, keys: Sequence[OffloadKey], slots: Rows, sequences: Sequences) -> list[OffloadKey]:
+        """Unseen ``slots`` hold ``keys`` (co-indexed, each key once), written with ``sequences``; the first is the most recent.
+
+        Of two slots with one key the higher sequence wins, and what was written since the start wins over both; the other slot is
+        free.  Returns the keys that are answered for and were not before.
+        """
+        table = self._table
+        self.slots += len(slots)
+        stored = self._sequences
+        if stored is None or (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
+            self._insert(keys, slots, sequences)
+            return list(keys)
+        winners: list[int] = []
+        losers: list[int] = []
+        replaced: list[OffloadKey] = []
+        for position, key in enumerate(keys):
+            present = self._readable.get(key)
+            if key in table.pending or (present is not None and not 0 < stored[present] < sequences[position]):
+                losers.append(position)
+                continue
+            winners.append(position)
+            if present is not None:
+                replaced.append(key)
+        table.drop(replaced)
+        chosen = [keys[position] for position in winners]
+        self._insert(chosen, slots[winners], sequences[winners])
+        if losers:
+            table.add_free(slots[losers])
+        again = set(replaced)
+        return [key for key in chosen if key not in again]
+
+    def _insert(self, keys: Sequence[OffloadKey], slots: Rows, sequences: Sequences) -> None:
+        if not len(slots):
+            return
+        self._table.insert(keys, slots)
+        self._stamp(slots)
+        if self._sequences is not None:
+            self._sequences[slots] = sequences
+
+    def retire(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
+        """The medium has no space for ``slots``, which were planned for ``keys`` and whose write is about to end: out of use.
+
+        To be called before their :meth:`end_store`.
+        """
+        fresh = [position for position, slot in enumerate(slots.tolist()) if not self._table.is_quarantined(slot)]
+        self._table.disown([keys[position] for position in fresh], slots[fresh])
+        self._retired.update(slots[fresh].tolist())
+        self.slots -= len(fresh)
+
+    def restore_retired(self) -> int:
+        """Take retired slots back into use; how many."""
+        slots = np.fromiter(self._retired, np.int64, len(self._retired))
+        self._retired.clear()
+        self._table.end_writing(np.sort(slots))
+        self.slots += len(slots)
+        return len(slots)
+
+    # -------------------------------------------------------------------------------------------------------- checkpoints
+
+    def slice(self, start: int, stop: int) -> SlotsSlice:
+        """A copy of what is known of slots [start, stop): a few array copies, whatever the table's size."""
+        table = self._table
+        keys = table.keys[start:stop].copy()
+        refs: RefCounts = table.refs[start:stop]
+        if table.quarantined:
+            for slot in np.flatnonzero(refs > 0).tolist():
+                if table.is_quarantined(start + slot):
+                    keys[slot] = None
+        return SlotsSlice(start, keys, refs < 0, self._used[start:stop].copy(), self._is_foreign[start:stop].copy())

@@ -1,0 +1,82 @@
+"""The skeleton of a layer: a block store around a block store, which changes one thing and delegates everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.errors import StoreError
+
+
+class StoreLayer(BlockStore):
+    """Delegates everything to ``inner``.  Layers override the batch forms; the single forms go through them."""
+
+    def __init__(self, inner: BlockStore) -> None:
+        self.inner = inner
+
+    @property
+    def medium(self) -> str:  # type: ignore[override]
+        return self.inner.medium
+
+    @property
+    def header_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.header_bytes
+
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        return self.inner.alignment
+
+    @property
+    def variable_size(self) -> bool:  # type: ignore[override]
+        return self.inner.variable_size
+
+    def open(self) -> None:
+        self.inner.open()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self.inner.put(blocks)
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self.inner.get(blocks)
+
+    def put_one(self, block: BlockIO) -> None:
+        (outcome,) = self.put((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+
+    def get_one(self, block: BlockIO) -> Done:
+        (outcome,) = self.get((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
+
+    def delete(self, places: Sequence[Place]) -> None:
+        self.inner.delete(places)
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        return self.inner.probe(places)
+
+    def read_document(self, name: str) -> bytes | None:
+        return self.inner.read_document(name)
+
+    def write_document(self, name: str, data: bytes) -> None:
+        self.inner.write_document(name, data)
+
+    def reclaim(self, place_prefix: str) -> int:
+        return self.inner.reclaim(place_prefix)
+
+
+def innermost(store: BlockStore) -> BlockStore:
+    """The medium under all layers."""
+    while isinstance(store, StoreLayer):
+        store = store.inner
+    return store
+
+
+def moves_batches(store: BlockStore) -> bool:
+    """Whether the medium moves several blocks at once, rather than one after the other."""
+    medium = type(innermost(store))
+    return medium.put is not BlockStore.put or medium.get is not BlockStore.get

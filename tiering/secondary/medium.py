@@ -1,0 +1,90 @@
+"""Opening a medium on the I/O side: the store, the namespace's parameters, and the reset epoch kept beside the blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from tiering.block_store import BlockStore
+from tiering.errors import PermanentStoreError
+from tiering.namespace import FIRST_EPOCH, Namespace
+
+logger = logging.getLogger("kv_tiering.tier")
+
+
+def epoch_document(namespace: Namespace) -> str:
+    """The name of the document that holds the epoch of ``namespace``."""
+    return f"epoch-{namespace.directory}"
+
+
+def parameters_document(namespace: Namespace) -> str:
+    """The name of the document that holds the readable parameters of ``namespace``."""
+    return f"namespace-{namespace.directory}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The medium is open in the epoch of ``namespace``; ``previous`` is the one it replaced, None if none was."""
+
+    namespace: Namespace
+    previous: Namespace | None = None
+
+
+class Medium:
+    """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time."""
+
+    def __init__(self, name: str, store: BlockStore, namespace: Namespace) -> None:
+        self._name = name
+        self._store = store
+        self._namespace = namespace
+        self._opened = False
+
+    def enter(self, new_epoch: bytes | None) -> Entered:
+        """Open the store unless it is open, check the parameters, and find the epoch, or begin ``new_epoch``, durably.
+
+        Raises :class:`tiering.errors.StoreError`; may be called again then.
+        """
+        if not self._opened:
+            self._store.open()
+            self._opened = True
+        self._check_parameters()
+        document = epoch_document(self._namespace)
+        stored = self._store.read_document(document)
+        if stored is not None and len(stored) != len(FIRST_EPOCH):
+            logger.warning("tier %s: document %s is damaged; a new epoch begins, older blocks are foreign", self._name, document)
+            new_epoch = new_epoch or self._namespace.next_epoch().epoch
+            stored = None
+        current = self._namespace.with_epoch(FIRST_EPOCH if stored is None else bytes(stored))
+        if new_epoch is None:
+            return Entered(current)
+        self._store.write_document(document, new_epoch)
+        return Entered(self._namespace.with_epoch(new_epoch), None if current.epoch == new_epoch else current)
+
+    def close(self, timeout: float) -> None:
+        """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
+
+        def close() -> None:
+            try:
+                self._store.close()
+            except Exception:
+                logger.exception("tier %s: closing its store failed", self._name)
+
+        thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
+        thread.start()
+        thread.join(max(timeout, 0.0))
+        if thread.is_alive():
+            logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
+
+    def _check_parameters(self) -> None:
+        """A fingerprint that stands for two sets of parameters would mix two models' blocks: refuse."""
+        document = parameters_document(self._namespace)
+        expected = self._namespace.parameters.encode()
+        stored = self._store.read_document(document)
+        if stored is None:
+            self._store.write_document(document, expected)
+        elif bytes(stored) != expected:
+            raise PermanentStoreError(
+                f"document {document} holds other parameters than this engine's under the same fingerprint: it is damaged, or not ours; "
+                "inspect it, and remove it (and the blocks of this namespace) if it is not needed"
+            )

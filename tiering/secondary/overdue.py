@@ -1,0 +1,43 @@
+"""Loads whose deadline has passed while their I/O still runs: their rows are lost to the primary tier until it ends."""
+
+from __future__ import annotations
+
+import heapq
+
+
+class OverdueLoads:
+    """Counts the rows of overdue loads.  ``limit_rows``: how many of the primary rows may be held by them."""
+
+    def __init__(self, limit_rows: int) -> None:
+        self.limit_rows = limit_rows
+        self.rows = 0
+        self._heap: list[tuple[float, int]] = []
+        self._running: dict[int, int] = {}
+        self._overdue: dict[int, int] = {}
+
+    def begin(self, job_id: int, deadline: float, rows: int) -> None:
+        """A load of ``rows`` blocks was handed over; ``deadline`` in monotonic seconds."""
+        self._running[job_id] = rows
+        heapq.heappush(self._heap, (deadline, job_id))
+
+    def end(self, job_id: int) -> None:
+        """The load's I/O has ended."""
+        if self._running.pop(job_id, None) is None:
+            self.rows -= self._overdue.pop(job_id, 0)
+
+    def expire(self, now: float) -> int:
+        """Move what is overdue at ``now``; returns its rows."""
+        expired = 0
+        while self._heap and self._heap[0][0] <= now:
+            _, job_id = heapq.heappop(self._heap)
+            rows = self._running.pop(job_id, 0)
+            if rows:
+                self._overdue[job_id] = rows
+                expired += rows
+        self.rows += expired
+        return expired
+
+    @property
+    def spent(self) -> bool:
+        """Whether overdue loads hold more rows than they may."""
+        return self.rows > self.limit_rows

@@ -1,0 +1,192 @@
+"""Devices that fail: one that loses what was not synced when the power goes, and one that fails on command."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering.secondary.files import Files
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Overwritten:
+    """A page that was written and not synced, and what it held before (None: it was beyond the end of the file)."""
+
+    path: Path
+    offset: int
+    before: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A change of a directory that was not synced: ``path`` had this content before (None: it was not there)."""
+
+    path: Path
+    before: bytes | None
+    moved_from: Path | None = None
+
+
+class UnsyncedDevice(Files):
+    """Real files whose unsynced changes :meth:`lose_power` undoes, as a device with a volatile cache would lose them.
+
+    Of the pages written since the file's last ``fdatasync`` a random choice survives; so does a random leading part of the changes
+    (creations, renames, removals) made in a directory since it was synced, in their order.  ``dropped`` counts what was undone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._paths: dict[int, Path] = {}
+        self._pages: list[_Overwritten] = []
+        self._entries: list[_Entry] = []
+        self.dropped = 0
+
+    # ------------------------------------------------------------------------------------------------------- operations
+
+    def open(self, path: Path, flags: int) -> int:
+        with self._lock:
+            if flags & os.O_CREAT and not path.exists():
+                self._entries.append(_Entry(path, None))
+            fd = super().open(path, flags)
+            self._paths[fd] = path
+        return fd
+
+    def close(self, fd: int) -> None:
+        with self._lock:
+            self._paths.pop(fd, None)
+            super().close(fd)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            path = self._paths[fd]
+            end = offset + sum(map(len, buffers))
+            with path.open("rb") as file:
+                for start in range(offset // _PAGE * _PAGE, end, _PAGE):
+                    file.seek(start)
+                    self._pages.append(_Overwritten(path, start, file.read(_PAGE) or None))
+            return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        with self._lock:
+            super().fdatasync(fd)
+            path = self._paths[fd]
+            self._pages = [page for page in self._pages if page.path != path]
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._lock:
+            self._entries.append(_Entry(target, target.read_bytes() if target.exists() else None, source))
+            super().rename(source, target)
+            self._paths = {fd: target if path == source else path for fd, path in self._paths.items()}
+            self._pages = [page if page.path != source else _Overwritten(target, page.offset, page.before) for page in self._pages]
+
+    def unlink(self, path: Path) -> None:
+        with self._lock:
+            if path.exists():
+                self._entries.append(_Entry(path, path.read_bytes()))
+            super().unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        with self._lock:
+            super().sync_directory(path)
+            self._entries = [entry for entry in self._entries if entry.path.parent != path]
+
+    # ------------------------------------------------------------------------------------------------------- the power goes
+
+    def lose_power(self) -> None:
+        """Undo what was not synced.  Nothing may be using the files."""
+        with self._lock:
+            for page in reversed(self._pages):
+                if self._rng.random() < 0.5 and page.path.exists():
+                    self._undo_page(page)
+            kept = self._rng.randint(0, len(self._entries))
+            for entry in reversed(self._entries[kept:]):
+                self._undo_entry(entry)
+            self._pages, self._entries, self._paths = [], [], {}
+
+    def _undo_page(self, page: _Overwritten) -> None:
+        self.dropped += 1
+        with page.path.open("r+b") as file:
+            if page.before is None:
+                if page.path.stat().st_size <= page.offset + _PAGE:
+                    file.truncate(page.offset)
+                return
+            file.seek(page.offset)
+            file.write(page.before)
+
+    def _undo_entry(self, entry: _Entry) -> None:
+        self.dropped += 1
+        if entry.moved_from is not None and entry.path.exists():
+            entry.path.rename(entry.moved_from)
+        if entry.before is None:
+            entry.path.unlink(missing_ok=True)
+        else:
+            entry.path.write_bytes(entry.before)
+
+
+class FaultyDevice(Files):
+    """Real files that fail on command.
+
+    ``fail``: called before each operation with its name and path; it raises the :class:`OSError` that the operation shall fail with.
+    ``limit``: most bytes that one read or write moves (0: no limit).  ``direct``: whether files can be opened with O_DIRECT.
+    ``calls``: (operation, path) of all that were tried.
+    """
+
+    def __init__(self) -> None:
+        self.fail: Callable[[str, Path], None] = lambda operation, path: None
+        self.limit = 0
+        self.direct = True
+        self.calls: list[tuple[str, Path]] = []
+        self._paths: dict[int, Path] = {}
+
+    def open(self, path: Path, flags: int) -> int:
+        self._try("open", path)
+        if flags & os.O_DIRECT and not self.direct:
+            raise OSError(22, "no O_DIRECT here")
+        fd = super().open(path, flags)
+        self._paths[fd] = path
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._try("write", self._paths[fd])
+        return super().pwritev(fd, self._limited(buffers), offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._try("read", self._paths[fd])
+        return super().preadv(fd, self._limited(buffers), offset)
+
+    def allocate(self, fd: int, length: int) -> None:
+        self._try("allocate", self._paths[fd])
+        super().allocate(fd, length)
+
+    def fdatasync(self, fd: int) -> None:
+        self._try("sync", self._paths[fd])
+        super().fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._try("rename", target)
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._try("unlink", path)
+        super().unlink(path)
+
+    def _try(self, operation: str, path: Path) -> None:
+        self.calls.append((operation, path))
+        self.fail(operation, path)
+
+    def _limited(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        if not self.limit:
+            return buffers
+        left, limited = self.limit, []
+        for buffer in buffers:
+            limited.append(buffer[:left])
+            left -= len(limited[-1])
+            if not left:
+                break
+        return limited

@@ -1,0 +1,141 @@
+"""Media for tests: one that lives in a dictionary, the same with faults, and damage done to files behind a store's back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.errors import PermanentStoreError
+from tiering.secondary.layers.chaos import ChaosLayer, ChaosPlan
+
+
+class DictStore(BlockStore):
+    """Frames in a dictionary, place → bytes of header and payload.  Tests read and alter ``frames`` at will.
+
+    ``calls``: ("put" or "get", places) of each batch, in order.  Checks that what it is given is what the contract says.
+    """
+
+    medium: ClassVar[str] = "MEMORY"
+
+    def __init__(self, *, header_bytes: int = 128, alignment: int = 1) -> None:
+        self.header_bytes = header_bytes
+        self.alignment = alignment
+        self.frames: dict[Place, bytearray] = {}
+        self.documents: dict[str, bytes] = {}
+        self.calls: list[tuple[str, tuple[Place, ...]]] = []
+        self._lock = threading.Lock()
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        self._note("put", blocks)
+        return super().put(blocks)
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        self._note("get", blocks)
+        return super().get(blocks)
+
+    def put_one(self, block: BlockIO) -> None:
+        self._check(block)
+        self.frames[block.place] = bytearray(block.header) + block.payload
+
+    def get_one(self, block: BlockIO) -> Done:
+        self._check(block)
+        frame = self.frames.get(block.place)
+        if frame is None:
+            return Done.ABSENT
+        size = len(frame) - self.header_bytes
+        if size < 0 or (size != len(block.payload) and not self.variable_size) or size > len(block.payload):
+            raise PermanentStoreError(f"{size} bytes at {block.place!r} do not fit {len(block.payload)}")
+        _copy(block.header, frame[: self.header_bytes])
+        _copy(block.payload[:size], frame[self.header_bytes :])
+        if self.variable_size:
+            block.filled = size
+        return Done.DONE
+
+    def delete(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self.frames.pop(place, None)
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        return StoreProbe(tuple(place in self.frames for place in places))
+
+    def read_document(self, name: str) -> bytes | None:
+        return self.documents.get(name)
+
+    def write_document(self, name: str, data: bytes) -> None:
+        self.documents[name] = bytes(data)
+
+    def reclaim(self, place_prefix: str) -> int:
+        old = [place for place in self.frames if str(place).startswith(place_prefix)]
+        self.delete(old)
+        return len(old)
+
+    def _note(self, operation: str, blocks: Sequence[BlockIO]) -> None:
+        with self._lock:
+            self.calls.append((operation, tuple(block.place for block in blocks)))
+
+    def _check(self, block: BlockIO) -> None:
+        if len(block.header) != self.header_bytes:
+            raise PermanentStoreError(f"a header buffer of {len(block.header)} bytes; the store asks for {self.header_bytes}")
+        for view in (block.header, block.payload):
+            address = np.frombuffer(view, np.uint8).ctypes.data
+            if (address | len(view)) % self.alignment:
+                raise PermanentStoreError(f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.alignment}")
+
+
+class VariableDictStore(DictStore):
+    """A :class:`DictStore` that takes blocks of any length, as object stores do."""
+
+    variable_size: ClassVar[bool] = True
+
+
+class FaultyStore(ChaosLayer):
+    """A :class:`DictStore` with faults; ``medium_store`` is the dictionary underneath."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        plan: ChaosPlan | None = None,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        medium_store: DictStore | None = None,
+    ) -> None:
+        self.medium_store = DictStore() if medium_store is None else medium_store
+        super().__init__(self.medium_store, seed=seed, plan=plan, sleep=sleep)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip bit number ``bit`` of a file, in place."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << (bit % 8))]))
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """Write ``data`` over what a file holds at ``offset``, in place."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def swap_ranges(path: Path, first: int, second: int, length: int) -> None:
+    """Exchange two ranges of a file that do not overlap: two blocks in each other's place."""
+    with path.open("r+b") as file:
+        file.seek(first)
+        one = file.read(length)
+        file.seek(second)
+        other = file.read(length)
+        file.seek(first)
+        file.write(other)
+        file.seek(second)
+        file.write(one)
+
+
+def _copy(into: memoryview, data: bytes | bytearray) -> None:
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))

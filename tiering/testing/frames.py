@@ -1,0 +1,74 @@
+"""Framed blocks in aligned memory, as the I/O side hands them to a store; for tests that call a store directly."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.errors import CorruptBlockError
+from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, encode_header, verify, verify_raw
+
+FINGERPRINT = bytes(range(16))
+"""The namespace of these blocks."""
+
+
+def key_of(number: int, group: int = 0) -> bytes:
+    """A key of a 32-byte hash and a group, different for each ``number``."""
+    return xxh3_128_digest(number.to_bytes(8, "big")) * 2 + group.to_bytes(4, "big")
+
+
+def random_bytes(size: int, seed: int) -> NDArray[np.uint8]:
+    """``size`` bytes that depend on ``seed`` only."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def aligned(size: int) -> memoryview:
+    """``size`` zeroed bytes that start on a page boundary."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+def block_to_put(store: BlockStore, place: Place, size: int, *, number: int = 0, version: int = 0) -> BlockIO:
+    """Block ``number`` with ``size`` payload bytes, ready to be put; its content depends on ``number`` and ``version``."""
+    payload = aligned(size)
+    np.copyto(np.frombuffer(payload, np.uint8), random_bytes(size, number * 1000 + version))
+    header = aligned(store.header_bytes)
+    encode_header(
+        header,
+        key=key_of(number),
+        fingerprint=FINGERPRINT,
+        sequence=SEQUENCE.take(1),
+        raw_length=size,
+        digest=xxh3_128_digest(payload),
+    )
+    return BlockIO(key_of(number), place, header, payload)
+
+
+def block_to_get(store: BlockStore, place: Place, size: int, *, number: int = 0) -> BlockIO:
+    """Buffers for block ``number`` of ``size`` bytes, filled with what no block has in it."""
+    header, payload = aligned(store.header_bytes), aligned(size)
+    np.frombuffer(header, np.uint8).fill(0xA5)
+    np.frombuffer(payload, np.uint8).fill(0x5A)
+    return BlockIO(key_of(number), place, header, payload)
+
+
+def frame_bytes(block: BlockIO) -> bytes:
+    """What of ``block`` lands on a medium."""
+    return bytes(block.header) + bytes(block.payload)
+
+
+def is_verified(store: BlockStore, block: BlockIO, outcome: Outcome) -> bool:
+    """Whether a get brought ``block``; False if it is a miss: absent, an error, or bytes that the frame refuses."""
+    if outcome is not Done.DONE:
+        return False
+    if store.variable_size and block.filled != len(block.payload):
+        return False
+    try:
+        header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=FINGERPRINT, raw_length=len(block.payload))
+        verify_raw(header, block.payload, block.key)
+    except CorruptBlockError:
+        return False
+    return True

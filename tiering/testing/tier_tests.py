@@ -1,0 +1,208 @@
+"""The conformance suite of secondary tiers: what :mod:`tiering.secondary.base` promises, with the medium altered behind their back."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+
+from tiering.base import OffloadKey
+from tiering.block_store import Place
+from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.testing.frames import key_of
+from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
+
+K = [key_of(number) for number in range(32)]
+
+
+class TierTests(ABC):
+    """What MUST hold of every tier.
+
+    :meth:`make_tier` makes a tier on this test's medium, every time on the same; the raw methods reach that medium by other means.
+    ``persistent``: what was stored is found again by a tier made later.  ``group_bytes``: bytes of a block per group.
+    """
+
+    group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
+    persistent: ClassVar[bool] = True
+
+    @abstractmethod
+    def make_tier(self, context: TierContext) -> SecondaryTierManager:
+        """A tier, not open, with room for 32 blocks at least."""
+
+    @abstractmethod
+    def raw_places(self) -> Sequence[Place]:
+        """Where the medium has blocks now, old and new."""
+
+    @abstractmethod
+    def raw_read(self, place: Place) -> bytes:
+        """The frame at ``place``, header first."""
+
+    @abstractmethod
+    def raw_write(self, place: Place, data: bytes) -> None:
+        """Put ``data`` at ``place``, and nothing else there."""
+
+    @abstractmethod
+    def raw_delete(self, place: Place) -> None:
+        """Take away what is at ``place``."""
+
+    def make_rig(self, model: str = "model-a") -> TierRig:
+        """A rig on this test's medium, not open."""
+        return TierRig(self.make_tier, group_bytes=self.group_bytes, model=model)
+
+    @pytest.fixture
+    def rig(self) -> Iterator[TierRig]:
+        """A tier in service."""
+        rig = self.make_rig().open()
+        yield rig
+        rig.close()
+
+    # --------------------------------------------------------------------------------------------------------- round trips
+
+    def test_blocks_come_back_byte_for_byte(self, rig: TierRig) -> None:
+        keys = [*K[:8], key_of(1, group=1), key_of(2, group=1)]
+        assert rig.store(keys) == keys
+        assert rig.lookup(keys) == len(keys)
+        assert rig.load(keys) == keys
+
+    def test_only_the_jobs_own_rows_are_written(self, rig: TierRig) -> None:
+        rig.store(K[:4])
+        rig.rows[40:] = 0x11
+        rig.load(K[:4], first_row=41)
+        assert (rig.rows[40] == 0x11).all()
+        assert (rig.rows[45:] == 0x11).all()
+
+    def test_what_was_never_stored_is_not_held_and_not_loaded(self, rig: TierRig) -> None:
+        rig.store(K[:2])
+        assert rig.lookup(K[:4]) == 2
+        assert rig.lookup(K[4:6]) == 0
+        assert rig.load(K[:4]) == K[:2]
+
+    def test_storing_again_is_harmless(self, rig: TierRig) -> None:
+        rig.store(K[:3])
+        assert rig.store(K[:5]) == K[:5]
+        assert rig.load(K[:5]) == K[:5]
+
+    def test_every_job_is_reported_exactly_once(self, rig: TierRig) -> None:
+        stores = [rig.submit_store(K[n : n + 4], first_row=n) for n in range(0, 24, 4)]
+        for job_id in stores:
+            rig.result(job_id)
+        loads = [rig.submit_load(K[n : n + 4], first_row=32 + n) for n in range(0, 24, 4)]
+        rig.wait(lambda: not rig.tier.has_pending_work())
+        rig.tier.drain(time.monotonic() + PATIENCE_SECONDS)
+        rig.results += rig.tier.get_finished()
+        assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
+
+    # ------------------------------------------------------------------------------------------- media altered behind its back
+
+    def _loads_none_and_counts(self, rig: TierRig, keys: Sequence[OffloadKey]) -> None:
+        before = rig.tier.get_stats()
+        assert rig.load(keys) == []
+        after = rig.tier.get_stats()
+        assert after.promotions_failed - before.promotions_failed == len(keys)
+        assert rig.lookup(keys[:1]) == 0
+
+    @pytest.mark.parametrize("part", ["header", "payload"])
+    def test_a_flipped_bit_is_a_miss(self, rig: TierRig, part: str) -> None:
+        rig.store(K[:1])
+        (place,) = self.raw_places()
+        frame = bytearray(self.raw_read(place))
+        frame[20 if part == "header" else len(frame) - self.group_bytes[0] // 2] ^= 0x01
+        self.raw_write(place, bytes(frame))
+        self._loads_none_and_counts(rig, K[:1])
+        assert rig.tier.get_stats().corrupt_blocks == 1
+
+    def test_a_truncated_block_is_a_miss(self, rig: TierRig) -> None:
+        rig.store(K[:1])
+        (place,) = self.raw_places()
+        frame = self.raw_read(place)
+        self.raw_write(place, frame[: len(frame) // 2])
+        self._loads_none_and_counts(rig, K[:1])
+
+    def test_swapped_blocks_are_misses(self, rig: TierRig) -> None:
+        rig.store(K[:2])
+        one, two = self.raw_places()
+        frames = self.raw_read(one), self.raw_read(two)
+        self.raw_write(one, frames[1])
+        self.raw_write(two, frames[0])
+        self._loads_none_and_counts(rig, K[:2])
+
+    def test_a_foreign_models_block_is_a_miss(self, rig: TierRig) -> None:
+        rig.store(K[:1])
+        (theirs,) = self.raw_places()
+        foreign = self.raw_read(theirs)
+        assert rig.close()
+        other = self.make_rig(model="model-b").open()
+        try:
+            assert other.lookup(K[:1]) == 0
+            other.store(K[:1])
+            for place in self.raw_places():
+                self.raw_write(place, foreign)
+            self._loads_none_and_counts(other, K[:1])
+        finally:
+            other.close()
+
+    def test_a_deleted_block_is_a_miss_and_the_others_arrive(self, rig: TierRig) -> None:
+        rig.store(K[:3])
+        before = set(self.raw_places())
+        rig.store(K[3:4])
+        (place,) = set(self.raw_places()) - before
+        self.raw_delete(place)
+        assert rig.load(K[:5]) == K[:3]
+        assert rig.lookup(K[:5]) == 3
+
+    # ------------------------------------------------------------------------------------------------------- reset, restart
+
+    def test_after_a_reset_nothing_stored_before_is_served(self, rig: TierRig) -> None:
+        rig.store(K[:4])
+        assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
+        assert rig.lookup(K[:4]) == 0
+        assert rig.load(K[:4]) == []
+        assert rig.store(K[2:4]) == K[2:4]
+        assert rig.load(K[:4]) == K[2:4]
+
+    def test_a_reset_holds_over_a_restart(self, rig: TierRig) -> None:
+        rig.store(K[:4])
+        assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
+        rig.store(K[2:4])
+        assert rig.close()
+        again = self.make_rig().open()
+        try:
+            if self.persistent:
+                again.wait(lambda: again.tier.lookup(K[2], REQUEST) is True)
+            assert again.lookup(K[:2]) == 0
+            assert again.load(K[:2]) == []
+        finally:
+            again.close()
+
+    def test_blocks_are_found_again_after_a_restart(self, rig: TierRig) -> None:
+        if not self.persistent:
+            pytest.skip("this medium does not outlive its tier")
+        keys = [*K[:6], key_of(1, group=1)]
+        rig.store(keys)
+        assert rig.close()
+        again = self.make_rig().open()
+        try:
+            again.wait(lambda: again.lookup(keys) == len(keys))
+            assert again.load(keys) == keys
+        finally:
+            again.close()
+
+    # -------------------------------------------------------------------------------------------------------------- the end
+
+    def test_shutdown_reports_what_was_in_flight_and_may_be_called_twice(self, rig: TierRig) -> None:
+        jobs = [rig.submit_store(K[n : n + 4], first_row=n) for n in range(0, 16, 4)]
+        assert rig.close()
+        rig.results += rig.tier.get_finished()
+        assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
+        assert rig.close()
+        assert not rig.tier.has_pending_work()
+
+    def test_after_shutdown_jobs_fail_and_lookups_say_no(self, rig: TierRig) -> None:
+        rig.store(K[:2])
+        rig.close()
+        assert rig.lookup(K[:2]) == 0
+        assert rig.store(K[2:4]) == []
+        assert rig.load(K[:2]) == []
