@@ -1,0 +1,225 @@
+"""A tiny S3 server that fails on command: statuses, resets, hangs, bodies cut short.  It keeps objects in a dict and what it was asked.
+
+Signatures are not checked.  Only what the s3 tier uses is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+
+class Trouble(enum.Enum):
+    """What a server can do that is no status."""
+
+    RESET = "the connection is reset"
+    HANG = "nothing comes until the server is closed"
+    CUT_BODY = "the body ends half way"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request as it came in."""
+
+    method: str
+    name: str
+    headers: Mapping[str, str]
+    query: Mapping[str, list[str]]
+
+
+@dataclass(slots=True)
+class _Fault:
+    what: int | Trouble
+    method: str
+    part: str
+    left: int
+
+
+@dataclass(eq=False)
+class FakeS3:
+    """The server's state; :func:`fake_s3` runs it.  ``objects`` of the one bucket, by name."""
+
+    bucket: str = "kv-cache"
+    endpoint: str = ""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Event = field(default_factory=threading.Event)
+    hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released once for each request that hangs."""
+    _faults: deque[_Fault] = field(default_factory=deque)
+
+    def fail(self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1) -> None:
+        """Let the next ``times`` requests with that method ("": any) and ``part`` in their name end like that."""
+        with self.lock:
+            self._faults.append(_Fault(what, method, part, times))
+
+    def heal(self) -> None:
+        """Forget all faults that are still to come."""
+        with self.lock:
+            self._faults.clear()
+
+    def asked(self, method: str, part: str = "") -> list[Seen]:
+        """The requests so far with that method and ``part`` in their name."""
+        with self.lock:
+            return [seen for seen in self.seen if seen.method == method and part in seen.name]
+
+    def fault_for(self, method: str, name: str) -> int | Trouble | None:
+        with self.lock:
+            for fault in self._faults:
+                if fault.method in {"", method} and fault.part in name and fault.left:
+                    fault.left -= 1
+                    return fault.what
+        return None
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "AKIDFAKE0123456789AB",
+            "AWS_SECRET_ACCESS_KEY": "very-secret-fake-key-0123456789abcdef",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+
+@contextlib.contextmanager
+def fake_s3() -> Iterator[FakeS3]:
+    """A running server on loopback, for as long as the context lasts."""
+    state = FakeS3()
+
+    class Handler(_Handler):
+        fake = state
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    state.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="fake-s3")
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeS3
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_PUT(self) -> None:
+        self._answer("PUT")
+
+    def do_HEAD(self) -> None:
+        self._answer("HEAD")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def _answer(self, method: str) -> None:
+        fake = self.fake
+        url = urlsplit(self.path)
+        path = unquote(url.path).lstrip("/")
+        if self.headers.get("host", "").startswith(f"{fake.bucket}."):
+            path = f"{fake.bucket}/{path}"
+        bucket, _, name = path.partition("/")
+        query = parse_qs(url.query, keep_blank_values=True)
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        with fake.lock:
+            fake.seen.append(Seen(method, name, {key.lower(): value for key, value in self.headers.items()}, query))
+        fault = fake.fault_for(method, name)
+        if isinstance(fault, int):
+            self._send(fault, f"<Error><Code>Injected{fault}</Code></Error>".encode())
+        elif fault is Trouble.RESET:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RD)
+        elif fault is Trouble.HANG:
+            fake.hanging.release()
+            fake.closing.wait()
+            self.close_connection = True
+        elif bucket != fake.bucket:
+            self._send(404, b"<Error><Code>NoSuchBucket</Code></Error>")
+        elif method == "PUT":
+            self._put(name, body)
+        elif method in {"GET", "HEAD"} and name:
+            self._get(name, cut=fault is Trouble.CUT_BODY)
+        elif method == "GET":
+            self._list(query)
+        elif method == "DELETE":
+            with fake.lock:
+                fake.objects.pop(name, None)
+            self._send(204, b"")
+        else:
+            keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            with fake.lock:
+                for key in keys:
+                    fake.objects.pop(key, None)
+            deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            self._send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+    def _put(self, name: str, body: bytes) -> None:
+        with self.fake.lock:
+            refused = self.headers.get("if-none-match") == "*" and name in self.fake.objects
+            if not refused:
+                self.fake.objects[name] = body
+        if refused:
+            self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        else:
+            self._send(200, b"")
+
+    def _get(self, name: str, *, cut: bool) -> None:
+        with self.fake.lock:
+            data = self.fake.objects.get(name)
+        if data is None:
+            self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        else:
+            self._send(200, data, cut=cut)
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
+        with self.fake.lock:
+            chosen = sorted(
+                (name, len(data)) for name, data in self.fake.objects.items() if name.startswith(prefix) and name > after
+            )
+        items = "".join(
+            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>x</ETag></Contents>"
+            for name, size in chosen
+        )
+        text = f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}</ListBucketResult>"
+        self._send(200, text.encode())
+
+    def _send(self, status: int, body: bytes, *, cut: bool = False) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(0 if status == 204 else len(body)))
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("ETag", '"x"')
+        self.end_headers()
+        if self.command != "HEAD" and status != 204:
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.close_connection = True

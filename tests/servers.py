@@ -1,0 +1,121 @@
+"""S3 servers for tests, each a process on loopback in a temporary directory, ended by its id; and raw access to their buckets.
+
+Raw access goes through boto3, so that the tier, which moves bytes with obstore, is never checked against itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from examples import s3_server
+from scripts import ceph_rgw as ceph_script
+
+
+@dataclass(frozen=True, slots=True)
+class S3Endpoint:
+    """A running S3 server."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        """What makes boto3's chain, and nothing else of this machine, yield this server's credentials."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+    def client(self) -> Any:
+        """A boto3 client."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+    def make_bucket(self, name: str) -> RawBucket:
+        """A new bucket, and raw access to it."""
+        client = self.client()
+        client.create_bucket(Bucket=name)
+        return RawBucket(client, name)
+
+
+@dataclass(frozen=True, slots=True)
+class RawBucket:
+    """A bucket as boto3 sees it."""
+
+    client: Any
+    name: str
+
+    def names(self, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return bytes(self.client.get_object(Bucket=self.name, Key=name)["Body"].read())
+        except ClientError as error:
+            if error.response["Error"]["Code"] in {"NoSuchKey", "404"}:
+                return None
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=name, Body=data)
+
+    def delete(self, name: str) -> None:
+        self.client.delete_object(Bucket=self.name, Key=name)
+
+    def clear(self) -> None:
+        for name in self.names():
+            self.delete(name)
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[S3Endpoint]:
+    """moto's server: in memory, believes any credentials."""
+    with _process(s3_server.start_moto) as endpoint:
+        yield endpoint
+
+
+@contextlib.contextmanager
+def rclone_server() -> Iterator[S3Endpoint]:
+    """``rclone serve s3``: a real server over files; checks signatures."""
+    with _process(s3_server.start_rclone) as endpoint:
+        yield endpoint
+
+
+@contextlib.contextmanager
+def ceph_rgw() -> Iterator[S3Endpoint]:
+    """Ceph's object gateway over a store in memory.  Skips the test where Ceph is not installed."""
+    if not ceph_script.installed():
+        pytest.skip(f"Ceph is not installed; apt-get install --no-install-recommends {' '.join(ceph_script.PACKAGES)}")
+    with ceph_script.serving() as ceph:
+        yield S3Endpoint(ceph.endpoint, ceph.access_key, ceph.secret_key)
+
+
+@contextlib.contextmanager
+def _process(start: Callable[[Path], s3_server.S3Server]) -> Iterator[S3Endpoint]:
+    with tempfile.TemporaryDirectory(prefix="s3-") as directory:
+        server = start(Path(directory) / "objects")
+        try:
+            yield S3Endpoint(server.endpoint, server.access_key, server.secret_key)
+        finally:
+            s3_server.stop(server.process)

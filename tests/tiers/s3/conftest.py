@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.fake_s3 import FakeS3, fake_s3
+from tiers.s3.options import S3Options
+from tiers.s3.store import S3Store
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with fake_s3() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+@pytest.fixture
+def open_store(fake: FakeS3) -> Iterator[Callable[..., S3Store]]:
+    stores: list[S3Store] = []
+
+    def build(**words: object) -> S3Store:
+        store = S3Store(S3Options.model_validate({"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/"} | words))
+        stores.append(store)
+        store.open()
+        return store
+
+    yield build
+    for store in stores:
+        store.close()

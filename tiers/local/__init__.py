@@ -1,0 +1,49 @@
+"""The local tier: blocks in slots of preallocated files on a local disk (NVMe), kept over restarts.
+
+What it guarantees:
+
+- A block that was reported stored survives kill -9 at any moment; with ``durability: fsync`` also a loss of power.  Recovery never
+  makes a broken block readable: every read is verified.
+- Everything in the directory together stays within ``capacity``; blocks of other namespaces go before our own.
+- One process owns the directory.  Files are readable by their owner only.
+
+``tiers.local.layout`` says what is where in the directory; it can be read (not written) while an engine works in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiering.definition import TierDefinition
+from tiering.secondary.base import TierContext
+from tiering.secondary.files import Files
+from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from tiers.local.layout import Geometry, tier_directory
+from tiers.local.options import LocalOptions
+from tiers.local.store import LocalStore
+from tiers.local.tier import LocalTier
+
+__all__ = [
+    "LOCAL_TIER",
+    "Checkpoint",
+    "Files",
+    "Geometry",
+    "LocalOptions",
+    "LocalStore",
+    "LocalTier",
+    "read_checkpoint",
+    "tier_directory",
+    "write_checkpoint",
+]
+
+
+def _build(options: LocalOptions, context: TierContext) -> LocalTier:
+    return LocalTier(context, options)
+
+
+def _location(options: LocalOptions) -> str:
+    return str(Path(options.path).expanduser().resolve())
+
+
+LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location)
+"""How the framework makes a local tier."""

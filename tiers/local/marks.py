@@ -1,0 +1,126 @@
+"""Which segments were written since a checkpoint: noted on the disk before the first write into each.
+
+A *generation* begins just before the index is copied for a checkpoint, and is named in it.  The file ``written-<generation>`` has a
+header and one byte per segment, not zero once the segment was (or was about to be) written.  At a restart everything in marked
+segments is read again; what the checkpoint says of the others still holds.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from pathlib import Path
+
+from tiering.secondary.files import Files
+from tiers.local.layout import Geometry
+
+_HEADER = struct.Struct("<8sQQII")
+_MAGIC = b"KVTMARK1"
+_PREFIX = "written-"
+
+
+class _Generation:
+    __slots__ = ("fd", "lock", "marked")
+
+    def __init__(self, fd: int, marked: set[int]) -> None:
+        self.fd = fd
+        self.marked = marked
+        self.lock = threading.Lock()
+
+
+class WrittenMarks:
+    """The marks of one directory.  :meth:`mark` may be called from any thread.  Methods raise :class:`OSError`.
+
+    ``durable``: marks survive a loss of power, not only of the process.
+    """
+
+    def __init__(self, directory: Path, geometry: Geometry, files: Files, *, durable: bool) -> None:
+        self._directory = directory
+        self._geometry = geometry
+        self._files = files
+        self._durable = durable
+        self._current: _Generation | None = None
+        self.generation = 0
+
+    def mark(self, segment: int) -> None:
+        """``segment`` is about to be written.  Cheap but for the first time in a generation."""
+        current = self._current
+        if current is None or segment in current.marked:
+            return
+        with current.lock:
+            if segment not in current.marked:
+                self._files.write_all(current.fd, memoryview(b"\1"), _HEADER.size + segment)
+                if self._durable:
+                    self._files.fdatasync(current.fd)
+                current.marked.add(segment)
+
+    def begin(self) -> int:
+        """Begin a new generation with nothing marked; its number.  Older ones stay until :meth:`forget_before`."""
+        number = max([self.generation, *self._numbers()]) + 1
+        geometry = self._geometry
+        header = _HEADER.pack(_MAGIC, number, geometry.slot_bytes, geometry.slots_per_segment, geometry.max_segments)
+        path = self._path(number)
+        self._files.replace(path, [header, bytes(geometry.max_segments)], durable=self._durable)
+        self._use(number, self._files.open(path, os.O_RDWR), set())
+        return number
+
+    def resume(self, generation: int) -> set[int] | None:
+        """The segments written since ``generation`` began, going on marking from there; None if that cannot be known."""
+        later = [number for number in self._numbers() if number >= generation]
+        if generation not in later:
+            return None
+        marked: set[int] = set()
+        for number in later:
+            found = self._read(number)
+            if found is None:
+                return None
+            marked |= found
+        newest = max(later)
+        self._use(newest, self._files.open(self._path(newest), os.O_RDWR), self._read(newest) or set())
+        return marked
+
+    def forget_before(self, generation: int) -> None:
+        """Delete older generations: the checkpoint of ``generation`` is in place."""
+        for number in self._numbers():
+            if number < generation:
+                self._files.unlink(self._path(number))
+
+    def close(self) -> None:
+        """Stop marking; no write is running."""
+        current, self._current = self._current, None
+        if current is not None:
+            self._files.close(current.fd)
+
+    def _use(self, number: int, fd: int, marked: set[int]) -> None:
+        # A write that looked at the generation before this one was planned before the index is copied: the checkpoint names its
+        # slot itself, and it needs no mark.
+        before, self._current = self._current, _Generation(fd, marked)
+        self.generation = number
+        if before is not None:
+            with before.lock:
+                before.marked.update(range(self._geometry.max_segments))
+                self._files.close(before.fd)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{_PREFIX}{number}"
+
+    def _numbers(self) -> list[int]:
+        names = (entry.name.removeprefix(_PREFIX) for entry in self._directory.glob(_PREFIX + "*"))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _read(self, number: int) -> set[int] | None:
+        """The marks of generation ``number``; None if the file is not what it should be."""
+        geometry = self._geometry
+        try:
+            data = self._path(number).read_bytes()
+        except OSError:
+            return None
+        if len(data) < _HEADER.size:
+            return None
+        magic, written, slot_bytes, slots, segments = _HEADER.unpack_from(data)
+        if (magic, written, slot_bytes, slots) != (_MAGIC, number, geometry.slot_bytes, geometry.slots_per_segment):
+            return None
+        if len(data) < _HEADER.size + segments:
+            return None
+        return {segment for segment, byte in enumerate(data[_HEADER.size :]) if byte}

@@ -1,0 +1,212 @@
+"""Finding out what a directory holds when it is opened: from a checkpoint and what was written since, or from every header.
+
+Everything here runs on the I/O side, in the background, and hands over :class:`RecoveredBatch` by batch; the scheduler's thread
+merges them into the index a few at a time.  A slot is in exactly one batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.policies.base import Rows
+from tiering.secondary.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
+from tiering.secondary.index.slots import Sequences
+from tiers.local.checkpoint import Checkpoint, read_checkpoint
+from tiers.local.layout import PAGE
+from tiers.local.marks import WrittenMarks
+from tiers.local.segments import Segments
+
+logger = logging.getLogger("kv_tiering.local")
+
+BATCH_BLOCKS = 16384
+SCAN_THREADS = 8
+
+_PIECE_SLOTS = 256
+_FREE_AT_ONCE = 65536
+_NO_SLOTS: Rows = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredBatch:
+    """What some slots hold: ``keys`` in ``slots`` (co-indexed with ``sequences``, each key once, the most recent first), ``free`` ones,
+    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    slots: Rows = field(default_factory=lambda: _NO_SLOTS)
+    sequences: Sequences = field(default_factory=lambda: np.empty(0, np.uint64))
+    free: Rows = field(default_factory=lambda: _NO_SLOTS)
+    foreign: Rows = field(default_factory=lambda: _NO_SLOTS)
+    seen: int = 0
+    scanned: bool = False
+
+
+def recover(
+    segments: Segments, marks: WrittenMarks, fingerprint: bytes, numbers: Sequence[int], stop: threading.Event
+) -> Iterator[RecoveredBatch]:
+    """What is there of the namespace ``fingerprint`` in ``numbers``, the segments that were there when the directory was opened.
+
+    ``stop`` ends it early: what is left stays unseen.  A header that the device cannot read counts as none.
+    """
+    return _Recovery(segments, marks, fingerprint, numbers, stop).batches()
+
+
+class _Recovery:
+    def __init__(
+        self, segments: Segments, marks: WrittenMarks, fingerprint: bytes, numbers: Sequence[int], stop: threading.Event
+    ) -> None:
+        self._segments = segments
+        self._geometry = segments.geometry
+        self._marks = marks
+        self._fingerprint = fingerprint
+        self._numbers = list(numbers)
+        self._stop = stop
+
+    def batches(self) -> Iterator[RecoveredBatch]:
+        checkpoint = read_checkpoint(self._segments.directory, self._geometry, self._fingerprint)
+        if isinstance(checkpoint, str):
+            if self._numbers:
+                logger.info("%s: no checkpoint to start from (%s); reading all headers", self._segments.directory, checkpoint)
+            yield from self._scan_all(self._oldest_first(self._numbers))
+            return
+        marked = self._marks.resume(checkpoint.generation)
+        if marked is None:
+            logger.warning("%s: what was written since the checkpoint is not known; reading all headers", self._segments.directory)
+            yield from self._scan_all(self._oldest_first(self._numbers))
+            return
+        yield from self._from_checkpoint(checkpoint, marked)
+
+    def _oldest_first(self, numbers: Sequence[int]) -> list[int]:
+        """The last written segment comes last, and so its blocks are the most recent."""
+        return sorted(numbers, key=self._segments.written_at)
+
+    # --------------------------------------------------------------------------------------------------------- checkpoint
+
+    def _from_checkpoint(self, checkpoint: Checkpoint, marked: set[int]) -> Iterator[RecoveredBatch]:
+        per_segment = self._geometry.slots_per_segment
+        clean = np.zeros(self._geometry.num_slots, np.bool_)
+        for number in self._numbers:
+            if number not in marked:
+                clean[number * per_segment : (number + 1) * per_segment] = True
+        doubtful = checkpoint.written[_within(checkpoint.written, clean)].astype(np.int64)
+        clean[doubtful] = False
+        unclaimed = clean.copy()
+        unclaimed[checkpoint.slots[_within(checkpoint.slots, clean)]] = False
+        foreign = checkpoint.foreign[_within(checkpoint.foreign, unclaimed)].astype(np.int64)
+        unclaimed[foreign] = False
+        yield RecoveredBatch(foreign=foreign, seen=checkpoint.sequence)
+        free = np.flatnonzero(unclaimed)
+        for start in range(0, len(free), _FREE_AT_ONCE):
+            yield RecoveredBatch(free=free[start : start + _FREE_AT_ONCE])
+        for keys, slots in checkpoint.key_batches(BATCH_BLOCKS):
+            if self._stop.is_set():
+                return
+            rows = slots.astype(np.int64)
+            kept = _within(slots, clean)
+            if not kept.all():
+                keys, rows = [key for key, keep in zip(keys, kept.tolist(), strict=True) if keep], rows[kept]
+            yield RecoveredBatch(keys, rows, np.full(len(rows), checkpoint.sequence, np.uint64))
+        with _Scanner(self._segments, self._stop) as scanner:
+            yield from self._sort_out(scanner, doubtful)
+        yield from self._scan_all(self._oldest_first([number for number in self._numbers if number in marked]))
+
+    # --------------------------------------------------------------------------------------------------------------- scan
+
+    def _scan_all(self, numbers: Sequence[int]) -> Iterator[RecoveredBatch]:
+        per_segment = self._geometry.slots_per_segment
+        with _Scanner(self._segments, self._stop) as scanner:
+            for number in numbers:
+                for first in range(0, per_segment, BATCH_BLOCKS):
+                    stop = min(first + BATCH_BLOCKS, per_segment)
+                    yield from self._sort_out(scanner, number * per_segment + np.arange(first, stop))
+
+    def _sort_out(self, scanner: _Scanner, slots: Rows) -> Iterator[RecoveredBatch]:
+        headers = scanner.scan(slots)
+        if not len(slots) or len(headers) < len(slots):
+            return
+        mine: dict[bytes, tuple[int, int]] = {}
+        free: list[int] = []
+        foreign: list[int] = []
+        seen = 0
+        for slot, header in zip(slots.tolist(), headers, strict=True):
+            if header is None:
+                free.append(slot)
+                continue
+            seen = max(seen, header.sequence)
+            if header.key is None or header.fingerprint != self._fingerprint:
+                foreign.append(slot)
+                continue
+            sequence, other = mine.get(header.key, (-1, -1))
+            if header.sequence > sequence:
+                mine[header.key] = (header.sequence, slot)
+            else:
+                other = slot
+            if other >= 0:
+                free.append(other)
+        # Headers say when a block was written, not when it was used: the later, the more recent.
+        ordered = sorted(mine.items(), key=lambda item: item[1], reverse=True)
+        yield RecoveredBatch(
+            [key for key, _ in ordered],
+            np.array([slot for _, (_, slot) in ordered], np.int64),
+            np.array([sequence for _, (sequence, _) in ordered], np.uint64),
+            np.array(free, np.int64),
+            np.array(foreign, np.int64),
+            seen,
+            scanned=True,
+        )
+
+
+def _within(slots: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which of ``slots`` are inside ``mask`` and set there."""
+    inside = slots < len(mask)
+    inside[inside] = mask[slots[inside]]
+    return inside
+
+
+class _Scanner:
+    """Reads headers, several at a time, to keep the device busy.  None: the slot holds no block of this format."""
+
+    def __init__(self, segments: Segments, stop: threading.Event) -> None:
+        self._segments = segments
+        self._stop = stop
+        self._pool = ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kv-scan")
+
+    def __enter__(self) -> _Scanner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def scan(self, slots: Rows) -> list[FrameHeader | None]:
+        """The headers in ``slots``, in their order; short if it was told to stop."""
+        pieces = [slots[start : start + _PIECE_SLOTS] for start in range(0, len(slots), _PIECE_SLOTS)]
+        return [header for part in self._pool.map(self._scan_piece, pieces) for header in part]
+
+    def _scan_piece(self, slots: Rows) -> list[FrameHeader | None]:
+        if self._stop.is_set():
+            return []
+        locate = self._segments.geometry.locate
+        headers: list[FrameHeader | None] = []
+        page = memoryview(mmap.mmap(-1, PAGE))
+        start = page[:HEADER_BYTES]
+        unreadable: OSError | None = None
+        for slot in slots.tolist():
+            segment, offset = locate(slot)
+            complete = False
+            try:
+                complete = self._segments.read(segment, offset, [page]) == PAGE
+            except OSError as error:
+                unreadable = error
+            header = parse_header(start) if complete else CorruptReason.LENGTH
+            headers.append(None if isinstance(header, CorruptReason) else header)
+        if unreadable is not None:
+            logger.warning("%s: headers cannot be read, the last because: %s", self._segments.directory, unreadable)
+        return headers

@@ -1,0 +1,294 @@
+"""The block store of the local tier: slots in segment files.
+
+A slot number is a block's place.  Header and row go in one vectored call straight between the primary row and the file; neighbouring
+slots go together.  A put is atomic because a torn one does not pass the frame's checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError
+from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiers.local.layout import PAGE, Geometry
+from tiers.local.lock import DirectoryLock
+from tiers.local.marks import WrittenMarks
+from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Pace, Segments, probe_direct
+
+logger = logging.getLogger("kv_tiering.local")
+
+_DOCUMENT = re.compile(r"[a-z0-9][a-z0-9.-]{0,127}")
+_FIRST_BYTES = 256 << 20
+"""How much of a new directory is written before the tier serves."""
+
+
+class LocalStore(BlockStore):
+    """Slots in segment files in ``directory``, which this process owns from :meth:`open` to :meth:`close`.
+
+    ``capacity``: bytes of everything in the directory.  ``durable``: a put is reported when it would survive a loss of power; without
+    it, when it survives the death of the process.  ``direct``: try O_DIRECT.
+    """
+
+    medium = "DISK"
+    header_bytes = PAGE
+    alignment = PAGE
+
+    def __init__(
+        self,
+        directory: Path,
+        geometry: Geometry,
+        capacity: int,
+        *,
+        durable: bool = False,
+        direct: bool = True,
+        files: Files | None = None,
+    ) -> None:
+        self.directory = directory
+        self.geometry = geometry
+        self.capacity = capacity
+        self.durable = durable
+        self.files = files or Files()
+        self.recovered: list[int] = []
+        """Segments that were there at :meth:`open`."""
+        self.fresh: list[int] = []
+        """Segments that :meth:`open` made."""
+        self._try_direct = direct
+        self._lock = DirectoryLock(directory)
+        self._segments: Segments | None = None
+        self._marks: WrittenMarks | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- life cycle
+
+    @property
+    def segments(self) -> Segments:
+        """The segment files.  Raises :class:`PermanentStoreError` unless the store is open."""
+        if self._segments is None:
+            raise PermanentStoreError(f"{self.directory} is not open")
+        return self._segments
+
+    @property
+    def marks(self) -> WrittenMarks:
+        """The marks of written segments.  Raises :class:`PermanentStoreError` unless the store is open."""
+        if self._marks is None:
+            raise PermanentStoreError(f"{self.directory} is not open")
+        return self._marks
+
+    def open(self) -> None:
+        if self._segments is not None:
+            return
+        try:
+            self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self._documents.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        except OSError as error:
+            raise store_error(error, f"cannot create {self.directory}") from error
+        self._lock.acquire()
+        try:
+            self._open_segments()
+        except OSError as error:
+            self._lock.release()
+            raise store_error(error, f"cannot open {self.directory}") from error
+        except StoreError:
+            self._lock.release()
+            raise
+
+    def _open_segments(self) -> None:
+        direct = self._try_direct and probe_direct(self.files, self.directory)
+        if self._try_direct and not direct:
+            logger.warning(
+                "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU", self.directory
+            )
+        segments = Segments(self.directory, self.geometry, self.files, direct=direct)
+        segments.remove_leftovers()
+        segments.make_room(self.capacity, 0)
+        self.recovered, self.fresh = segments.existing(), []
+        if not self.recovered:
+            if not segments.make_room(self.capacity, self.geometry.segment_bytes):
+                raise OutOfSpaceError(
+                    f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes does not fit into "
+                    f"the capacity of {self.capacity} beside them; remove them, or raise the capacity"
+                )
+            self.fresh = self._create_first(segments)
+        self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
+        self._segments = segments
+
+    def _create_first(self, segments: Segments) -> list[int]:
+        """Enough segments to begin with: one at least, all of a small directory."""
+        segment_bytes = self.geometry.segment_bytes
+        pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
+        created: list[int] = []
+        while len(created) < min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes)):
+            if created and not segments.make_room(self.capacity, segment_bytes):
+                break
+            segments.create(len(created), pace)
+            created.append(len(created))
+        return created
+
+    def prepare(self, pace: Pace) -> int | None:
+        """Make one more segment; its number, or None if the capacity is used up.  Raises :class:`StoreError`."""
+        segments = self.segments
+        try:
+            there = set(segments.existing())
+            number = next((number for number in range(self.geometry.max_segments) if number not in there), None)
+            if number is None or not segments.make_room(self.capacity, self.geometry.segment_bytes):
+                return None
+            segments.create(number, pace)
+        except OSError as error:
+            raise store_error(error, f"cannot add a segment in {self.directory}") from error
+        return number
+
+    def close(self) -> None:
+        segments, self._segments = self._segments, None
+        if segments is not None:
+            segments.close()
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.close()
+        self._lock.release()
+
+    # ---------------------------------------------------------------------------------------------------------------- data
+
+    def put_one(self, block: BlockIO) -> None:
+        (outcome,) = self.put((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+
+    def get_one(self, block: BlockIO) -> Done:
+        (outcome,) = self.get((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        outcomes: list[Outcome] = [Done.DONE] * len(blocks)
+        touched: dict[int, list[int]] = {}
+        for run in self._runs(blocks, outcomes):
+            self._put_run(blocks, run, outcomes)
+            touched.setdefault(self.geometry.locate(_slot(blocks[run[0]]))[0], []).extend(run)
+        if self.durable:
+            for segment, positions in touched.items():
+                self._sync(segment, positions, outcomes)
+        return outcomes
+
+    def _put_run(self, blocks: Sequence[BlockIO], run: list[int], outcomes: list[Outcome]) -> None:
+        segment, offset = self.geometry.locate(_slot(blocks[run[0]]))
+        try:
+            self.marks.mark(segment)
+            self.segments.write(segment, offset, _buffers(blocks, run))
+        except OSError as error:
+            if len(run) > 1:
+                for position in run:
+                    self._put_run(blocks, [position], outcomes)
+            else:
+                outcomes[run[0]] = store_error(error, f"cannot write slot {blocks[run[0]].place}")
+        except StoreError as error:
+            for position in run:
+                outcomes[position] = error
+
+    def _sync(self, segment: int, positions: list[int], outcomes: list[Outcome]) -> None:
+        written = [position for position in positions if outcomes[position] is Done.DONE]
+        if not written:
+            return
+        try:
+            self.segments.sync(segment)
+        except OSError as error:
+            for position in written:
+                outcomes[position] = store_error(error, f"cannot sync segment {segment}")
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        outcomes: list[Outcome] = [Done.ABSENT] * len(blocks)
+        for run in self._runs(blocks, outcomes):
+            self._get_run(blocks, run, outcomes)
+        return outcomes
+
+    def _get_run(self, blocks: Sequence[BlockIO], run: list[int], outcomes: list[Outcome]) -> None:
+        segment, offset = self.geometry.locate(_slot(blocks[run[0]]))
+        try:
+            filled = self.segments.read(segment, offset, _buffers(blocks, run))
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return
+            if len(run) > 1:
+                for position in run:
+                    self._get_run(blocks, [position], outcomes)
+            else:
+                outcomes[run[0]] = store_error(error, f"cannot read slot {blocks[run[0]].place}")
+            return
+        except StoreError as error:
+            for position in run:
+                outcomes[position] = error
+            return
+        for position in run:
+            block = blocks[position]
+            filled -= PAGE + len(block.payload)
+            if filled >= 0 and any(block.header[:8]):
+                block.filled = len(block.payload)
+                outcomes[position] = Done.DONE
+
+    def _runs(self, blocks: Sequence[BlockIO], outcomes: list[Outcome]) -> list[list[int]]:
+        """Positions in groups of neighbouring slots; what has no valid place gets its outcome."""
+        row_bytes = self.geometry.slot_bytes - PAGE
+        per_segment = self.geometry.slots_per_segment
+        valid: list[int] = []
+        for position, block in enumerate(blocks):
+            place = block.place
+            if not isinstance(place, int) or not 0 <= place < self.geometry.num_slots or len(block.payload) > row_bytes:
+                outcomes[position] = PermanentStoreError(f"slot {place!r} does not hold {len(block.payload)} bytes")
+            else:
+                valid.append(position)
+        valid.sort(key=lambda position: _slot(blocks[position]))
+        runs: list[list[int]] = []
+        previous = -2
+        for position in valid:
+            place = _slot(blocks[position])
+            if place == previous + 1 and place % per_segment and 2 * len(runs[-1]) + 2 <= BUFFERS_PER_CALL:
+                runs[-1].append(position)
+            else:
+                runs.append([position])
+            # A shorter block leaves a gap behind it.
+            previous = place if len(blocks[position].payload) == row_bytes else -2
+        return runs
+
+    # ----------------------------------------------------------------------------------------------------------- documents
+
+    @property
+    def _documents(self) -> Path:
+        return self.directory / "documents"
+
+    def _document(self, name: str) -> Path:
+        if not _DOCUMENT.fullmatch(name):
+            raise PermanentStoreError(f"{name!r} cannot name a document; allowed are a-z, 0-9, '.' and '-'")
+        return self._documents / name
+
+    def read_document(self, name: str) -> bytes | None:
+        path = self._document(name)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise store_error(error, f"cannot read {path}") from error
+
+    def write_document(self, name: str, data: bytes) -> None:
+        path = self._document(name)
+        try:
+            self.files.replace(path, [data])
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+
+    def delete(self, places: Sequence[Place]) -> None:
+        """Nothing to do: a slot is free when no index names it."""
+
+
+def _slot(block: BlockIO) -> int:
+    if not isinstance(block.place, int):
+        raise PermanentStoreError(f"{block.place!r} is not a slot")
+    return block.place
+
+
+def _buffers(blocks: Sequence[BlockIO], run: Sequence[int]) -> list[memoryview]:
+    return [part for position in run for part in (blocks[position].header, blocks[position].payload)]

@@ -1,0 +1,350 @@
+"""The local tier: the generic tier with a slot index, kept over restarts.
+
+Beside moving blocks it does three things in the background: it recovers what the directory holds, it adds segments ahead of need, and
+it writes checkpoints.  Each runs on the I/O side as a task; what it finds is merged into the index here, in bounded pieces per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from tiering.block_store import Outcome
+from tiering.errors import ConfigError, OutOfSpaceError
+from tiering.namespace import Namespace
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.files import Files, store_error
+from tiering.secondary.frame import SEQUENCE
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io_side import IoSide
+from tiering.secondary.messages import IoKind, IoResult, IoTask
+from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.layout import Geometry, tier_directory
+from tiers.local.options import LocalOptions
+from tiers.local.recovery import RecoveredBatch, recover
+from tiers.local.segments import Pace
+from tiers.local.store import LocalStore
+
+logger = logging.getLogger("kv_tiering.local")
+
+MERGE_BLOCKS = 4096
+"""Recovered blocks merged before the clock is looked at."""
+
+MERGE_SECONDS = 0.003
+"""About how long merging may take in one step."""
+
+SLICE_SLOTS = 32768
+"""Slots copied for a checkpoint in one step."""
+
+RETRY_SPACE_SECONDS = 60.0
+"""How long after the disk was full room is looked for again."""
+
+OPEN_WAIT_SECONDS = 2.0
+"""How long opening waits for recovery, so that the first requests after a restart find what is there; it goes on after that."""
+
+_BATCHES_AHEAD = 2
+
+
+class LocalTier(BlockTier):
+    """A tier of slots on a local disk.  See the package for what it guarantees.
+
+    Raises :class:`ConfigError` if ``options`` do not fit the model's blocks.  ``files``: other file operations (tests).
+    """
+
+    store: LocalStore
+    index: SlotIndex
+    options: LocalOptions
+
+    def __init__(
+        self, context: TierContext, options: LocalOptions, *, files: Files | None = None, io: IoSide | None = None
+    ) -> None:
+        try:
+            geometry = Geometry.plan(options.capacity, max(context.group_bytes), options.segment_size)
+        except ConfigError as error:
+            raise ConfigError(f"tier {context.name}: {error}") from error
+        store = LocalStore(
+            tier_directory(options.path, context.replica),
+            geometry,
+            options.capacity,
+            durable=options.durability == "fsync",
+            files=files,
+        )
+        index = SlotIndex(
+            geometry.num_slots,
+            eviction=options.eviction,
+            high_watermark=options.high_watermark,
+            low_watermark=options.low_watermark,
+        )
+        super().__init__(context, options, store, index, io=io)
+        self._stop = threading.Event()
+        self._recovery: Iterator[RecoveredBatch] | None = None
+        self._recovered: deque[RecoveredBatch] = deque()
+        self._merged = 0
+        """Blocks of the first recovered batch that are merged already."""
+        self._recovery_began = 0.0
+        self._fetching = False
+        self._recovery_failed = False
+        self._old_epoch = False
+        self._pace: Pace | None = None
+        self._complete = False
+        self._no_space_until = float("-inf")
+        self._builder: CheckpointBuilder | None = None
+        self._checkpointing = False
+        self._checkpoint_due = float("inf")
+        self._changed = False
+
+    @property
+    def recovering(self) -> bool:
+        """Whether slots are still unseen because their content is not known yet."""
+        return self._recovery is not None
+
+    # --------------------------------------------------------------------------------------------------------------- hooks
+
+    def open(self, deadline: float) -> bool:
+        serving = super().open(deadline)
+        if self._recovery is not None:
+            self._wait(self._recover_more, min(deadline, self.context.clock() + OPEN_WAIT_SECONDS))
+        return serving
+
+    def on_opened(self, namespace: Namespace) -> None:
+        store = self.store
+        per_segment = store.geometry.slots_per_segment
+        for number in store.fresh:
+            self.index.add_free(number * per_segment + np.arange(per_segment))
+        self._recovery_began = self.context.clock()
+        self._checkpoint_due = self._recovery_began + self.options.checkpoint_interval
+        if store.recovered:
+            self._recovery = recover(store.segments, store.marks, namespace.fingerprint, store.recovered, self._stop)
+            self.index.begin_recovery()
+            self._fetch()
+        self._grow()
+
+    def on_epoch(self, namespace: Namespace) -> None:
+        self._old_epoch = self._recovery is not None
+        if self._builder is not None:
+            self._builder = None
+            self._checkpointing = False
+        self._changed = True
+        # Until a checkpoint of this epoch is written, a restart would have to read every header.
+        self._checkpoint_due = self.context.clock()
+
+    def on_step(self) -> None:
+        if self._recovered:
+            self._merge()
+        if self.namespace is None or self._closing_down:
+            return
+        self._grow()
+        if self._builder is not None:
+            self._copy_slice(self._builder)
+        elif self.context.clock() >= self._checkpoint_due:
+            self._begin_checkpoint()
+
+    def on_result(self, result: IoResult) -> None:
+        if result.job.kind is not IoKind.STORE:
+            return
+        self._changed = True
+        full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)]
+        if full:
+            keys = [result.job.keys[position] for position in full]
+            places = [result.job.places[position] for position in full]
+            self.index.retire(keys, np.array(places, np.int64))
+            self._out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
+
+    def before_close(self, deadline: float) -> None:
+        self._stop.set()
+        if self._pace is not None:
+            self._pace.hurry()
+        self._wait(lambda: self._advance_checkpoint() and not self._fetching and self._pace is None, deadline)
+        if self._changed and self.namespace is not None:
+            self._begin_checkpoint()
+            self._wait(self._advance_checkpoint, deadline)
+
+    @property
+    def _closing_down(self) -> bool:
+        return self._stop.is_set()
+
+    # ------------------------------------------------------------------------------------------------------------ recovery
+
+    def _fetch(self) -> None:
+        """Ask for the next recovered batch, unless enough are waiting."""
+        recovery = self._recovery
+        if recovery is None or self._fetching or self._closing_down or len(self._recovered) >= _BATCHES_AHEAD:
+            return
+        self._fetching = True
+        self.io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched, background=True))
+
+    def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
+        self._fetching = False
+        if error is not None:
+            # Nor is a checkpoint written: it would say that there is nothing in what was not read.
+            self._recovery_failed = True
+            logger.warning("tier %s: recovery ended early, what was not read yet stays unused: %s", self.name, error)
+        if batch is None:
+            self._end_recovery()
+            return
+        self._recovered.append(batch)
+        self._merge()
+        self._fetch()
+
+    def _recover_more(self) -> bool:
+        """Push recovery on; True when it has ended."""
+        self._merge()
+        return self._recovery is None
+
+    def _merge(self) -> None:
+        """Merge what was recovered, for a few milliseconds."""
+        end = time.perf_counter() + MERGE_SECONDS
+        while self._recovered:
+            batch = self._recovered[0]
+            start, stop = self._merged, self._merged + MERGE_BLOCKS
+            if start == 0:
+                self._changed = self._changed or batch.scanned
+                SEQUENCE.advance_past(batch.seen)
+                self.index.add_free(batch.free)
+                self.index.add_foreign(batch.foreign)
+            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its end.
+            last = len(batch.keys) - start
+            first = max(0, len(batch.keys) - stop)
+            if last > first:
+                self._merge_blocks(batch, first, last)
+            self._merged = stop
+            if first == 0:
+                self._recovered.popleft()
+                self._merged = 0
+                self._fetch()
+            if time.perf_counter() >= end:
+                return
+
+    def _merge_blocks(self, batch: RecoveredBatch, first: int, last: int) -> None:
+        slots = batch.slots[first:last]
+        if self._old_epoch or self.namespace is None:
+            self.index.add_free(slots)
+            return
+        self.announce_stored(self.index.merge(batch.keys[first:last], slots, batch.sequences[first:last]))
+
+    def _end_recovery(self) -> None:
+        if self._recovered:
+            # The end is only known after the last batch: merge it first.
+            self._recovery = iter(())
+            return
+        self._recovery = None
+        self._old_epoch = False
+        self.index.end_recovery()
+        if self._changed:
+            self._checkpoint_due = self.context.clock()
+        seconds = self.context.clock() - self._recovery_began
+        if not self._closing_down:
+            logger.info(
+                "tier %s: %d blocks recovered from %s in %.1f s", self.name, self.index.blocks, self.store.directory, seconds
+            )
+
+    # ------------------------------------------------------------------------------------------------------------ segments
+
+    def _grow(self) -> None:
+        """See to it that there are slots that were written once, ahead of need."""
+        free = self.index.free
+        if self._pace is not None:
+            if not free:
+                self._pace.hurry()
+            return
+        if self._complete or free >= self.store.geometry.slots_per_segment or self._closing_down:
+            return
+        now = self.context.clock()
+        if now < self._no_space_until:
+            return
+        if self.index.retired:
+            self.index.restore_retired()
+        pace = self._pace = Pace()
+        self.io.run(IoTask("segment", lambda: self.store.prepare(pace), self._grown, background=True))
+
+    def _grown(self, number: int | None, error: BaseException | None) -> None:
+        self._pace = None
+        if error is not None:
+            self._out_of_space(str(error))
+        elif number is None:
+            self._complete = not self.index.retired
+        else:
+            per_segment = self.store.geometry.slots_per_segment
+            self.index.add_free(number * per_segment + np.arange(per_segment))
+
+    def _out_of_space(self, reason: str) -> None:
+        self._complete = False
+        now = self.context.clock()
+        if now >= self._no_space_until:
+            logger.warning("tier %s: %s; trying again in %.0f s", self.name, reason, RETRY_SPACE_SECONDS)
+        self._no_space_until = now + RETRY_SPACE_SECONDS
+
+    # --------------------------------------------------------------------------------------------------------- checkpoints
+
+    def _begin_checkpoint(self) -> None:
+        if self._recovery is not None or self._recovery_failed or self._checkpointing:
+            return
+        if not self._changed:
+            self._checkpoint_due = self.context.clock() + self.options.checkpoint_interval
+            return
+        self._checkpointing = True
+        self._changed = False
+        marks = self.store.marks
+        namespace = self.namespace
+
+        def begin() -> int:
+            try:
+                return marks.begin()
+            except OSError as error:
+                raise store_error(error, "cannot begin a checkpoint") from error
+
+        def begun(generation: int | None, error: BaseException | None) -> None:
+            if generation is None:
+                self._end_checkpoint(None, error)
+            elif namespace is None or self.namespace != namespace:
+                self._checkpointing = False
+            else:
+                geometry = self.store.geometry
+                self._builder = CheckpointBuilder(geometry, namespace.fingerprint, generation, SEQUENCE.take(1))
+
+        self.io.run(IoTask("checkpoint", begin, begun, background=True))
+
+    def _copy_slice(self, builder: CheckpointBuilder) -> None:
+        """Copy the next slots; hand the copy over when it is complete."""
+        num_slots = self.store.geometry.num_slots
+        builder.add(self.index.slice(builder.position, min(builder.position + SLICE_SLOTS, num_slots)))
+        if builder.position < num_slots:
+            return
+        self._builder = None
+        store = self.store
+
+        def write() -> int:
+            checkpoint = builder.finish()
+            try:
+                write_checkpoint(store.directory, checkpoint, store.files)
+                store.marks.forget_before(checkpoint.generation)
+            except OSError as error:
+                raise store_error(error, "cannot write a checkpoint") from error
+            return len(checkpoint)
+
+        self.io.run(IoTask("checkpoint", write, self._end_checkpoint, background=True))
+
+    def _end_checkpoint(self, blocks: int | None, error: BaseException | None) -> None:
+        self._checkpointing = False
+        self._checkpoint_due = self.context.clock() + self.options.checkpoint_interval
+        if error is not None:
+            self._changed = True
+            logger.warning("tier %s: %s; a restart would read more headers", self.name, error)
+        elif blocks is not None:
+            logger.debug("tier %s: checkpoint of %d blocks", self.name, blocks)
+
+    def _advance_checkpoint(self) -> bool:
+        """Push the checkpoint on; True when it has ended."""
+        if self._builder is not None:
+            self._copy_slice(self._builder)
+        return not self._checkpointing
+
+
+def _is_full(outcome: Outcome) -> bool:
+    return isinstance(outcome, OutOfSpaceError)

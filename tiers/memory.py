@@ -1,0 +1,173 @@
+"""The memory tier: blocks in a dictionary of this process.  For tests, demos, and as the smallest example of a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import OffloadKey
+from tiering.block_store import BlockIO, BlockStore, Done, Place
+from tiering.definition import TierDefinition
+from tiering.errors import ConfigError, CorruptBlockError
+from tiering.namespace import Namespace
+from tiering.options import Size, TierOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.messages import IoTask
+
+Frame = NDArray[np.uint8]
+
+
+class MemoryOptions(TierOptions):
+    """Memory of this process.  ``share``: tiers with the same name find each other's blocks again, one after the other."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "compression": "its slots have one size, so a block that shrinks gains nothing",
+        "ttl": "its blocks leave by eviction when room is needed; set capacity instead",
+        "lookup_deadline": "it answers lookups at once",
+    }
+
+    capacity: Size = 1 << 30
+    share: str | None = None
+
+
+class MemoryMedium:
+    """What a memory store holds: frames by slot, and documents.  ``lock`` guards both."""
+
+    def __init__(self) -> None:
+        self.frames: dict[Place, Frame] = {}
+        self.documents: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+
+_shared: dict[str, MemoryMedium] = {}
+
+
+def shared_medium(name: str) -> MemoryMedium:
+    """The process-wide medium called ``name``; the same until :func:`forget_medium`."""
+    return _shared.setdefault(name, MemoryMedium())
+
+
+def forget_medium(name: str) -> None:
+    """Let go of a process-wide medium."""
+    _shared.pop(name, None)
+
+
+class MemoryStore(BlockStore):
+    """Keeps frames in ``medium``.  A put replaces a frame as a whole; what a reader has found stays as it was."""
+
+    medium = "MEMORY"
+
+    def __init__(self, memory: MemoryMedium | None = None) -> None:
+        self.memory = memory or MemoryMedium()
+
+    def put_one(self, block: BlockIO) -> None:
+        header = len(block.header)
+        frame = np.empty(header + len(block.payload), np.uint8)
+        np.copyto(frame[:header], np.frombuffer(block.header, np.uint8))
+        np.copyto(frame[header:], np.frombuffer(block.payload, np.uint8))
+        with self.memory.lock:
+            self.memory.frames[block.place] = frame
+
+    def get_one(self, block: BlockIO) -> Done:
+        with self.memory.lock:
+            frame = self.memory.frames.get(block.place)
+        if frame is None:
+            return Done.ABSENT
+        header = len(block.header)
+        if len(frame) != header + len(block.payload):
+            raise CorruptBlockError(f"place {block.place} holds {len(frame)} bytes, not {header + len(block.payload)}")
+        np.copyto(np.frombuffer(block.header, np.uint8), frame[:header])
+        np.copyto(np.frombuffer(block.payload, np.uint8), frame[header:])
+        return Done.DONE
+
+    def read_document(self, name: str) -> bytes | None:
+        with self.memory.lock:
+            return self.memory.documents.get(name)
+
+    def write_document(self, name: str, data: bytes) -> None:
+        with self.memory.lock:
+            self.memory.documents[name] = bytes(data)
+
+    def headers(self) -> dict[Place, FrameHeader]:
+        """What can be read of each slot."""
+        with self.memory.lock:
+            frames = dict(self.memory.frames)
+        parsed = {place: parse_header(memoryview(frame[:HEADER_BYTES].tobytes())) for place, frame in frames.items()}
+        return {place: header for place, header in parsed.items() if isinstance(header, FrameHeader)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Blocks of the namespace with ``fingerprint``, the newest first."""
+
+    fingerprint: bytes
+    keys: list[OffloadKey]
+    slots: list[int]
+    sequences: list[int]
+
+
+class MemoryTier(BlockTier):
+    """Memory in slots, with eviction.  What an earlier tier left in the same memory is found again when it opens."""
+
+    index: SlotIndex
+    store: MemoryStore
+
+    def __init__(self, context: TierContext, options: MemoryOptions) -> None:
+        memory = None if options.share is None else shared_medium(options.share)
+        store = MemoryStore(memory)
+        slot_bytes = max(context.group_bytes) + store.header_bytes
+        num_slots = options.capacity // slot_bytes
+        if not num_slots:
+            raise ConfigError(f"tier {context.name}: capacity {options.capacity} is below one block of {slot_bytes} bytes")
+        watermarks = {"high_watermark": options.high_watermark, "low_watermark": options.low_watermark}
+        super().__init__(context, options, store, SlotIndex(num_slots, eviction=options.eviction, **watermarks))
+        self._recovered = False
+
+    def open(self, deadline: float) -> bool:
+        serving = super().open(deadline)
+        if serving:
+            self._wait(lambda: self._recovered, deadline)
+        return serving
+
+    def on_opened(self, namespace: Namespace) -> None:
+        self.io.run(IoTask("recover", lambda: self._find(namespace.fingerprint), self._recover))
+
+    def _find(self, fingerprint: bytes) -> _Found:
+        headers = [
+            (header.sequence, header.key, place)
+            for place, header in self.store.headers().items()
+            if header.fingerprint == fingerprint
+        ]
+        newest: dict[OffloadKey, tuple[int, int]] = {}
+        for sequence, key, place in sorted(headers, key=lambda found: found[0], reverse=True):
+            if key is not None and isinstance(place, int) and place < self.index.num_slots:
+                newest.setdefault(key, (place, sequence))
+        return _Found(
+            fingerprint, list(newest), [slot for slot, _ in newest.values()], [sequence for _, sequence in newest.values()]
+        )
+
+    def _recover(self, found: _Found | None, error: BaseException | None) -> None:
+        empty = np.ones(self.index.num_slots, np.bool_)
+        # A reset may have come between: what was found is of an older epoch then.
+        if found is not None and found.keys and self.namespace is not None and found.fingerprint == self.namespace.fingerprint:
+            slots = np.array(found.slots, np.int64)
+            empty[slots] = False
+            self.announce_stored(self.index.merge(found.keys, slots, np.array(found.sequences, np.uint64)))
+        self.index.add_free(np.flatnonzero(empty))
+        self._recovered = True
+
+
+def build(options: MemoryOptions, context: TierContext) -> MemoryTier:
+    """The tier, nothing opened.  Raises :class:`ConfigError` for a capacity below one block."""
+    return MemoryTier(context, options)
+
+
+MEMORY_TIER = TierDefinition(options=MemoryOptions, build=build, persistent=False, location=lambda options: options.share)

@@ -1,0 +1,189 @@
+"""What needs boto3's wide view of a bucket: lifecycle rules; and the upkeep that the command line offers: listing and collecting."""
+
+from __future__ import annotations
+
+import datetime
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiering.errors import PermanentStoreError
+from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
+from tiers.s3.faults import summary
+from tiers.s3.options import S3Options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from obstore import ObjectMeta
+
+RULE_PREFIX = "kv-tiering "
+"""How the ids of our lifecycle rules begin; what they let expire follows."""
+
+DELETE_BATCH = 1000
+
+
+class BlockLister(Protocol):
+    """What of :class:`tiers.s3.store.S3Store` the upkeep needs."""
+
+    def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]: ...
+
+    def delete_objects(self, names: Sequence[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoredBlock:
+    """One block in the bucket, oldest first when sorted.  ``name`` is the object's; ``size`` in bytes, frame included."""
+
+    modified: datetime.datetime
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection found and removed (or would have): blocks and bytes."""
+
+    blocks: int
+    bytes: int
+    removed_blocks: int
+    removed_bytes: int
+
+
+def list_blocks(store: BlockLister, place_prefix: str = "") -> Iterator[StoredBlock]:
+    """Every block whose place starts with ``place_prefix``, in the order of names.  Raises :class:`tiering.errors.StoreError`."""
+    for objects in store.list_objects(place_prefix):
+        for item in objects:
+            yield StoredBlock(item["last_modified"], item["path"], item["size"])
+
+
+def gc(
+    store: BlockLister,
+    *,
+    older_than: float | None = None,
+    max_total: int | None = None,
+    now: datetime.datetime | None = None,
+    dry_run: bool = False,
+) -> Collected:
+    """Remove blocks older than ``older_than`` seconds, then the oldest until at most ``max_total`` bytes are left.
+
+    Age is the service's: when the block was written.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
+    """
+    present = list(list_blocks(store))
+    total = sum(block.size for block in present)
+    heapq.heapify(present)
+    oldest_kept = None
+    if older_than is not None:
+        oldest_kept = (now or datetime.datetime.now(datetime.UTC)) - datetime.timedelta(seconds=older_than)
+    blocks, left, batch, removed = len(present), total, list[str](), 0
+    while present:
+        block = present[0]
+        too_old = oldest_kept is not None and block.modified < oldest_kept
+        if not too_old and (max_total is None or left <= max_total):
+            break
+        heapq.heappop(present)
+        left -= block.size
+        removed += 1
+        batch.append(block.name)
+        if len(batch) == DELETE_BATCH:
+            _remove(store, batch, dry_run)
+            batch = []
+    _remove(store, batch, dry_run)
+    return Collected(blocks, total, removed, total - left)
+
+
+def make_client(options: S3Options, credentials: CredentialSource) -> Any:
+    """A boto3 S3 client for administration.  Raises :class:`PermanentStoreError`."""
+    from botocore.config import Config
+
+    session = credentials.session()
+    timeout = min(options.request_timeout, options.deadline)
+    return session.client(
+        "s3",
+        endpoint_url=options.endpoint,
+        region_name=options.region or session.region_name or DEFAULT_REGION,
+        verify=None if options.ca_file is None else str(options.ca_file),
+        config=Config(
+            s3={"addressing_style": "path" if options.uses_path_style else "virtual"},
+            retries={"total_max_attempts": 2, "mode": "standard"},
+            connect_timeout=min(options.connect_timeout, timeout),
+            read_timeout=timeout,
+        ),
+    )
+
+
+def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: str, documents: str) -> str | None:
+    """What is wrong with the bucket's lifecycle rules for ``ttl``, None if nothing; the rule is installed where that is asked for.
+
+    ``blocks`` and ``documents`` are the prefixes of block objects and documents.  Never raises for what the service says.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    days = options.ttl_days
+    if days is None:
+        return None
+    try:
+        client = make_client(options, credentials)
+    except (BotoCoreError, PermanentStoreError) as error:
+        return f"ttl: the lifecycle rules of the bucket cannot be read: {summary(error)}"
+    try:
+        rules = _read_rules(client, options.bucket)
+        if not any(_expires(rule, blocks, days) for rule in rules):
+            if not options.install_lifecycle:
+                return (
+                    f"ttl: no lifecycle rule removes {blocks}* after {days} days or sooner, so blocks stay for ever; "
+                    "set install_lifecycle: true, or add the rule yourself"
+                )
+            rules = [rule for rule in rules if rule.get("ID") != f"{RULE_PREFIX}{blocks}"] + [_rule(blocks, days)]
+            client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": rules})
+        if any(_expires(rule, documents, None) for rule in rules):
+            return (
+                f"a lifecycle rule of this bucket lets {documents}* expire; a lost reset epoch brings back blocks from before "
+                "the reset: restrict that rule to other prefixes"
+            )
+    except (BotoCoreError, ClientError) as error:
+        return (
+            f"ttl: the lifecycle rules of the bucket cannot be read or written, so nobody knows whether it holds: {summary(error)}"
+        )
+    finally:
+        client.close()
+    return None
+
+
+def _read_rules(client: Any, bucket: str) -> list[dict[str, Any]]:
+    from botocore.exceptions import ClientError
+
+    try:
+        return list(client.get_bucket_lifecycle_configuration(Bucket=bucket).get("Rules", ()))
+    except ClientError as error:
+        if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration":
+            return []
+        raise
+
+
+def _rule(prefix: str, days: int) -> dict[str, Any]:
+    return {
+        "ID": f"{RULE_PREFIX}{prefix}",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "Expiration": {"Days": days},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+
+
+def _expires(rule: dict[str, Any], prefix: str, days: int | None) -> bool:
+    """Whether ``rule`` removes everything under ``prefix``, within ``days`` days if given."""
+    found = rule.get("Expiration", {}).get("Days")
+    if rule.get("Status") != "Enabled" or found is None or (days is not None and found > days):
+        return False
+    chosen = rule.get("Filter", {})
+    if set(chosen) - {"Prefix"}:
+        return False
+    covered = chosen.get("Prefix", rule.get("Prefix", ""))
+    return prefix.startswith(covered)
+
+
+def _remove(store: BlockLister, names: list[str], dry_run: bool) -> None:
+    if names and not dry_run:
+        store.delete_objects(names)

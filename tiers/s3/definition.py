@@ -1,0 +1,71 @@
+"""How the object store makes itself known to the framework."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from tiering.definition import TierDefinition
+from tiering.errors import ConfigError
+from tiering.namespace import Namespace
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.stats import TierStats
+from tiers.s3.credentials import import_boto3
+from tiers.s3.options import S3Options, small_block_warning
+
+if TYPE_CHECKING:
+    from tiers.s3.store import S3Store
+
+logger = logging.getLogger("kv_tiering.s3")
+
+
+class S3Tier(BlockTier):
+    """The generic tier over a bucket; it says once when blocks are small, and counts requests as the service does."""
+
+    def __init__(self, context: TierContext, options: S3Options, store: S3Store) -> None:
+        index = SharedIndex(present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline)
+        super().__init__(context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace))
+        self._s3 = store
+        self._warning = small_block_warning(min(context.group_bytes))
+
+    def on_opened(self, namespace: Namespace) -> None:
+        super().on_opened(namespace)
+        warning, self._warning = self._warning, None
+        if warning is not None:
+            logger.warning("tier %s: %s", self.name, warning)
+
+    def get_stats(self) -> TierStats:
+        stats = super().get_stats()
+        stats.requests = self._s3.requests
+        return stats
+
+
+def build(options: S3Options, context: TierContext) -> S3Tier:
+    """The tier, nothing opened.  Raises :class:`ConfigError` where packages are missing."""
+    import_boto3()
+    try:
+        from tiers.s3.store import S3Store
+    except ImportError as error:
+        raise ConfigError("the s3 tier needs obstore; pip install 'kv-tiering[s3]'") from error
+    return S3Tier(context, options, S3Store(options))
+
+
+def place_prefix(namespace: Namespace) -> str:
+    """Where the blocks of a namespace and epoch are, below the store's own prefix."""
+    return f"{namespace.directory}/{namespace.fingerprint.hex()}/"
+
+
+def element_size(namespace: Namespace) -> int:
+    """Bytes of a number in the cache, as far as the namespace tells: what compression splits into planes."""
+    model = json.loads(namespace.parameters).get("model", {})
+    layout = model.get("layout")
+    dtype = str(layout.get("kv_dtype") if isinstance(layout, dict) else model.get("dtype", "")).lower()
+    if "8" in dtype:
+        return 1
+    return 4 if dtype.endswith("32") else 2
+
+
+S3_TIER = TierDefinition(options=S3Options, build=build, persistent=True, location=lambda options: options.location)

@@ -1,0 +1,292 @@
+"""The object store medium: one object per block, moved by obstore, which releases the interpreter lock while it does.
+
+Names: ``<prefix>blocks/<place>`` for blocks and ``<prefix>documents/<name>`` for documents, apart, because a lifecycle rule that lets
+blocks expire must never reach a document (losing the reset epoch would bring blocks from before a reset back to life).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import S3Store as ObjectClient
+
+from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
+from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
+from tiers.s3.admin import check_lifecycle
+from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
+from tiers.s3.faults import STORE_FAILURES, translate
+from tiers.s3.options import S3Options
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, S3Config
+
+logger = logging.getLogger("kv_tiering.s3")
+
+BLOCKS = "blocks/"
+DOCUMENTS = "documents/"
+
+_LIST_CHUNK = 1000
+_LAST = "~"
+"""Sorts behind every name of ours."""
+
+
+class S3Store(BlockStore):
+    """Blocks in a bucket.  Called by several threads at once.
+
+    A put is one request (two with ``check_existing``), hence atomic.  An object is not replaced when ``check_existing`` or
+    ``conditional_put`` says so: its name holds the namespace and the key, so what is there is the block.  A get checks the length
+    before it copies; contents are checked by the frame.  One attempt per call: retrying is a layer's work.
+    """
+
+    medium: ClassVar[str] = "OBJECT"
+    variable_size: ClassVar[bool] = True
+
+    def __init__(self, options: S3Options, credentials: CredentialSource | None = None) -> None:
+        self._options = options
+        self._credentials = CredentialSource(options.profile) if credentials is None else credentials
+        self._blocks = f"{options.prefix}{BLOCKS}"
+        self._documents = f"{options.prefix}{DOCUMENTS}"
+        self._client: ObjectClient | None = None
+        self._askers: ThreadPoolExecutor | None = None
+        self._requests = 0
+        self._count_lock = threading.Lock()
+        self._lifecycle_checked = False
+
+    def __repr__(self) -> str:
+        return f"S3Store({self._options.location})"
+
+    @property
+    def requests(self) -> int:
+        """Requests sent so far: they cost money."""
+        return self._requests
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    def open(self) -> None:
+        """Look up credentials and ask the bucket a cheap question.  Raises :class:`StoreError` with what to do about it."""
+        self.close()
+        self._credentials.forget()
+        self._credentials()
+        try:
+            client = self._connect()
+            self._count()
+            for _ in obstore.list(client, self._blocks.rstrip("/"), offset=f"{self._blocks}{_LAST}", chunk_size=1):
+                break
+        except STORE_FAILURES as error:
+            raise translate(error, f"asking for {self._options.location}") from error
+        self._client = client
+        self._askers = ThreadPoolExecutor(min(self._options.max_inflight, 8), thread_name_prefix="s3-probe")
+        self._check_lifecycle()
+
+    def close(self) -> None:
+        self._client = None
+        askers, self._askers = self._askers, None
+        if askers is not None:
+            askers.shutdown(wait=True, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------------------- data
+
+    def put_one(self, block: BlockIO) -> None:
+        client, name = self._open_client(), self._name(block.place)
+        if self._options.check_existing and self._is_there(client, name):
+            return
+        try:
+            self._count()
+            # Two buffers, one request: neither this module nor obstore copies the row.
+            obstore.put(
+                client,
+                name,
+                (block.header, block.payload),
+                use_multipart=False,
+                mode="create" if self._options.conditional_put else "overwrite",
+            )
+        except AlreadyExistsError:
+            return
+        except STORE_FAILURES as error:
+            raise translate(error, f"put {name}") from error
+
+    def get_one(self, block: BlockIO) -> Done:
+        client, name = self._open_client(), self._name(block.place)
+        try:
+            self._count()
+            result = obstore.get(client, name)
+            length, header_bytes = result.meta["size"], len(block.header)
+            if not header_bytes <= length <= header_bytes + len(block.payload):
+                raise CorruptBlockError(
+                    f"object {name} has {length} bytes, not between {header_bytes} and {header_bytes + len(block.payload)}"
+                )
+            body = np.frombuffer(memoryview(result.bytes()), np.uint8)
+        except FileNotFoundError:
+            return Done.ABSENT
+        except STORE_FAILURES as error:
+            raise translate(error, f"get {name}") from error
+        if len(body) != length:
+            raise CorruptBlockError(f"object {name} was announced with {length} bytes and had {len(body)}")
+        np.copyto(np.frombuffer(block.header, np.uint8), body[:header_bytes])
+        np.copyto(np.frombuffer(block.payload, np.uint8)[: length - header_bytes], body[header_bytes:])
+        block.filled = length - header_bytes
+        return Done.DONE
+
+    def delete(self, places: Sequence[Place]) -> None:
+        self._delete_names(self._open_client(), [self._name(place) for place in places])
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        client, askers = self._client, self._askers
+        if client is None or askers is None:
+            return StoreProbe((None,) * len(places))
+
+        def ask(place: Place) -> bool | None:
+            try:
+                return self._is_there(client, self._name(place))
+            except StoreError:
+                return None
+
+        return StoreProbe(tuple(map(ask, places) if len(places) == 1 else askers.map(ask, places)))
+
+    # --------------------------------------------------------------------------------------------- small documents
+
+    def read_document(self, name: str) -> bytes | None:
+        client = self._open_client()
+        try:
+            self._count()
+            return obstore.get(client, f"{self._documents}{name}").bytes().to_bytes()
+        except FileNotFoundError:
+            return None
+        except STORE_FAILURES as error:
+            raise translate(error, f"get document {name}") from error
+
+    def write_document(self, name: str, data: bytes) -> None:
+        client = self._open_client()
+        try:
+            self._count()
+            obstore.put(client, f"{self._documents}{name}", data, use_multipart=False)
+        except STORE_FAILURES as error:
+            raise translate(error, f"put document {name}") from error
+
+    # ---------------------------------------------------------------------------------------------- many at a time
+
+    def reclaim(self, place_prefix: str) -> int:
+        client, removed = self._open_client(), 0
+        for objects in self.list_objects(place_prefix):
+            self._delete_names(client, [item["path"] for item in objects])
+            removed += len(objects)
+        return removed
+
+    def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]:
+        """The blocks whose places start with ``place_prefix``, up to 1,000 at a time.  Raises :class:`StoreError`.
+
+        An item's ``path`` is the object's name in the bucket, which :meth:`delete_objects` takes.
+        """
+        client = self._open_client()
+        start = f"{self._blocks}{place_prefix}"
+        # obstore lists below a whole path segment; a prefix that ends within one is narrowed here.
+        directory = start.rpartition("/")[0]
+        try:
+            self._count()
+            for objects in obstore.list(client, directory, chunk_size=_LIST_CHUNK):
+                chosen = [item for item in objects if item["path"].startswith(start)]
+                if chosen:
+                    yield chosen
+                self._count()
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {start}") from error
+
+    def delete_objects(self, names: Sequence[str]) -> None:
+        """Delete objects by their names in the bucket.  Raises :class:`StoreError`."""
+        self._delete_names(self._open_client(), list(names))
+
+    # --------------------------------------------------------------------------------------------------------- inner
+
+    def _connect(self) -> ObjectClient:
+        options = self._options
+        region = options.region or self._credentials.region or DEFAULT_REGION
+        config: S3Config = {
+            "region": region,
+            "unsigned_payload": True,
+            "virtual_hosted_style_request": not options.uses_path_style,
+            "disable_bulk_delete": not options.bulk_delete,
+        }
+        endpoint = options.endpoint
+        if endpoint is not None:
+            if not options.uses_path_style:
+                parts = urlsplit(endpoint)
+                endpoint = f"{parts.scheme}://{options.bucket}.{parts.netloc}"
+            config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
+        if options.sse != "none":
+            config["server_side_encryption"] = options.sse
+        if options.sse_kms_key_id is not None:
+            config["sse_kms_key_id"] = options.sse_kms_key_id
+        timeout = min(options.request_timeout, options.deadline)
+        client_options: ClientConfig = {
+            "allow_http": (endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=min(options.connect_timeout, timeout)),
+            "timeout": timedelta(seconds=timeout),
+        }
+        if options.ca_file is not None:
+            try:
+                client_options["root_certificate"] = options.ca_file.read_bytes()
+            except OSError as error:
+                raise PermanentStoreError(f"ca_file {options.ca_file} cannot be read: {error}") from error
+        return ObjectClient(
+            options.bucket,
+            config=config,
+            client_options=client_options,
+            retry_config={"max_retries": 0},
+            credential_provider=self._credentials,
+        )
+
+    def _check_lifecycle(self) -> None:
+        """Whether ``ttl`` really is in force; looked at once, and said once: blocks that stay too long are no outage."""
+        if self._options.ttl is None or self._lifecycle_checked:
+            return
+        problem = check_lifecycle(self._options, self._credentials, self._blocks, self._documents)
+        self._lifecycle_checked = True
+        if problem is not None:
+            logger.warning("%s: %s", self._options.location, problem)
+
+    def _open_client(self) -> ObjectClient:
+        client = self._client
+        if client is None:
+            raise PermanentStoreError(f"{self._options.location} is not open")
+        return client
+
+    def _name(self, place: Place) -> str:
+        return f"{self._blocks}{place}"
+
+    def _count(self) -> None:
+        with self._count_lock:
+            self._requests += 1
+
+    def _is_there(self, client: ObjectClient, name: str) -> bool:
+        try:
+            self._count()
+            obstore.head(client, name)
+        except FileNotFoundError:
+            return False
+        except STORE_FAILURES as error:
+            raise translate(error, f"head {name}") from error
+        return True
+
+    def _delete_names(self, client: ObjectClient, names: list[str]) -> None:
+        if not names:
+            return
+        try:
+            self._count()
+            obstore.delete(client, names)
+        except FileNotFoundError:
+            # Some services answer 404 for an object that is not there, which ends a batch early.
+            if len(names) > 1:
+                for name in names:
+                    self._delete_names(client, [name])
+        except STORE_FAILURES as error:
+            raise translate(error, f"delete {len(names)} object(s)") from error
