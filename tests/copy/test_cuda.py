@@ -1,0 +1,169 @@
+"""CUDA copies with torch.cuda faked: what waits for what, when results come, what is pinned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.copy import kv
+from tests.copy.fake_cuda import FakeCuda
+from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+from tiering.copy.host import Direction
+from tiering.copy.layout import RowLayout
+
+
+def handler(api: FakeCuda, direction: Direction = Direction.STORE) -> CudaCopyHandler:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    return CudaCopyHandler(cache, PinnedRows(kv.make_rows(layout), api), layout, direction)
+
+
+def spec(block: int = 1, row: int = 1) -> TransferSpec:
+    return GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([row])
+
+
+def test_the_side_stream_waits_for_the_compute_stream_and_never_the_reverse() -> None:
+    api = FakeCuda()
+    assert handler(api).transfer_async(1, spec())
+    assert api.log == ["side0 waits for compute", "event on side0", "event on side0"]
+
+
+def test_all_of_a_job_s_copies_are_submitted_to_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = FakeCuda()
+    copies = handler(api)
+    used = []
+    real = torch.Tensor.copy_
+
+    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        used.append((api.current_stream().name, non_blocking))
+        return real(self, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    copies.transfer_async(1, (GPULoadStoreSpec([1, 2, 3], [3], [0]), CPULoadStoreSpec([5, 1, 7])))
+    assert used == [("side0", True)] * 3
+
+
+def test_the_host_waits_for_nothing_when_it_submits_or_polls() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    copies.transfer_async(2, spec(2, 2))
+    assert copies.get_finished() == []
+    assert not any("host waits" in line for line in api.log)
+
+
+def test_a_job_is_finished_when_its_last_event_is() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    copies.transfer_async(2, spec(2, 2))
+    api.events[0].done = True
+    assert copies.get_finished() == []
+    api.events[1].done = True
+    (result,) = copies.get_finished()
+    assert (result.job_id, result.success, result.transfer_time) == (1, True, 2.0)
+    copies.wait([2])
+    assert [result.job_id for result in copies.get_finished()] == [2]
+
+
+def test_a_wait_is_for_the_job_s_event_and_not_for_the_device() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    copies.transfer_async(2, spec(2, 2))
+    copies.wait([1, 99])
+    assert [event.done for event in api.events] == [False, True, False, False]
+
+
+def test_loads_run_on_a_stream_of_higher_priority() -> None:
+    api = FakeCuda()
+    handler(api, Direction.STORE)
+    handler(api, Direction.LOAD)
+    assert [stream.priority for stream in api.streams] == [0, -1]
+
+
+def test_a_submission_that_fails_has_ended_before_it_is_reported() -> None:
+    api = FakeCuda()
+    copies = handler(api)
+    api.streams[0].broken = True
+    assert copies.transfer_async(1, spec()) is False
+    assert api.log == ["host waits for side0"]
+    assert copies.get_finished() == []
+
+
+def test_a_device_error_while_copying_is_a_failed_result() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    api.events[1].broken = True
+    copies.wait([1])
+    assert [(result.job_id, result.success) for result in copies.get_finished()] == [(1, False)]
+
+
+def test_a_job_that_is_running_is_not_started_again() -> None:
+    copies = handler(FakeCuda(instant=False))
+    assert copies.transfer_async(1, spec())
+    assert copies.transfer_async(1, spec()) is False
+
+
+def test_rows_are_pinned_once_for_both_directions_and_unpinned_after_the_last() -> None:
+    api = FakeCuda()
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    pinned = PinnedRows(rows, api)
+    store, load = (CudaCopyHandler(cache, pinned, layout, direction) for direction in Direction)
+    assert api.runtime.registered == {rows.ctypes.data: rows.nbytes}
+    store.shutdown()
+    store.shutdown()
+    assert api.runtime.registered
+    load.shutdown()
+    assert api.runtime.registered == {}
+
+
+def test_rows_that_cannot_be_pinned_are_warned_about_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    api = FakeCuda()
+    api.runtime.code = 2
+    copies = handler(api)
+    assert "ulimit -l" in caplog.text
+    assert copies.transfer_async(1, spec())
+    copies.shutdown()
+    assert [result.success for result in copies.get_finished()] == [True]
+
+
+def test_it_imports_where_there_is_no_cuda() -> None:
+    code = "import tiering.copy.cuda, torch; assert not torch.cuda.is_initialized()"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_round_trip_on_a_real_device(factor: int) -> None:
+    from tiering.copy.canonical import canonicalize
+    from tiering.copy.handlers import make_handlers
+    from tiering.primary.region import SharedRegion
+
+    tensors = {name: tensor.cuda() for name, tensor in kv.split_kv().items()}
+    cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
+    expected = [tensor.tensor.clone() for tensor in cache.tensors]
+    layout = RowLayout.of(cache, factor)
+    region = SharedRegion.create(32, layout.row_bytes)
+    (_, _, store), (_, _, load) = make_handlers(cache, region.view, layout)
+    blocks, rows = list(range(kv.NUM_BLOCKS)), list(range(31, 31 - kv.NUM_BLOCKS // factor, -1))
+    gpu, cpu = GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(rows)
+    assert store.transfer_async(1, (gpu, cpu))
+    store.wait([1])
+    for tensor in cache.tensors:
+        tensor.tensor.zero_()
+    assert load.transfer_async(2, (cpu, gpu))
+    load.wait([2])
+    results = store.get_finished() + load.get_finished()
+    assert [result.success for result in results] == [True, True]
+    assert all(torch.equal(a.tensor, b) for a, b in zip(cache.tensors, expected, strict=True))
+    store.shutdown()
+    load.shutdown()
+    region.close()

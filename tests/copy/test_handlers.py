@@ -1,0 +1,277 @@
+"""What every copy handler guarantees, on the host and with CUDA's calls faked: bitwise round trips, and clean failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.copy import kv
+from tests.copy.fake_cuda import FakeCuda
+from tests.copy.kv import LAYOUTS, NUM_BLOCKS
+from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.copy import host
+from tiering.copy.base import OffloadingHandler, OffloadingWorker, TransferResult
+from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+from tiering.copy.handlers import make_handlers
+from tiering.copy.host import Direction, HostCopyHandler
+from tiering.copy.layout import RowLayout
+from tiering.errors import ConfigError
+
+Make = Callable[[CanonicalKVCaches, np.ndarray, RowLayout, Direction], OffloadingHandler]
+
+
+@pytest.fixture(params=["host", "cuda"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes handlers whose chunks are so small that every test with a few blocks has several."""
+    handlers: list[OffloadingHandler] = []
+
+    def build(kv_caches: CanonicalKVCaches, rows: np.ndarray, layout: RowLayout, direction: Direction) -> OffloadingHandler:
+        if request.param == "host":
+            handlers.append(HostCopyHandler(kv_caches, rows, layout, direction, threads=2))
+        else:
+            handlers.append(CudaCopyHandler(kv_caches, PinnedRows(rows, FakeCuda()), layout, direction, staging_bytes=1000))
+        return handlers[-1]
+
+    monkeypatch.setattr(host, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(host, "_SPLIT_BYTES", 1000)
+    yield build
+    for handler in handlers:
+        handler.shutdown()
+        handler.shutdown()
+
+
+def run(handler: OffloadingHandler, spec: TransferSpec, job_id: int = 1) -> TransferResult:
+    assert handler.transfer_async(job_id, spec)
+    handler.wait([job_id])
+    (result,) = handler.get_finished()
+    assert result.job_id == job_id
+    return result
+
+
+def store_spec(
+    blocks: list[int], rows: list[int], sizes: list[int] | None = None, indices: list[int] | None = None
+) -> TransferSpec:
+    sizes = sizes or [len(blocks)]
+    return GPULoadStoreSpec(blocks, sizes, indices or [0] * len(sizes)), CPULoadStoreSpec(rows)
+
+
+def load_spec(blocks: list[int], rows: list[int], sizes: list[int] | None = None, indices: list[int] | None = None) -> TransferSpec:
+    gpu, cpu = store_spec(blocks, rows, sizes, indices)
+    return cpu, gpu
+
+
+def snapshot(kv_caches: CanonicalKVCaches) -> list[np.ndarray]:
+    return [tensor.tensor.numpy().copy() for tensor in kv_caches.tensors]
+
+
+# -------------------------------------------------------------------------------------------------------------- round trip
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_a_row_holds_the_pages_in_order_and_they_come_back(make: Make, layout_name: str, factor: int) -> None:
+    cache = kv.canonical(layout_name)
+    layout = RowLayout.of(cache, factor)
+    rows = kv.make_rows(layout)
+    untouched = rows.copy()
+    blocks = [17, 3, 8, 22, 5, 11, 2, 19]
+    numbers = [9, 1, 4, 0, 7, 2, 11, 6][: len(blocks) // factor]
+    assert run(make(cache, rows, layout, Direction.STORE), store_spec(blocks, numbers)).success
+    for i, row in enumerate(numbers):
+        expected = b"".join(kv.gpu_block(cache, 0, block) for block in blocks[i * factor : (i + 1) * factor])
+        assert rows[row, : layout.group_bytes[0]].tobytes() == expected
+        assert (rows[row, layout.group_bytes[0] :] == untouched[row, layout.group_bytes[0] :]).all()
+    others = np.setdiff1d(np.arange(len(rows)), numbers)
+    assert (rows[others] == untouched[others]).all()
+
+    other = kv.canonical(layout_name, seed=1000)
+    before = [kv.gpu_block(other, 0, block) for block in range(NUM_BLOCKS)]
+    target = [4, 23, 0, 9, 13, 6, 1, 15]
+    assert run(make(other, rows, layout, Direction.LOAD), load_spec(target, numbers)).success
+    for source, destination in zip(blocks, target, strict=True):
+        assert kv.gpu_block(other, 0, destination) == kv.gpu_block(cache, 0, source)
+    for block in set(range(NUM_BLOCKS)) - set(target):
+        assert kv.gpu_block(other, 0, block) == before[block]
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_an_unaligned_load_skips_the_leading_part(make: Make, factor: int, first: int, count: int) -> None:
+    cache = kv.canonical("split_kv")
+    layout = RowLayout.of(cache, factor)
+    rows = kv.make_rows(layout)
+    stored = list(range(12))
+    run(make(cache, rows, layout, Direction.STORE), store_spec(stored, list(range(12 // factor))))
+    other = kv.canonical("split_kv", seed=1000)
+    before = [kv.gpu_block(other, 0, block) for block in range(NUM_BLOCKS)]
+    wanted = stored[first : first + count]
+    needed = list(range(first // factor, (first + count - 1) // factor + 1))
+    target = list(range(20, 20 - count, -1))
+    assert run(make(other, rows, layout, Direction.LOAD), load_spec(target, needed, indices=[first])).success
+    for source, destination in zip(wanted, target, strict=True):
+        assert kv.gpu_block(other, 0, destination) == kv.gpu_block(cache, 0, source)
+    for block in set(range(NUM_BLOCKS)) - set(target):
+        assert kv.gpu_block(other, 0, block) == before[block]
+
+
+def test_groups_have_rows_of_their_own(make: Make) -> None:
+    cache = kv.two_groups()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    spec = store_spec([3, 4, 9], [5, 6, 7], sizes=[2, 1], indices=[10, 2])
+    result = run(make(cache, rows, layout, Direction.STORE), spec)
+    assert (result.transfer_size, result.transfer_type) == (2 * 80 + 40, ("gpu", "cpu"))
+    assert rows[5, :80].tobytes() == kv.gpu_block(cache, 0, 3)
+    assert rows[6, :80].tobytes() == kv.gpu_block(cache, 0, 4)
+    assert rows[7, :40].tobytes() == kv.gpu_block(cache, 1, 9)
+    other = kv.two_groups(seed=1000)
+    result = run(make(other, rows, layout, Direction.LOAD), load_spec([8, 1, 2], [5, 6, 7], sizes=[2, 1], indices=[4, 0]))
+    assert (result.transfer_size, result.transfer_type) == (2 * 80 + 40, ("cpu", "gpu"))
+    assert kv.gpu_block(other, 0, 8) == kv.gpu_block(cache, 0, 3)
+    assert kv.gpu_block(other, 1, 2) == kv.gpu_block(cache, 1, 9)
+
+
+def test_ranks_write_side_by_side(make: Make) -> None:
+    caches = [kv.canonical(seed=100 * rank) for rank in range(3)]
+    layouts = [RowLayout.of(cache, 2, rank, 3) for rank, cache in enumerate(caches)]
+    rows = kv.make_rows(layouts[0])
+    for cache, layout in zip(caches, layouts, strict=True):
+        assert run(make(cache, rows, layout, Direction.STORE), store_spec([6, 7], [4])).success
+    expected = b"".join(kv.gpu_block(cache, 0, block) for cache in caches for block in (6, 7))
+    assert rows[4, : layouts[0].group_bytes[0]].tobytes() == expected
+    for cache, layout in zip(caches, layouts, strict=True):
+        assert run(make(cache, rows, layout, Direction.LOAD), load_spec([1, 2], [4])).success
+        assert kv.gpu_block(cache, 0, 1) == kv.gpu_block(cache, 0, 6)
+
+
+def test_replicated_kv_is_written_by_rank_0_and_read_by_all(make: Make) -> None:
+    caches = [kv.canonical(seed=100 * rank) for rank in range(2)]
+    layouts = [RowLayout.of(cache, 1, rank, 2, replicated=True) for rank, cache in enumerate(caches)]
+    rows = kv.make_rows(layouts[0])
+    results = [
+        run(make(cache, rows, layout, Direction.STORE), store_spec([6], [4])) for cache, layout in zip(caches, layouts, strict=True)
+    ]
+    assert [result.success for result in results] == [True, True]
+    assert [result.transfer_size for result in results] == [layouts[0].group_bytes[0], None]
+    run(make(caches[1], rows, layouts[1], Direction.LOAD), load_spec([9], [4]))
+    assert kv.gpu_block(caches[1], 0, 9) == kv.gpu_block(caches[0], 0, 6)
+
+
+def test_an_empty_transfer_ends_like_any_other(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    assert run(make(cache, kv.make_rows(layout), layout, Direction.LOAD), load_spec([], [])).success
+
+
+# ----------------------------------------------------------------------------------------------------------------- results
+
+
+def test_each_result_is_handed_out_once_also_if_nobody_waited(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    handler = make(cache, kv.make_rows(layout), layout, Direction.STORE)
+    for job_id in range(5):
+        assert handler.transfer_async(job_id, store_spec([job_id], [job_id]))
+    handler.shutdown()
+    assert sorted(result.job_id for result in handler.get_finished()) == list(range(5))
+    assert handler.get_finished() == []
+
+
+def test_waiting_for_unknown_jobs_returns(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    handler = make(cache, kv.make_rows(layout), layout, Direction.STORE)
+    handler.wait([7, 8])
+    assert handler.get_finished() == []
+
+
+def test_results_have_size_time_and_type(make: Make) -> None:
+    cache = kv.canonical("padded")
+    layout = RowLayout.of(cache, 2)
+    result = run(make(cache, kv.make_rows(layout), layout, Direction.STORE), store_spec([1, 2, 3, 4], [0, 1]))
+    assert result.transfer_size == 2 * layout.group_bytes[0]
+    assert result.transfer_time is not None
+    assert result.transfer_time >= 0
+    assert result.transfer_type == ("gpu", "cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("direction", "spec"),
+    [
+        (Direction.STORE, store_spec([1, 2], [1])),
+        (Direction.STORE, store_spec([1], [12])),
+        (Direction.STORE, store_spec([1], [-1])),
+        (Direction.STORE, store_spec([NUM_BLOCKS], [1])),
+        (Direction.STORE, store_spec([1, 2], [5, 5])),
+        (Direction.STORE, load_spec([1], [1])),
+        (Direction.LOAD, load_spec([1, 2], [1])),
+        (Direction.LOAD, load_spec([-1], [1])),
+        (Direction.LOAD, load_spec([NUM_BLOCKS], [1])),
+        (Direction.LOAD, load_spec([1], [12])),
+        (Direction.LOAD, load_spec([1], [1], sizes=[1, 0], indices=[0, 0])),
+    ],
+)
+def test_a_transfer_that_does_not_fit_is_not_started_and_moves_nothing(
+    make: Make, direction: Direction, spec: TransferSpec
+) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    rows_before, cache_before = rows.copy(), snapshot(cache)
+    handler = make(cache, rows, layout, direction)
+    assert handler.transfer_async(1, spec) is False
+    handler.wait([1])
+    assert handler.get_finished() == []
+    assert (rows == rows_before).all()
+    assert all((a == b).all() for a, b in zip(snapshot(cache), cache_before, strict=True))
+
+
+def test_after_shutdown_nothing_starts(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    handler = make(cache, kv.make_rows(layout), layout, Direction.STORE)
+    handler.shutdown()
+    assert handler.transfer_async(1, store_spec([1], [1])) is False
+
+
+def test_rows_that_are_too_small_are_refused(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache, 4)
+    with pytest.raises(ConfigError, match="same configuration"):
+        make(cache, np.zeros((4, layout.row_bytes - 1), np.uint8), layout, Direction.STORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- the way to them
+
+
+def test_make_handlers_serves_a_worker_both_ways() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    worker = OffloadingWorker()
+    for source, destination, handler in make_handlers(cache, rows.data, layout):
+        worker.register_handler(source, destination, handler)
+    assert worker.transfer_async(1, store_spec([3], [2]))
+    worker.wait([1])
+    assert worker.transfer_async(2, load_spec([4], [2]))
+    worker.wait([2])
+    assert {result.job_id: result.success for result in worker.get_finished()} == {1: True, 2: True}
+    assert kv.gpu_block(cache, 0, 4) == kv.gpu_block(cache, 0, 3)
+    worker.shutdown()
+
+
+def test_a_device_that_nothing_copies_from_is_refused() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    meta = CanonicalKVCaches(
+        tuple(type(tensor)(tensor.tensor.to("meta"), tensor.page_size_bytes) for tensor in cache.tensors), cache.group_data_refs
+    )
+    with pytest.raises(ConfigError, match="meta"):
+        next(make_handlers(meta, rows.data, layout))

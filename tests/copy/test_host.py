@@ -1,0 +1,127 @@
+"""Host copies: off the engine's thread, and a failure in the middle is a result, not an exception."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.copy import kv
+from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.copy.host import Direction, HostCopyHandler
+from tiering.copy.layout import RowLayout
+
+
+class Blocked(HostCopyHandler):
+    """Copies only once ``gate`` is open; then fails if ``error`` is set."""
+
+    def __init__(self, *args: object, error: Exception | None = None) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.gate = threading.Event()
+        self.error = error
+        self.thread: threading.Thread | None = None
+
+    def _copy(self, work: object) -> float:
+        self.thread = threading.current_thread()
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return super()._copy(work)  # type: ignore[arg-type]
+
+
+def spec(block: int = 1, row: int = 1) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    return GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([row])
+
+
+def blocked(error: Exception | None = None) -> Blocked:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    return Blocked(cache, kv.make_rows(layout), layout, Direction.STORE, error=error)
+
+
+def test_the_caller_does_not_wait_for_the_copy() -> None:
+    handler = blocked()
+    assert handler.transfer_async(1, spec())
+    assert handler.get_finished() == []
+    handler.gate.set()
+    handler.wait([1])
+    assert [result.success for result in handler.get_finished()] == [True]
+    assert handler.thread is not threading.main_thread()
+    handler.shutdown()
+
+
+def test_a_job_that_is_running_is_not_started_again() -> None:
+    handler = blocked()
+    assert handler.transfer_async(1, spec())
+    assert handler.transfer_async(1, spec(2, 2)) is False
+    handler.gate.set()
+    handler.shutdown()
+    assert len(handler.get_finished()) == 1
+
+
+def test_a_copy_that_raises_is_a_failed_result(caplog: pytest.LogCaptureFixture) -> None:
+    handler = blocked(ValueError("out of order"))
+    assert handler.transfer_async(1, spec())
+    handler.gate.set()
+    handler.wait([1])
+    (result,) = handler.get_finished()
+    assert not result.success
+    assert "copy job 1 failed: out of order" in caplog.text
+    handler.shutdown()
+
+
+def test_loads_do_not_wait_behind_stores() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    stores = Blocked(cache, rows, layout, Direction.STORE)
+    loads = HostCopyHandler(cache, rows, layout, Direction.LOAD)
+    for job_id in range(8):
+        assert stores.transfer_async(job_id, spec(job_id, job_id))
+    assert loads.transfer_async(9, (spec(20, 11)[1], spec(20, 11)[0]))
+    loads.wait([9])
+    assert [result.job_id for result in loads.get_finished()] == [9]
+    stores.gate.set()
+    stores.shutdown()
+    loads.shutdown()
+
+
+def test_shutdown_waits_for_what_is_running_and_its_thread_ends() -> None:
+    handler = blocked()
+    handler.transfer_async(1, spec())
+    threading.Timer(0.01, handler.gate.set).start()
+    handler.shutdown()
+    assert [result.success for result in handler.get_finished()] == [True]
+    assert handler.thread is not None
+    assert not handler.thread.is_alive()
+
+
+def test_large_transfers_are_split_over_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.copy.host._SPLIT_BYTES", 100)
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    together = threading.Barrier(2, timeout=30)
+
+    class Together(HostCopyHandler):
+        def _copy(self, work: object) -> float:
+            together.wait()
+            return super()._copy(work)  # type: ignore[arg-type]
+
+    handler = Together(cache, rows, layout, Direction.STORE, 2)
+    assert handler.transfer_async(1, spec(7, 3))
+    handler.wait([1])
+    assert [result.success for result in handler.get_finished()] == [True]
+    assert rows[3, : layout.row_bytes].tobytes() == kv.gpu_block(cache, 0, 7)
+    handler.shutdown()
+
+
+def test_rows_outlive_the_one_who_gave_them() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    handler = HostCopyHandler(cache, np.asarray(kv.make_rows(layout).data), layout, Direction.STORE)
+    assert handler.transfer_async(1, spec())
+    handler.wait([1])
+    assert handler.get_finished()[0].success
+    handler.shutdown()

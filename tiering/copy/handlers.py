@@ -1,0 +1,38 @@
+"""The handlers for an engine's KV cache: CUDA copies where the tensors are on a GPU, host copies where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
+from tiering.copy.base import OffloadingHandler
+from tiering.copy.host import Direction, HostCopyHandler
+from tiering.copy.layout import RowLayout
+from tiering.errors import ConfigError
+
+HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]
+
+
+def make_handlers(
+    kv_caches: CanonicalKVCaches, region_view: memoryview, layout: RowLayout, threads: int | None = None
+) -> Iterator[HandlerEntry]:
+    """(source spec class, destination spec class, handler) for stores and loads between ``kv_caches`` and the primary rows.
+
+    ``threads``: of host copies, per direction.  Raises :class:`ConfigError` if the rows are too small for ``layout`` or the device is
+    one that nothing here can copy from.
+    """
+    rows = np.asarray(region_view)
+    device = kv_caches.tensors[0].tensor.device.type
+    if device == "cpu":
+        yield GPULoadStoreSpec, CPULoadStoreSpec, HostCopyHandler(kv_caches, rows, layout, Direction.STORE, threads)
+        yield CPULoadStoreSpec, GPULoadStoreSpec, HostCopyHandler(kv_caches, rows, layout, Direction.LOAD, threads)
+    elif device == "cuda":
+        from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+
+        pinned = PinnedRows(rows)
+        yield GPULoadStoreSpec, CPULoadStoreSpec, CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE)
+        yield CPULoadStoreSpec, GPULoadStoreSpec, CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD)
+    else:
+        raise ConfigError(f"the KV cache is on a {device!r} device; copies exist for cpu and cuda")

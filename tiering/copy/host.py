@@ -1,0 +1,182 @@
+"""Copies for engines whose KV cache is in host memory, on threads of their own, with numpy calls that release the GIL.
+
+A page is one element of a numpy array (a void type of its size), so that one fancy index moves many pages and costs the interpreter
+one call.  Pages go in chunks that stay in the cache between the gather and the scatter that such a copy consists of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.copy.base import OffloadingHandler, TransferResult, TransferType
+from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.errors import ConfigError
+
+logger = logging.getLogger("kv_tiering.copy")
+
+_CHUNK_BYTES = 1 << 20
+_SPLIT_BYTES = 16 << 20
+"""Transfers from this size on are split over the threads."""
+
+Pages = NDArray[np.void]
+
+
+class Direction(Enum):
+    """Which way a handler copies."""
+
+    STORE = ("gpu", "cpu")
+    LOAD = ("cpu", "gpu")
+
+    @property
+    def transfer_type(self) -> TransferType:
+        """As results name it."""
+        return self.value
+
+
+def split_spec(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    """The accelerator's and the rows' side of ``spec``.  Raises :class:`TransferError` if it goes another way."""
+    gpu, cpu = spec if direction is Direction.STORE else (spec[1], spec[0])
+    if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
+        raise TransferError(
+            f"{type(spec[0]).__name__} to {type(spec[1]).__name__} is not a transfer {direction.name.lower()} handlers do"
+        )
+    return gpu, cpu
+
+
+def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
+    """How many GPU blocks the tensors of each KV-cache group have (the fewest of them)."""
+    return tuple(min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs) for refs in kv_caches.group_data_refs)
+
+
+def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
+    """Raise :class:`ConfigError` unless ``rows`` can hold blocks of ``layout``."""
+    if rows.ndim != 2 or rows.dtype != np.uint8 or rows.shape[1] < layout.row_bytes:
+        raise ConfigError(
+            f"the primary tier's rows ({rows.dtype}, {rows.shape}) cannot hold blocks of {layout.row_bytes} bytes; scheduler and "
+            "workers must be given the same configuration"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One ref of one group: its pages in the KV cache, shape (num_blocks,), and in the rows, shape (num_rows, factor)."""
+
+    cache: Pages
+    rows: Pages
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    started: float
+    size: int | None
+    parts: tuple[Future[float], ...]
+
+
+def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout) -> list[list[_Layer]]:
+    factor = layout.block_size_factor
+    views = []
+    for group, refs in enumerate(kv_caches.group_data_refs):
+        start, block = layout.segment_start(group), layout.gpu_block_bytes[group]
+        segment = rows[:, start : start + factor * block].reshape(len(rows), factor, block)
+        if not np.shares_memory(segment[:1], rows[:1]):
+            raise ConfigError("the primary tier's rows cannot be viewed as blocks; they must be contiguous")
+        layers = []
+        for ref, offset in zip(refs, layout.page_offsets[group], strict=True):
+            page = np.dtype((np.void, ref.page_size_bytes))
+            cache = kv_caches.tensors[ref.tensor_idx].tensor.numpy()[:, : ref.page_size_bytes]
+            in_rows = segment[:, :, offset : offset + ref.page_size_bytes]
+            layers.append(_Layer(cache.view(page)[:, 0], in_rows.view(page)[:, :, 0], ref.page_size_bytes))
+        views.append(layers)
+    return views
+
+
+class HostCopyHandler(OffloadingHandler):
+    """Copies one way between a KV cache in host memory and the primary rows.
+
+    ``rows``: uint8, (num_rows, row stride).  ``threads``: copies that run at the same time; loads never wait behind stores, because
+    each direction has its own handler.  Raises :class:`ConfigError` if the rows are too small for ``layout``.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        rows: NDArray[np.uint8],
+        layout: RowLayout,
+        direction: Direction,
+        threads: int | None = None,
+    ) -> None:
+        check_rows(rows, layout)
+        self._layout = layout
+        self._direction = direction
+        self._layers = _page_views(kv_caches, rows, layout)
+        self._num_rows = len(rows)
+        self._num_blocks = blocks_per_group(kv_caches)
+        self._threads = threads or min(2, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"kv-tiering-{direction.name.lower()}")
+        self._running: dict[int, _Running] = {}
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        started = time.monotonic()
+        if job_id in self._running:
+            logger.error("copy job %d is running already; it was not started again", job_id)
+            return False
+        try:
+            gpu, cpu = split_spec(spec, self._direction)
+            store = self._direction is Direction.STORE
+            plan = plan_pages(self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=self._num_rows, store=store)
+            if store and not self._layout.writes:
+                self._running[job_id] = _Running(started, None, ())  # another rank writes what all ranks hold
+                return True
+            size = sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan)
+            work = [(layer, pages) for pages in plan for layer in self._layers[pages.group]]
+            parts = max(1, min(self._threads, len(work))) if size >= _SPLIT_BYTES else 1
+            futures = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
+        except (TransferError, RuntimeError) as error:  # RuntimeError: the pool is shut down
+            logger.error("copy job %d could not be started: %s", job_id, error)
+            return False
+        self._running[job_id] = _Running(started, size, futures)
+        return True
+
+    def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
+        store = self._direction is Direction.STORE
+        for layer, pages in work:
+            step = max(1, _CHUNK_BYTES // layer.page_bytes)
+            for at in range(0, len(pages.gpu), step):
+                gpu, place = pages.gpu[at : at + step], (pages.rows[at : at + step], pages.subs[at : at + step])
+                if store:
+                    layer.rows[place] = layer.cache[gpu]
+                else:
+                    layer.cache[gpu] = layer.rows[place]
+        return time.monotonic()
+
+    def get_finished(self) -> list[TransferResult]:
+        done = [job_id for job_id, job in self._running.items() if all(part.done() for part in job.parts)]
+        return [self._result(job_id, self._running.pop(job_id)) for job_id in done]
+
+    def _result(self, job_id: int, job: _Running) -> TransferResult:
+        errors = [error for part in job.parts if (error := part.exception()) is not None]
+        if errors:
+            logger.error("copy job %d failed: %s", job_id, errors[0], exc_info=errors[0])
+            return TransferResult(job_id, False, transfer_type=self._direction.transfer_type)
+        seconds = max((part.result() for part in job.parts), default=job.started) - job.started
+        return TransferResult(job_id, True, job.size, seconds if job.parts else None, self._direction.transfer_type)
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        jobs = (self._running.get(job_id) for job_id in job_ids)
+        parts: list[Future[Any]] = [part for job in jobs if job is not None for part in job.parts]
+        wait(parts)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)

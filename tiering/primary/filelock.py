@@ -1,0 +1,67 @@
+"""Locks on bytes of a file that belong to the open descriptor and die with it, also by SIGKILL (Linux open file description locks).
+
+Unlike POSIX record locks they exclude two descriptors of one process from each other; unlike flock they cover single bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiering.errors import RegionError
+
+_FLOCK = struct.Struct("@hhqqi4x")
+"""struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
+
+_POLL_SECONDS = 0.002
+
+
+def try_lock(fd: int, start: int, length: int) -> bool:
+    """Take ``length`` bytes from ``start`` (0: to the end and beyond) without waiting; False if somebody else has one of them."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def unlock(fd: int, start: int, length: int) -> None:
+    """Drop what this descriptor holds of these bytes."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+
+def is_held_elsewhere(fd: int, at: int) -> bool:
+    """Whether another descriptor holds the byte ``at``."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+@contextmanager
+def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
+    """Hold the byte ``at``.  Raises :class:`RegionError` if it is not to be had before ``deadline`` (monotonic seconds)."""
+    while not try_lock(fd, at, 1):
+        if time.monotonic() > deadline:
+            raise RegionError("another process holds the shared region's header and does not let go; is a start hanging?")
+        time.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        unlock(fd, at, 1)
+
+
+def is_linked(fd: int, path: Path) -> bool:
+    """Whether ``path`` still names the file behind ``fd``."""
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
