@@ -1,0 +1,179 @@
+"""The loads of a step: from the hit that was offered to the engine and the blocks it allocated to a transfer order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingManager, OffloadKey, as_rows
+from tiering.connector.fences import BlockFences
+from tiering.connector.groups import HitSearch, OffloadGroup
+from tiering.connector.jobs import Job, JobTable, LoadTarget
+from tiering.connector.metadata import ReqId, TransferOrder
+from tiering.connector.ratelimit import LimitedWarning
+from tiering.connector.request_state import RequestState
+from tiering.errors import NotReadableError
+
+logger = logging.getLogger("kv_tiering.connector")
+
+
+class _Part(NamedTuple):
+    """What is to be loaded of one group: GPU blocks ``[first, first + len(block_ids))`` of the request, and the keys that hold them."""
+
+    first: int
+    block_ids: list[int]
+    keys: Sequence[OffloadKey]
+
+    def is_whole(self, factor: int) -> bool:
+        """Whether every block is there and has a key."""
+        blocks = -(-(self.first + len(self.block_ids)) // factor) - self.first // factor
+        return len(self.keys) == blocks and 0 not in self.block_ids
+
+
+class LoadPlanner:
+    """Turns hits into load jobs, and knows which keys are being loaded.
+
+    ``orders``, ``failed`` and ``allocated`` collect until the step's metadata is built: load orders by request, blocks that nothing
+    will fill by request, and all GPU blocks that were allocated along with loads.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        manager: OffloadingManager,
+        search: HitSearch,
+        jobs: JobTable,
+        fences: BlockFences,
+        clock: Callable[[], float],
+    ) -> None:
+        self._groups = groups
+        self._manager = manager
+        self._search = search
+        self._jobs = jobs
+        self._fences = fences
+        self._loading: dict[OffloadKey, int] = {}
+        self._warn_shrunk = LimitedWarning(logger, clock)
+        self._queued: list[tuple[Job, list[int]]] = []
+        self._failed: dict[ReqId, list[int]] = {}
+        self._orders: dict[ReqId, TransferOrder] = {}
+        self._allocated: list[int] = []
+        self.shrunk_hits = 0
+
+    def is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
+        """Whether blocks of this hit are being loaded for another request.
+
+        Sharers have a prefix in common, and what they lack of it begins where the other's load begins or inside it: asking about
+        the ends of each group's run is enough, and costs nothing per block.
+        """
+        loading = self._loading
+        return bool(loading) and any(keys and (keys[0] in loading or keys[-1] in loading) for keys in needed)
+
+    def plan(self, state: RequestState, external_tokens: int) -> None:
+        """Queue the load of ``external_tokens`` tokens after those that were computed when the hit was matched.
+
+        What has become unreadable since is queued as failed: the worker reports its GPU blocks, and the engine recomputes them.
+        """
+        computed = state.match.computed if state.match is not None else 0
+        end = computed + external_tokens
+        parts = [self._part(state, group, computed, end) for group in self._groups]
+        for part in parts:
+            self._allocated += part.block_ids
+        keys = list(chain.from_iterable(part.keys for part in parts))
+        source, held = self._pin(state, keys, parts)
+        invalid = list(chain.from_iterable(part.block_ids for part in parts))
+        if source is not None:
+            if held < len(keys):
+                (group,), (part,) = self._groups, parts
+                kept = (part.first // group.block_size_factor + held) * group.block_size_factor - part.first
+                parts = [_Part(part.first, part.block_ids[:kept], part.keys[:held])]
+                end = (part.first + kept) * group.gpu_block_size
+                keys, invalid = keys[:held], part.block_ids[kept:]
+            else:
+                invalid = []
+            self._queue(state, source, keys, parts, computed)
+            if not state.request_level:
+                for group, group_state in zip(self._groups, state.groups, strict=True):
+                    group_state.cursor = max(group_state.cursor, end // group.offloaded_block_size)
+        else:
+            end = computed
+        if invalid or source is None:
+            self.shrunk_hits += 1
+            self._failed[state.ctx.req_id] = invalid
+            state.load_failed(end)
+            self._warn_shrunk("%d GPU blocks of a hit are not readable any more; the engine recomputes them", len(invalid))
+
+    def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]]]:
+        """This step's load orders, fenced from now on, and the blocks that nothing will fill, by request."""
+        for job, block_ids in self._queued:
+            self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
+        orders, failed = self._orders, self._failed
+        self._queued, self._orders, self._failed = [], {}, {}
+        return orders, failed
+
+    def take_allocated(self) -> list[int]:
+        """GPU blocks that were allocated along with this step's loads."""
+        allocated, self._allocated = self._allocated, []
+        return allocated
+
+    def ended(self, job: Job) -> None:
+        """Nothing is loaded by ``job`` any more."""
+        loading = self._loading
+        for key in [key for key, job_id in zip(job.keys, map(loading.get, job.keys), strict=True) if job_id == job.job_id]:
+            del loading[key]
+
+    def forget_keys(self) -> None:
+        """Nobody waits for what is being loaded now."""
+        self._loading.clear()
+
+    def _part(self, state: RequestState, group: OffloadGroup, computed: int, end: int) -> _Part:
+        factor, group_state = group.block_size_factor, state.groups[group.group_idx]
+        table = group_state.block_ids
+        last = min(-(-end // group.gpu_block_size), len(table))
+        first = max(computed // group.gpu_block_size, group.skipped_blocks(end))
+        first = max(first, self._search.first_block(group, computed, end) * factor)
+        while first < last and table[first] == 0:
+            first += 1
+        if first >= last:
+            return _Part(0, [], ())
+        return _Part(first, table[first:last], group_state.keys[first // factor : -(-last // factor)])
+
+    def _pin(self, state: RequestState, keys: list[OffloadKey], parts: Sequence[_Part]) -> tuple[LoadStoreSpec | None, int]:
+        """Where the first keys are, and how many of them are protected now; None if nothing can be loaded.
+
+        Part of a hit is of use only if no window group is there: another end needs other window blocks, which were not allocated.
+        """
+        factor = self._groups[0].block_size_factor
+        if not keys or not all(part.is_whole(factor) for part in parts):
+            return None, 0
+        try:
+            return self._manager.prepare_load(keys, state.ctx), len(keys)
+        except NotReadableError as error:
+            missing = set(error.keys)
+        held = next((position for position, key in enumerate(keys) if key in missing), 0)
+        if not held or len(parts) > 1 or self._groups[0].sliding_window is not None:
+            return None, 0
+        try:
+            return self._manager.prepare_load(keys[:held], state.ctx), held
+        except NotReadableError:
+            return None, 0
+
+    def _queue(
+        self, state: RequestState, source: LoadStoreSpec, keys: list[OffloadKey], parts: Sequence[_Part], computed: int
+    ) -> None:
+        block_ids = list(chain.from_iterable(part.block_ids for part in parts))
+        single = len(parts) == 1
+        target = LoadTarget(
+            state=state,
+            generation=state.generation,
+            first_token=computed,
+            first_gpu_block=parts[0].first if single else None,
+            gpu_block_size=self._groups[0].gpu_block_size,
+            block_ids=block_ids if single else [],
+        )
+        job = self._jobs.open(state.ctx, keys, target)
+        self._loading.update(zip(keys, repeat(job.job_id)))
+        self._queued.append((job, block_ids))
+        destination = GPULoadStoreSpec(block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts])
+        self._orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))

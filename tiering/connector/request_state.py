@@ -1,0 +1,136 @@
+"""What the scheduler half remembers of one request: its keys, its GPU blocks, and how far its blocks were offered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiering.base import OffloadKey, ReqContext, RequestPolicy
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.metadata import BlockIdsByGroup
+from tiering.connector.protocols import EngineRequest
+
+NEVER = sys.maxsize
+"""A number of tokens that no request reaches."""
+
+
+class Match(NamedTuple):
+    """The last hit that was offered to the engine: it covers the tokens from ``computed`` to ``end``."""
+
+    computed: int
+    end: int
+
+
+@dataclass(slots=True)
+class GroupState:
+    """One KV-cache group of a request.
+
+    ``keys[b]`` names offloaded block b, as far as hashes exist.  ``block_ids`` are the GPU blocks in logical order, null blocks (0)
+    included.  ``cursor``: offloaded blocks below it were offered to the manager, or need not be.
+    """
+
+    keys: list[OffloadKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    cursor: int = 0
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from the moment it is seen until it ends.
+
+    ``store_limit``: leading tokens that may be stored.  ``next_store_at``: computed tokens below which there is nothing new to offer.
+    ``invalid_from``: first token that a failed load did not fill, until the engine goes back to it; nothing is stored meanwhile.
+    ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
+    it got its first blocks.  ``stale``: its KV is from before a
+    reset, so that nothing more of it is stored.
+    """
+
+    request: EngineRequest
+    ctx: ReqContext
+    policy: RequestPolicy
+    request_level: bool
+    store_limit: int
+    groups: list[GroupState]
+    keys: list[list[OffloadKey]] = field(init=False)
+    match: Match | None = None
+    touched: bool = False
+    may_load: bool = True
+    sharer_deadline: float | None = None
+    invalid_from: int | None = None
+    generation: int = 0
+    allocated_at_step: int = -1
+    stale: bool = False
+    next_store_at: int = 0
+    retry_at_step: int = 0
+    backoff_steps: int = 1
+    batch_tokens: int = NEVER
+
+    def __post_init__(self) -> None:
+        self.keys = [group.keys for group in self.groups]
+        self.rewind()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the request holds GPU blocks."""
+        return any(group.block_ids for group in self.groups)
+
+    def extend_keys(self, layouts: Sequence[OffloadGroup]) -> None:
+        """Name the blocks whose hashes have appeared since the last call; nothing is built twice."""
+        hashes = self.request.block_hashes
+        count = len(hashes)
+        for layout, group in zip(layouts, self.groups, strict=True):
+            factor, have = layout.hash_block_size_factor, len(group.keys)
+            want = count // factor
+            if want > have:
+                suffix = layout.key_suffix
+                group.keys += [block_hash + suffix for block_hash in hashes[(have + 1) * factor - 1 : want * factor : factor]]
+            elif want < have:
+                del group.keys[want:]
+                group.cursor = min(group.cursor, want)
+
+    def set_blocks(self, block_ids: BlockIdsByGroup) -> None:
+        """These are all of the request's GPU blocks."""
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.block_ids = list(ids)
+
+    def append_blocks(self, block_ids: BlockIdsByGroup) -> None:
+        """These follow the request's GPU blocks."""
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.block_ids += ids
+
+    def restart(self) -> None:
+        """The request computes nothing yet and holds no GPU blocks: what is known of earlier ones is void.  Harmless if repeated."""
+        for group in self.groups:
+            group.block_ids = []
+        self.match = None
+        self.invalid_from = None
+        self.stale = False
+        self.generation += 1
+        self.rewind()
+
+    def preempted(self) -> None:
+        """The request lost its GPU blocks; it may load again."""
+        self.may_load = self.policy.load
+        self.restart()
+
+    def load_failed(self, invalid_from: int) -> None:
+        """The tokens from ``invalid_from`` on were not filled.
+
+        The request loads no more unless it is preempted, so that it cannot fail for ever.
+        """
+        self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
+        self.may_load = False
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Offer every block again."""
+        for group in self.groups:
+            group.cursor = 0
+        self.next_store_at = 0 if self.policy.store else NEVER
+
+    def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
+        """Note at how many computed tokens the next block of any group will be complete and may be stored."""
+        ends = [(group.cursor + 1) * layout.offloaded_block_size for layout, group in zip(layouts, self.groups, strict=True)]
+        self.next_store_at = min((end for end in ends if end <= self.store_limit), default=NEVER)

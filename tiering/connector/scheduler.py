@@ -1,0 +1,361 @@
+"""The scheduler half of the connector: asks the manager what is held, orders loads and stores, and sees each of them end.
+
+Order of calls, as engines make them.  Each step: per waiting request :meth:`~OffloadingConnectorScheduler.get_num_new_matched_tokens`,
+then, if its blocks could be allocated, :meth:`~OffloadingConnectorScheduler.update_state_after_alloc`; then
+:meth:`~OffloadingConnectorScheduler.build_connector_meta` once, also in steps without tokens.  Afterwards
+:meth:`~OffloadingConnectorScheduler.request_finished` for requests that end and
+:meth:`~OffloadingConnectorScheduler.update_connector_output` with what the workers reported.
+
+What keeps KV right: every GPU block that a job reads or writes is fenced until all workers have reported the job
+(:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are named in the
+step's metadata, so that the workers end them before the step touches the KV cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from tiering.base import OffloadingSpec, OffloadPolicy, ReqContext, RequestPolicy, parse_request_policy
+from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.fences import BlockFences
+from tiering.connector.groups import HitSearch, build_groups, interleave
+from tiering.connector.jobs import Job, JobTable
+from tiering.connector.loads import LoadPlanner
+from tiering.connector.metadata import BlockIdsByGroup, OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.connector.ratelimit import LimitedWarning
+from tiering.connector.request_state import NEVER, GroupState, Match, RequestState
+from tiering.connector.stores import StorePlanner
+from tiering.errors import ConfigError
+from tiering.options import parse_duration
+
+logger = logging.getLogger("kv_tiering.connector")
+
+DEFAULT_SHARER_WAIT = 1.0
+"""Seconds that a request waits, in all, for blocks that are being loaded for another one."""
+
+NO_TOKENS: tuple[int, bool] = (0, False)
+ASK_AGAIN: tuple[None, bool] = (None, False)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What the scheduler half has seen since the start, and the present number of jobs and requests."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    loads: int = 0
+    loads_failed: int = 0
+    hits_shrunk: int = 0
+    stores: int = 0
+    stores_failed: int = 0
+    stores_refused: int = 0
+    jobs_flushed: int = 0
+    sharer_waits: int = 0
+    jobs_active: int = 0
+    requests_active: int = 0
+
+
+class OffloadingConnectorScheduler:
+    """Drives ``spec``'s manager for one engine.  All calls come from the scheduler's thread.
+
+    ``external_hash`` converts block hashes in events to the engine's external form; ``clock`` returns monotonic seconds.
+    ``spec.extra_config`` may say ``sharer_wait`` (a duration, 0 for none) and ``self_describing_kv_events``.
+    Raises :class:`ConfigError` for KV-cache groups that cannot be offloaded, before the manager is built.
+    """
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        *,
+        enable_kv_cache_events: bool = False,
+        external_hash: Callable[[bytes], ExternalHash] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._groups = build_groups(spec)
+        self._sharer_wait = _sharer_wait(spec)
+        config = OffloadingKVEventsConfig(enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False)))
+        self._spec = spec
+        self._clock = clock
+        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
+        self._manager = spec.get_manager()
+        self._search = HitSearch(self._groups, self._manager)
+        self._jobs = JobTable(spec.engine.world_size)
+        self._fences = BlockFences()
+        self._loads = LoadPlanner(self._groups, self._manager, self._search, self._jobs, self._fences, clock)
+        self._stores = StorePlanner(self._groups, self._manager, self._jobs, self._fences, self._events, clock)
+        self._states: dict[ReqId, RequestState] = {}
+        self._step = 0
+        self._orphans: set[int] = set()
+        self._counters = SchedulerCounters()
+        self._warn_policy = LimitedWarning(logger, clock)
+        self._warn_failed = LimitedWarning(logger, clock)
+        self._is_shut_down = False
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """A request is seen for the first time.  Later calls for the same one change nothing."""
+        if request.request_id not in self._states:
+            self._admit(request)
+
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded, and whether asynchronously (always, if any).
+
+        (None, False): not known yet, ask again at a later step.  Nothing changes when the call is repeated, but the answer, as
+        blocks come and go.  The full prompt may be answered: the engine then recomputes the last token by itself.
+        """
+        state = self._states.get(request.request_id) or self._admit(request)
+        state.restart()
+        state.extend_keys(self._groups)
+        if not state.touched:
+            state.touched = True
+            self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
+            if any(state.keys):
+                self._manager.touch(interleave(state.keys), state.ctx)
+        if not state.may_load or self._orphans:
+            return NO_TOKENS
+        limit = request.num_tokens - self._search.tokens_to_leave
+        if state.policy.max_load_tokens is not None:
+            limit = min(limit, state.policy.max_load_tokens)
+        hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
+        if hit.pending:
+            return ASK_AGAIN
+        if hit.tokens - num_computed_tokens < min(group.offloaded_block_size for group in self._groups):
+            return NO_TOKENS
+        if self._waits_for_sharer(state, num_computed_tokens, hit.tokens):
+            return ASK_AGAIN
+        state.match = Match(num_computed_tokens, hit.tokens)
+        return hit.tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
+        """``blocks`` are allocated to the request; queue the load of ``num_external_tokens`` tokens, if any, into them.
+
+        Called twice for an asynchronous load: with the tokens, and with 0 when the request is scheduled.
+        """
+        state = self._states.get(request.request_id) or self._admit(request)
+        state.set_blocks(blocks.get_block_ids())
+        state.allocated_at_step = self._step + 1
+        if num_external_tokens > 0:
+            self._loads.plan(state, num_external_tokens)
+            self._counters.loads += 1
+            self._counters.hit_tokens += num_external_tokens
+            state.match = None
+
+    def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended, for whatever reason: (False, None), its blocks may be freed at once.
+
+        Freeing never has to be delayed, and no request is ever reported as sent: a fence outlives the request that it was set for, so
+        that whoever gets one of the blocks waits for the copy.  A load that is under way is still reported as received.
+        """
+        return self._finish(request.request_id)
+
+    def request_finished_all_groups(
+        self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The form of :meth:`request_finished` for engines with several KV-cache groups."""
+        return self._finish(request.request_id)
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """The step's loads, stores, and the jobs that must end before it; ends the manager's step.
+
+        ``request.num_computed_tokens`` has not advanced yet: after the step it will be larger by the scheduled tokens.
+        """
+        self._step += 1
+        allocated = self._take_allocated(scheduler_output)
+        flush = self._fences.conflicts(allocated)
+        if self._orphans:
+            flush |= self._orphans
+        loads, failed_loads = self._loads.take()
+        stores = {}
+        if not self._orphans:
+            states = self._states
+            for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
+                state = states.get(req_id)
+                if state is not None and state.request.num_computed_tokens + tokens >= state.next_store_at:
+                    order = self._stores.plan(state, tokens, self._step)
+                    if order is not None:
+                        stores[req_id] = order
+        self._counters.stores += len(stores)
+        self._counters.jobs_flushed += len(flush)
+        self._manager.on_schedule_end()
+        return OffloadingConnectorMetadata(loads, stores, frozenset(flush), failed_loads)
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
+        """Take in what the workers reported.  Engines may skip it when there is nothing to report."""
+        invalid = connector_output.invalid_block_ids or ()
+        report: OffloadingWorkerMetadata | None = connector_output.kv_connector_worker_meta
+        if report is None:
+            loads = self._jobs.take_loads_of(connector_output.finished_recving or ())
+            unfilled = set(invalid)
+            for job in loads:
+                job.failed = job.load is not None and not unfilled.isdisjoint(self._fences.blocks_of(job.job_id))
+            self._note_failures([job for job in loads if job.failed], invalid)
+            done = loads
+        else:
+            self._note_failures(self._jobs.newly_failed(report), invalid)
+            done = self._jobs.take_done(report)
+        for job in done:
+            self._ended(job)
+
+    # -------------------------------------------------------------------------------------------------------------- rest
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The KV events since the last call, in an order that a consumer can apply."""
+        return self._events.take_events(self._manager.take_events())
+
+    def has_pending_work(self) -> bool:
+        """True while jobs are in flight: the engine must keep stepping, also without requests, or they are never collected."""
+        return bool(self._jobs) or self._manager.has_pending_work()
+
+    def reset_cache(self) -> bool:
+        """Forget everything that is held: what was stored before is never served again.  True if every tier could promise that.
+
+        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the reset.
+        Copies that are under way are ended before the next step; until all of them have ended nothing is loaded or stored, so that
+        the manager never mistakes the end of an old copy for that of a new one of the same block.
+        """
+        for job in self._jobs:
+            job.orphan = True
+            self._orphans.add(job.job_id)
+        for state in self._states.values():
+            state.stale = state.has_blocks
+        self._loads.forget_keys()
+        self._events.reset()
+        return self._manager.reset_cache()
+
+    def get_stats(self) -> Mapping[str, Any]:
+        """The manager's statistics, and under ``connector`` those of :class:`SchedulerCounters`."""
+        counters = self._counters
+        counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
+        counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
+        return {**self._manager.get_stats(), "connector": dataclasses.asdict(counters)}
+
+    def shutdown(self) -> None:
+        """Shut the manager down.  May be called twice; may never be called, and nothing durable depends on it."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._manager.shutdown()
+
+    # ----------------------------------------------------------------------------------------------------------- internals
+
+    def _admit(self, request: EngineRequest) -> RequestState:
+        params = getattr(request, "kv_transfer_params", None)
+        try:
+            policy = parse_request_policy(params)
+        except ConfigError as error:
+            self._warn_policy("request %s neither loads nor stores KV: %s", request.request_id, error)
+            policy, params = RequestPolicy(load=False, store=False), None
+        ctx = ReqContext(request.request_id, params)
+        answer = self._manager.on_new_request(ctx)
+        limit = request.num_prompt_tokens if self._spec.offload_prompt_only else NEVER
+        if policy.max_store_tokens is not None:
+            limit = min(limit, policy.max_store_tokens)
+        state = RequestState(
+            request=request,
+            ctx=ctx,
+            policy=policy,
+            request_level=answer.policy is OffloadPolicy.REQUEST_LEVEL,
+            store_limit=limit,
+            groups=[GroupState() for _ in self._groups],
+            may_load=policy.load,
+        )
+        self._states[request.request_id] = state
+        return state
+
+    def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
+        """Whether to let another request's load of the same blocks arrive first; for a bounded time in the life of a request."""
+        if not self._spec.engine.enable_prefix_caching or self._sharer_wait <= 0:
+            return False
+        if not self._loads.is_shared(self._search.needed(state.keys, computed, end)):
+            return False
+        now = self._clock()
+        if state.sharer_deadline is None:
+            state.sharer_deadline = now + self._sharer_wait
+            self._counters.sharer_waits += 1
+        return now < state.sharer_deadline
+
+    def _take_allocated(self, output: SchedulerOutput) -> list[int]:
+        """Bring the block tables up to date; all GPU blocks that this step newly allocates.
+
+        Blocks of a request's computed prefix are only read, or were checked when their load was planned.  A request may be preempted and
+        get new blocks for the same step; these are not taken from it again.
+        """
+        allocated = self._loads.take_allocated()
+        for req_id in output.preempted_req_ids or ():
+            state = self._states.get(req_id)
+            if state is not None and state.allocated_at_step != self._step:
+                state.preempted()
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                state.set_blocks(new.block_ids)
+            self._extend_uncomputed(allocated, new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if block_ids is None:
+                continue
+            state = self._states.get(req_id)
+            if req_id in cached.resumed_req_ids:
+                if state is not None:
+                    state.set_blocks(block_ids)
+                self._extend_uncomputed(allocated, block_ids, computed)
+            else:
+                if state is not None:
+                    state.append_blocks(block_ids)
+                allocated.extend(chain.from_iterable(block_ids))
+        return allocated
+
+    def _extend_uncomputed(self, allocated: list[int], block_ids: BlockIdsByGroup, computed: int) -> None:
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            allocated += ids[computed // group.gpu_block_size :]
+
+    def _note_failures(self, jobs: Sequence[Job], invalid: Collection[int]) -> None:
+        """Nothing of a request is stored from the moment its load is known to have failed until the engine has gone back."""
+        for job in jobs:
+            kind = "store"
+            if job.load is not None:
+                kind = "load"
+                self._counters.loads_failed += 1
+                target = job.load
+                if target.state.generation == target.generation:
+                    target.state.load_failed(target.invalid_from(invalid))
+            else:
+                self._counters.stores_failed += 1
+            self._warn_failed("a %s of %d blocks failed (request %s)", kind, len(job.keys), job.ctx.req_id)
+
+    def _ended(self, job: Job) -> None:
+        self._fences.release(job.job_id)
+        self._orphans.discard(job.job_id)
+        if job.load is not None:
+            self._loads.ended(job)
+            self._manager.complete_load(job.keys, job.ctx)
+            return
+        if job.failed:
+            self._events.store_failed(job.keys)
+        self._manager.complete_store(job.keys, job.ctx, success=not (job.failed or job.orphan))
+
+    def _finish(self, req_id: ReqId) -> tuple[bool, None]:
+        state = self._states.pop(req_id, None)
+        if state is not None:
+            self._manager.on_request_finished(state.ctx)
+        return False, None
+
+
+def _sharer_wait(spec: OffloadingSpec) -> float:
+    value = spec.extra_config.get("sharer_wait", DEFAULT_SHARER_WAIT)
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        raise ConfigError(f"sharer_wait: {error}") from error
+    if seconds < 0:
+        raise ConfigError(f"sharer_wait: {value!r} is negative; 0 means not to wait")
+    return seconds

@@ -1,0 +1,180 @@
+"""The stores of a step: from the blocks that a request has completed to a transfer order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, OffloadingManager, OffloadKey, Rows
+from tiering.connector.events import OffloadingEventsTracker
+from tiering.connector.fences import BlockFences
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.jobs import JobTable
+from tiering.connector.metadata import TransferOrder
+from tiering.connector.ratelimit import LimitedWarning
+from tiering.connector.request_state import NEVER, RequestState
+from tiering.errors import ConfigError
+
+logger = logging.getLogger("kv_tiering.connector")
+
+MAX_BACKOFF_STEPS = 16
+"""Longest pause, in steps, before a request whose blocks found no room offers them again."""
+
+
+class _Offer(NamedTuple):
+    """What is offered of one group: the offloaded blocks ``positions``, their keys, and all their GPU block ids."""
+
+    positions: NDArray[np.int64]
+    keys: list[OffloadKey]
+    block_ids: Rows
+
+
+class StorePlanner:
+    """Offers a request's completed blocks to the manager, once each, and orders the transfer of those it wants.
+
+    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be rejected), and
+    not after a hole that a failed load left.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        manager: OffloadingManager,
+        jobs: JobTable,
+        fences: BlockFences,
+        events: OffloadingEventsTracker,
+        clock: Callable[[], float],
+    ) -> None:
+        self._groups = groups
+        self._manager = manager
+        self._jobs = jobs
+        self._fences = fences
+        self._events = events
+        self._largest_block = max(group.offloaded_block_size for group in groups)
+        self._warn_full = LimitedWarning(logger, clock)
+        self.refused_offers = 0
+
+    def plan(self, state: RequestState, scheduled_tokens: int, step: int) -> TransferOrder | None:
+        """The order for what this step completes of the request; None if there is nothing to store, or no room now.
+
+        ``scheduled_tokens`` are computed in this step, after ``request.num_computed_tokens``.
+        """
+        request = state.request
+        start: int = request.num_computed_tokens
+        if state.invalid_from is not None:
+            if start > state.invalid_from:
+                return None
+            state.invalid_from = None
+        if state.stale or step < state.retry_at_step:
+            return None
+        placeholders: int = getattr(request, "num_output_placeholders", 0)
+        confirmed = min(start + scheduled_tokens - placeholders, request.num_tokens, state.store_limit)
+        state.extend_keys(self._groups)
+        for group, group_state in zip(self._groups, state.groups, strict=True):
+            gone = group.skipped_blocks(start)
+            group_state.cursor = max(group_state.cursor, -(-gone // group.block_size_factor))
+        offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
+        confirmed = min(confirmed, offered_from + state.batch_tokens)
+        ends = [self._end(state, group, confirmed) for group in self._groups]
+        offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
+        keys = list(chain.from_iterable(offer.keys for offer in offers))
+        if any(self._fences.is_written(offer.block_ids) for offer in offers):
+            return None
+        order = None
+        if keys:
+            output = self._manager.prepare_store(keys, state.ctx)
+            if output is None:
+                self._refused(state, confirmed - offered_from, step)
+                return None
+            state.backoff_steps = 1
+            state.batch_tokens = min(state.batch_tokens * 2, NEVER)
+            if len(output.keys_to_store):
+                order = self._order(state, offers, keys, output.keys_to_store, output.store_spec)
+        for group_state, end in zip(state.groups, ends, strict=True):
+            group_state.cursor = max(group_state.cursor, end)
+        state.schedule_next_store(self._groups)
+        return order
+
+    def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
+        """The first offloaded block of the group that cannot be offered yet."""
+        group_state = state.groups[group.group_idx]
+        blocks = len(group_state.block_ids) // group.block_size_factor
+        return min(confirmed // group.offloaded_block_size, len(group_state.keys), blocks)
+
+    def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> _Offer:
+        group_state, factor = state.groups[group.group_idx], group.block_size_factor
+        first = min(group_state.cursor, end)
+        table = group_state.block_ids[first * factor : end * factor]
+        positions, keys, block_ids = np.arange(first, end), group_state.keys[first:end], np.array(table, dtype=np.int64)
+        if 0 in table:
+            whole = block_ids.reshape(-1, factor).all(axis=1)
+            positions, block_ids = positions[whole], block_ids.reshape(-1, factor)[whole].reshape(-1)
+            keys = [keys[index] for index in np.flatnonzero(whole)]
+        return _Offer(positions, keys, block_ids)
+
+    def _order(
+        self,
+        state: RequestState,
+        offers: Sequence[_Offer],
+        offered: list[OffloadKey],
+        wanted: list[OffloadKey],
+        destination: LoadStoreSpec,
+    ) -> TransferOrder:
+        chosen: list[NDArray[np.bool_] | None] = [None] * len(offers)
+        if wanted != offered:
+            wanted, destination, chosen = _in_offered_order(offers, offered, wanted, destination)
+        runs: list[Rows] = []
+        firsts: list[int] = []
+        for group, offer, mask in zip(self._groups, offers, chosen, strict=True):
+            factor = group.block_size_factor
+            positions = offer.positions if mask is None else offer.positions[mask]
+            ids = offer.block_ids if mask is None else offer.block_ids.reshape(-1, factor)[mask].reshape(-1)
+            runs.append(ids)
+            firsts.append(int(positions[0]) * factor if len(positions) else 0)
+            if self._events.captures(group):
+                keys = offer.keys if mask is None else [offer.keys[index] for index in np.flatnonzero(mask)]
+                for position, key in zip(positions.tolist(), keys, strict=True):
+                    self._events.record_store(state.request, group, position, key)
+        block_ids = np.concatenate(runs)
+        job = self._jobs.open(state.ctx, list(wanted))
+        self._fences.fence(job.job_id, block_ids, writes=False)
+        return TransferOrder(job.job_id, (GPULoadStoreSpec(block_ids, [len(ids) for ids in runs], firsts), destination))
+
+    def _refused(self, state: RequestState, tokens: int, step: int) -> None:
+        """No room: offer a smaller part on a later step."""
+        self.refused_offers += 1
+        state.batch_tokens = max(self._largest_block, tokens // 2)
+        state.retry_at_step = step + state.backoff_steps
+        state.backoff_steps = min(2 * state.backoff_steps, MAX_BACKOFF_STEPS)
+        self._warn_full(
+            "no room in the primary tier for %d tokens of request %s; they are offered again later "
+            "(a larger primary capacity avoids this)",
+            tokens,
+            state.ctx.req_id,
+        )
+
+
+def _in_offered_order(
+    offers: Sequence[_Offer], offered: list[OffloadKey], wanted: list[OffloadKey], destination: LoadStoreSpec
+) -> tuple[list[OffloadKey], LoadStoreSpec, list[NDArray[np.bool_] | None]]:
+    """Bring the wanted keys and their rows into the order of the offer; and per group, which of its blocks are wanted."""
+    place = dict(zip(offered, range(len(offered)), strict=True))
+    places = np.fromiter(map(place.__getitem__, wanted), np.int64, len(wanted))
+    if len(places) > 1 and (places[1:] < places[:-1]).any():
+        order = np.argsort(places)
+        places = places[order]
+        wanted = [wanted[index] for index in order]
+        if not isinstance(destination, CPULoadStoreSpec):
+            raise ConfigError(
+                f"the rows of a {destination.medium()} store cannot be reordered; answer keys in the order of the offer"
+            )
+        destination = CPULoadStoreSpec(destination.block_ids[order])
+    mask = np.zeros(len(offered), np.bool_)
+    mask[places] = True
+    borders = np.cumsum([len(offer.keys) for offer in offers])[:-1]
+    return wanted, destination, list(np.split(mask, borders))
