@@ -6,10 +6,12 @@ A medium's options are a subclass of :class:`TierOptions`, which declares the wo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from tiering.masking import masked
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?i?b?)\s*$", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "p": 1000**5}
@@ -51,7 +53,11 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class Strict(BaseModel):
     """A part of the stack file: unknown words are errors, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False, hide_input_in_errors=True)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
+        """What ``repr`` and ``str`` print: the fields, secrets masked."""
+        return [(name, masked(name, value)) for name, value in self]
 
 
 class RetryOptions(Strict):

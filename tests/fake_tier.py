@@ -1,0 +1,85 @@
+"""A tier of one's own, as a stack file would name it (``tests.fake_tier:FAKE_TIER``): opens when told, holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from pydantic import SecretStr
+
+from tiering.base import OffloadKey, ReqContext
+from tiering.definition import TierDefinition
+from tiering.options import TierOptions
+from tiering.secondary.base import JobResult, SecondaryTierManager, TierContext, TransferJob
+
+
+class FakeOptions(TierOptions):
+    """What the fake tier may be told; ``opens`` False: it cannot be opened."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {"ttl": "this fake does not age", "compression": "this fake compresses nothing"}
+
+    path: str = ""
+    opens: bool = True
+    builds: bool = True
+    access_key: str = ""
+    session: SecretStr = SecretStr("")
+    endpoint: str = ""
+
+
+class FakeTier(SecondaryTierManager):
+    """Takes jobs and fails them at once; remembers what was done to it in ``log``."""
+
+    medium = "FAKE"
+    definition: ClassVar[TierDefinition]
+
+    def __init__(self, options: FakeOptions, context: TierContext) -> None:
+        self.name = context.name
+        self.options = options
+        self.context = context
+        self.log: list[str] = ["built"]
+        self.open_deadlines: list[float] = []
+        self._ended: list[JobResult] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return False
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._ended.append(JobResult(job.job_id, False))
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._ended.append(JobResult(job.job_id, False))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def open(self, deadline: float) -> bool:
+        self.log.append("opened" if self.options.opens else "not opened")
+        self.open_deadlines.append(deadline)
+        return self.options.opens
+
+    def shutdown(self, deadline: float) -> bool:
+        self.log.append("shut down")
+        return True
+
+
+BUILT: list[FakeTier] = []
+"""Every tier that was built, for tests to look at; they clear it."""
+
+
+def build(options: FakeOptions, context: TierContext) -> FakeTier:
+    if not options.builds:
+        raise OSError("this tier cannot be built")
+    BUILT.append(FakeTier(options, context))
+    return BUILT[-1]
+
+
+def location(options: FakeOptions) -> str | None:
+    return f"the directory {options.path}" if options.path else None
+
+
+FAKE_TIER = TierDefinition(FakeOptions, build, persistent=False, location=location)
+PERSISTENT_FAKE = TierDefinition(FakeOptions, build, persistent=True, location=location)
+FakeTier.definition = FAKE_TIER
+
+NOT_A_TIER = object()

@@ -1,0 +1,155 @@
+"""The example stacks: each is loaded as it stands and used, with its sizes and places set through its own variables."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from examples import s3_server
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+BUCKET = "kv-blocks"
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="example stacks")
+BLOCK_BYTES = 32 << 10
+PROMPT = 24
+"""Blocks of one prompt: more than any example's min_prefix_blocks."""
+ROWS = 64
+KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(PROMPT)]
+
+Blocks = NDArray[np.uint8]
+
+
+@pytest.fixture
+def blocks() -> Blocks:
+    return np.random.default_rng(7).integers(0, 256, (PROMPT, BLOCK_BYTES), np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The sizes and places of a test; a deployment sets the same variables."""
+    monkeypatch.setenv("KV_CPU_CAPACITY", str(ROWS * BLOCK_BYTES))
+    monkeypatch.setenv("KV_DISK_CAPACITY", "64MiB")
+    monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-1"))
+    monkeypatch.setenv("KV_BUCKET", BUCKET)
+
+
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with s3_server.serving(tmp_path / "objects", BUCKET) as server:
+        for name, value in (server.environment() | {"AWS_ENDPOINT_URL_S3": server.endpoint}).items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def step_until(manager: TieringOffloadingManager, done: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    pause = threading.Event()
+    while not done():
+        assert time.monotonic() < end, "the tiers did not get there in time"
+        manager.on_schedule_end()
+        pause.wait(0.002)
+
+
+def store(manager: TieringOffloadingManager, keys: list[bytes], data: Blocks, ctx: ReqContext) -> None:
+    rows = np.asarray(manager.primary_tier.get_kv_memoryview())
+    out = manager.prepare_store(keys, ctx)
+    assert out is not None
+    assert out.keys_to_store == keys
+    rows[out.store_spec.block_ids, :BLOCK_BYTES] = data  # type: ignore[attr-defined]
+    manager.complete_store(keys, ctx)
+    manager.on_schedule_end()
+    again = ReqContext(f"{ctx.req_id} again")  # the second use: what admission may have waited for
+    manager.on_new_request(again)
+    manager.touch(keys, again)
+    manager.on_schedule_end()
+    manager.on_request_finished(again)
+    step_until(manager, lambda: not manager.has_pending_work())
+
+
+def load(manager: TieringOffloadingManager, keys: list[bytes], ctx: ReqContext) -> Blocks:
+    step_until(manager, lambda: not manager.match_prefix(keys, ctx).pending)
+    assert manager.match_prefix(keys, ctx) == (len(keys), False)
+    spec = manager.prepare_load(keys, ctx)
+    found = np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES]  # type: ignore[attr-defined]
+    manager.complete_load(keys, ctx)
+    return found
+
+
+def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None:
+    """Push everything else out of the primary tier."""
+    rows = manager.primary_tier.num_rows
+    for start in range(0, rows, ROWS):
+        keys = [make_offload_key((start + number + 1000).to_bytes(32, "big"), 0) for number in range(min(ROWS, rows - start))]
+        store(manager, keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), ctx)
+
+
+def test_every_example_is_used_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory"}
+
+
+@pytest.mark.usefixtures("object_store")
+@pytest.mark.parametrize("name", ["cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory"])
+def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name, blocks):
+    ctx = ReqContext("a")
+    with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
+        manager.on_new_request(ctx)
+        store(manager, KEYS, blocks, ctx)
+        assert np.array_equal(load(manager, KEYS, ctx), blocks)
+        manager.on_request_finished(ctx)
+
+
+@pytest.mark.parametrize("name", ["cpu-nvme", "dev-memory"])
+def test_a_block_that_left_the_cpu_tier_is_promoted_again(name, blocks):
+    first, second = ReqContext("a"), ReqContext("b")
+    with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
+        manager.on_new_request(first)
+        store(manager, KEYS, blocks, first)
+        fill_with_others(manager, first)
+        manager.on_request_finished(first)
+        manager.on_schedule_end()
+        manager.on_new_request(second)
+        assert manager.primary_tier.count_readable(KEYS) == 0
+        assert np.array_equal(load(manager, KEYS, second), blocks)
+        manager.on_request_finished(second)
+
+
+def run_once(name: str, blocks: Blocks | None) -> Blocks:
+    ctx = ReqContext("a")
+    with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
+        manager.on_new_request(ctx)
+        if blocks is not None:
+            store(manager, KEYS, blocks, ctx)
+        found = load(manager, KEYS, ctx)
+        manager.on_request_finished(ctx)
+    return found
+
+
+def test_a_restart_finds_the_blocks_on_its_disk(blocks):
+    run_once("cpu-nvme", blocks)
+    assert np.array_equal(run_once("cpu-nvme", None), blocks)
+
+
+@pytest.mark.usefixtures("object_store")
+def test_a_new_machine_finds_the_blocks_in_the_bucket(blocks, monkeypatch, tmp_path):
+    run_once("cpu-nvme-s3", blocks)
+    monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
+    assert np.array_equal(run_once("cpu-nvme-s3", None), blocks)
+
+
+@pytest.mark.usefixtures("object_store")
+def test_a_tenant_with_another_salt_finds_nothing(blocks, monkeypatch, tmp_path):
+    run_once("cpu-nvme-s3", blocks)
+    monkeypatch.setenv("KV_SALT", "another tenant")
+    with open_manager(load_stack(CONFIGS / "cpu-nvme-s3.yaml"), BLOCK_BYTES, MODEL) as manager:
+        ctx = ReqContext("a")
+        manager.on_new_request(ctx)
+        step_until(manager, lambda: not manager.match_prefix(KEYS, ctx).pending)
+        assert manager.match_prefix(KEYS, ctx).hits == 0
+        manager.on_request_finished(ctx)

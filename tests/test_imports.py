@@ -1,0 +1,101 @@
+"""The arrows between the parts, and what may be imported where.  (Layer by layer, import-linter checks them in ``make lint``.)"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiering
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for package in ("tiering", "tiers") for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative imports hide the arrows"
+            yield node.module or ""
+
+
+def who_imports(package: str) -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        if any(name == package or name.startswith(package + ".") for name in imports(path))
+    }
+
+
+def test_the_contracts_import_nothing_of_ours_but_the_errors():
+    assert {name for name in imports(ROOT / "tiering" / "base.py") if name.startswith("tiering")} == {"tiering.errors"}
+
+
+def test_the_framework_imports_no_medium():
+    assert {path for path in who_imports("tiers") if path.startswith("tiering/")} == set()
+
+
+def test_media_do_not_import_one_another():
+    for path in FILES:
+        package, *rest = path.relative_to(ROOT).parts
+        if package == "tiers":
+            medium = rest[0].removesuffix(".py")
+            others = {name for name in imports(path) if name.startswith("tiers.") and name.split(".")[1] != medium}
+            assert others == set(), f"{path} imports {others}"
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("vllm", ("tiering/engines/vllm.py",)),
+        ("torch.cuda", ("tiering/copy/cuda.py",)),
+        ("boto3", ("tiers/s3",)),
+        ("obstore", ("tiers/s3",)),
+        ("prometheus_client", ("tiering/connector/prometheus.py",)),
+        ("pickle", ()),
+        ("marshal", ()),
+        ("shelve", ()),
+    ],
+)
+def test_only_its_one_place_imports(package, allowed):
+    assert {path for path in who_imports(package) if not path.startswith(allowed or "-")} == set()
+
+
+def test_only_the_cuda_copies_know_cuda():
+    def uses(path: Path) -> bool:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in nodes)
+
+    assert {path.relative_to(ROOT).as_posix() for path in FILES if uses(path)} <= {"tiering/copy/cuda.py"}
+
+
+def test_conditions_of_production_are_typed_errors_and_not_asserts():
+    def asserts(path: Path) -> list[int]:
+        return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+
+    found = {path.relative_to(ROOT).as_posix(): asserts(path) for path in FILES if "testing" not in path.parts}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_the_library_is_imported_without_torch_and_without_media():
+    code = (
+        "import sys, tiering; print(*[m for m in ('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_what_is_public_is_sorted_and_there():
+    assert list(tiering.__all__) == sorted(set(tiering.__all__))
+    assert all(getattr(tiering, name).__module__.startswith("tiering") for name in tiering.__all__ if name != "OffloadKey")
+
+
+def test_the_version_is_the_distributions():
+    assert f'version = "{tiering.__version__}"' in (ROOT / "pyproject.toml").read_text()

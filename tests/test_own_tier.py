@@ -1,0 +1,90 @@
+"""The example of a tier of one's own does what a tier must: it keeps blocks over a restart, apart by namespace, verified."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+
+BLOCK_BYTES = 16 << 10
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="own tier")
+KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(8)]
+DATA = np.random.default_rng(3).integers(0, 4, (len(KEYS), BLOCK_BYTES), np.uint8)
+CTX = ReqContext("a")
+
+
+@pytest.fixture
+def stack(tmp_path: Path):
+    def stack(**words: object) -> object:
+        section = {
+            "type": "examples.own_tier:SQLITE_TIER",
+            "name": "sqlite",
+            "path": str(tmp_path / "kv.sqlite"),
+            "lookup_deadline": "20s",
+        }
+        return load_stack({"primary": {"capacity": "1MiB"}, "secondary": [section | words]})
+
+    return stack
+
+
+def step_until_idle(manager: TieringOffloadingManager) -> None:
+    end, pause = time.monotonic() + 20, threading.Event()
+    while manager.has_pending_work() or manager.match_prefix(KEYS, CTX).pending:
+        assert time.monotonic() < end, "the tier did not get there in time"
+        manager.on_schedule_end()
+        pause.wait(0.002)
+
+
+def fill(stack: object) -> None:
+    with open_manager(stack, BLOCK_BYTES, MODEL) as manager:  # type: ignore[arg-type]
+        manager.on_new_request(CTX)
+        out = manager.prepare_store(KEYS, CTX)
+        np.asarray(manager.primary_tier.get_kv_memoryview())[out.store_spec.block_ids, :BLOCK_BYTES] = DATA
+        manager.complete_store(KEYS, CTX)
+        step_until_idle(manager)
+        manager.on_request_finished(CTX)
+
+
+def held(stack: object, model: ModelIdentity = MODEL) -> int:
+    """How many blocks a new process finds; each must be intact."""
+    with open_manager(stack, BLOCK_BYTES, model) as manager:  # type: ignore[arg-type]
+        manager.on_new_request(CTX)
+        step_until_idle(manager)
+        hits = manager.match_prefix(KEYS, CTX).hits
+        spec = manager.prepare_load(KEYS[:hits], CTX)
+        assert np.array_equal(np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES], DATA[:hits])
+        manager.complete_load(KEYS[:hits], CTX)
+        manager.on_request_finished(CTX)
+    return hits
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_blocks_are_found_again_by_the_next_process(stack, compression):
+    fill(stack(compression=compression))
+    assert held(stack(compression=compression)) == len(KEYS)
+
+
+def test_another_model_finds_nothing(stack):
+    fill(stack())
+    assert held(stack(), ModelIdentity(name="org/model", weights="1" * 40, dtype="bfloat16", layout="own tier")) == 0
+
+
+def test_a_block_altered_behind_its_back_is_a_miss(stack, tmp_path):
+    fill(stack())
+    database = sqlite3.connect(tmp_path / "kv.sqlite")
+    with database:
+        places = sorted(place for (place,) in database.execute("SELECT place FROM blocks"))
+        (payload,) = database.execute("SELECT payload FROM blocks WHERE place = ?", (places[3],)).fetchone()
+        database.execute("UPDATE blocks SET payload = ? WHERE place = ?", (payload[:-1] + bytes([payload[-1] ^ 1]), places[3]))
+    database.close()
+    assert held(stack()) == 3
+
+
+def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack, tmp_path):
+    assert held(stack(path=str(tmp_path / "no such directory" / "kv.sqlite"))) == 0

@@ -1,0 +1,176 @@
+"""From a stack to a running manager: what is checked first, what is opened, and what is closed again when something fails."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from tests import fake_tier
+from tiering.base import ReqContext, make_offload_key
+from tiering.config import StackConfig, load_stack
+from tiering.errors import ConfigError, TierUnavailableError
+from tiering.namespace import ModelIdentity
+from tiering.primary.region import PAGE, SharedRegion
+from tiering.stack import open_manager
+
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
+CTX = ReqContext("r1")
+
+
+@pytest.fixture(autouse=True)
+def built():
+    fake_tier.BUILT.clear()
+    yield fake_tier.BUILT
+    fake_tier.BUILT.clear()
+
+
+@pytest.fixture
+def no_region(monkeypatch):
+    """Fails the test if memory is taken."""
+
+    def create(*args: object, **words: object) -> None:
+        pytest.fail("a region was created before everything was checked")
+
+    monkeypatch.setattr(SharedRegion, "create", create)
+
+
+def stack(*tiers: dict[str, object], capacity: object = 16 * PAGE, **words: object) -> StackConfig:
+    sections = [{"type": "tests.fake_tier:FAKE_TIER", "name": f"tier{index}", **tier} for index, tier in enumerate(tiers)]
+    return load_stack({"primary": {"capacity": capacity}, "secondary": sections, **words})
+
+
+def test_the_capacity_is_divided_into_rows_of_whole_pages():
+    with open_manager(stack(capacity=16 * PAGE), PAGE + 1, MODEL) as manager:
+        assert manager.primary_tier.get_kv_memoryview().shape == (8, 2 * PAGE)
+
+
+def test_rows_are_as_large_as_the_largest_group():
+    with open_manager(stack(), (100, 3 * PAGE), MODEL) as manager:
+        assert manager.primary_tier.get_kv_memoryview().shape[1] == 3 * PAGE
+
+
+def test_a_block_that_was_stored_is_readable_and_intact():
+    key = make_offload_key(b"h" * 32, 0)
+    with open_manager(stack({}), 1000, MODEL) as manager:
+        rows = np.asarray(manager.primary_tier.get_kv_memoryview())
+        manager.on_new_request(CTX)
+        out = manager.prepare_store([key], CTX)
+        rows[out.store_spec.block_ids, :1000] = 7
+        manager.complete_store(out.keys_to_store, CTX)
+        manager.on_schedule_end()
+        assert manager.lookup(key, CTX) is True
+        spec = manager.prepare_load([key], CTX)
+        assert (rows[spec.block_ids, :1000] == 7).all()
+        manager.complete_load([key], CTX)
+        manager.on_request_finished(CTX)
+
+
+def test_tiers_are_built_in_order_with_what_they_need(built):
+    with open_manager(stack({}, {}), (100, 200), MODEL, replica="dp1", enable_events=True) as manager:
+        assert [tier.name for tier in manager.secondary_tiers] == ["tier0", "tier1"]
+        context = built[1].context
+        assert (context.name, context.group_bytes, context.replica, context.enable_events) == ("tier1", (100, 200), "dp1", True)
+        assert context.primary_view.shape == manager.primary_tier.get_kv_memoryview().shape
+
+
+@pytest.mark.parametrize("words", [{"namespace": "a"}, {"salt": "a"}])
+def test_namespace_and_salt_of_the_stack_keep_blocks_apart(built, words):
+    for options in ({}, words):
+        open_manager(stack({}, **options), 100, MODEL).shutdown()
+    assert built[0].context.namespace.fingerprint != built[1].context.namespace.fingerprint
+
+
+def test_every_tier_is_shut_down_with_the_manager(built):
+    with open_manager(stack({}, {}), 100, MODEL):
+        pass
+    assert [tier.log for tier in built] == [["built", "opened", "shut down"]] * 2
+
+
+# --------------------------------------------------------------------------------------------------- checked before opening
+
+
+def refusal(stack: StackConfig, block_bytes: object = 100, model: ModelIdentity = MODEL) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_manager(stack, block_bytes, model)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("no_region")
+class TestNothingIsOpenedWhen:
+    def test_the_primary_tier_does_not_hold_one_block(self, built):
+        assert "primary.capacity: 1024 bytes do not hold one block; a row takes 4096 bytes" in refusal(stack({}, capacity=1024))
+        assert built == []
+
+    def test_a_secondary_tier_does_not_hold_one_block(self, built):
+        text = refusal(stack({}, {"capacity": 2000}), block_bytes=(100, 2001))
+        assert "secondary[1].capacity: 2000 bytes do not hold one block of 2001 bytes" in text
+        assert built == []
+
+    def test_a_persistent_tier_cannot_vouch_for_the_models_blocks(self, built):
+        model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", volatile_scales=True)
+        text = refusal(stack({"type": "tests.fake_tier:PERSISTENT_FAKE"}), model=model)
+        assert "secondary[0].type: tests.fake_tier:PERSISTENT_FAKE keeps blocks beyond the process" in text
+        assert "KV scales change at run time" in text
+        assert built == []
+
+    @pytest.mark.parametrize("block_bytes", [0, -1, (), (100, 0), True, 1.5])
+    def test_the_size_of_a_block_is_none(self, block_bytes):
+        assert "block_bytes" in refusal(stack(), block_bytes=block_bytes)
+
+    def test_the_overrides_of_the_model_are_no_plain_data(self):
+        model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", overrides={"rope": object()})
+        assert "ModelIdentity.overrides" in refusal(stack(), model=model)
+
+
+def test_a_tier_that_is_not_persistent_serves_any_model(built):
+    model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", volatile_scales=True)
+    with open_manager(stack({}), 100, model):
+        assert len(built) == 1
+
+
+def test_a_region_of_the_callers_own_is_used_and_must_fit():
+    region = SharedRegion.create(3, 2 * PAGE)
+    with open_manager(stack(), 2 * PAGE, MODEL, region=region) as manager:
+        assert manager.primary_tier.num_rows == 3
+    region = SharedRegion.create(3, PAGE)
+    with pytest.raises(ConfigError, match="its rows have 4096 bytes, a block has 4097"):
+        open_manager(stack(), PAGE + 1, MODEL, region=region)
+    region.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- opening and undo
+
+
+def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog):
+    with caplog.at_level(logging.INFO, "kv_tiering"), open_manager(stack({"opens": False}, {}), 100, MODEL) as manager:
+        assert len(manager.secondary_tiers) == 2
+    assert [record.message for record in caplog.records if "tier0" in record.message] == [
+        "starting without the tier tier0; it joins when it can be opened"
+    ]
+
+
+def test_a_required_tier_that_cannot_be_opened_stops_the_start_and_closes_everything(built):
+    with pytest.raises(TierUnavailableError, match=r"secondary\[1\] \(tier1\) is marked required"):
+        open_manager(stack({}, {"opens": False, "required": True}, {}), 100, MODEL)
+    assert [tier.log for tier in built] == [
+        ["built", "opened", "shut down"],
+        ["built", "not opened", "shut down"],
+        ["built", "shut down"],
+    ]
+
+
+def test_a_tier_that_cannot_be_built_closes_what_was_there(built, monkeypatch):
+    closed = []
+    close = SharedRegion.close
+    monkeypatch.setattr(SharedRegion, "close", lambda region: (closed.append(region), close(region)))
+    with pytest.raises(OSError, match="cannot be built"):
+        open_manager(stack({}, {"builds": False}), 100, MODEL)
+    assert len(closed) == 1
+    assert [tier.log for tier in built] == [["built", "shut down"]]
+
+
+def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built):
+    with open_manager(stack({}, {}, open_deadline="8s"), 100, MODEL, clock=lambda: 100.0):
+        assert [tier.open_deadlines for tier in built] == [[104.0], [108.0]]

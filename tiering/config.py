@@ -1,0 +1,186 @@
+"""The stack file: one YAML file (or mapping) that says what the tiers are; validated as a whole before anything is opened.
+
+This is the one place that names the tiers that come with the project; each is imported only when a stack uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValidator, model_validator
+
+from tiering.block_table import load_policy
+from tiering.config_errors import Problem, Problems, problems_of, refuse
+from tiering.config_source import read_source
+from tiering.definition import TierDefinition
+from tiering.errors import ConfigError
+from tiering.masking import masked
+from tiering.options import Duration, Share, Size, Strict, TierOptions
+
+TIER_TYPES: Mapping[str, tuple[str, str]] = {
+    "memory": ("tiers.memory:MEMORY_TIER", ""),
+    "local": ("tiers.local:LOCAL_TIER", ""),
+    "s3": ("tiers.s3:S3_TIER", "s3"),
+}
+"""Registered name → where its :class:`TierDefinition` is, and the extra of this distribution that installs what it needs."""
+
+
+def tier_definition(kind: object) -> TierDefinition:
+    """The definition of a tier's ``type``: a registered name, or ``module.path:Name`` for a tier of one's own.
+
+    ``Name`` is a :class:`TierDefinition`, or a class (say, a SecondaryTierManager) whose attribute ``definition`` is one.
+    Raises :class:`ConfigError`.
+    """
+    allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
+    if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
+        raise ConfigError(f"{kind!r} is not a type of tier; allowed are {allowed}")
+    target, extra = TIER_TYPES.get(kind, (kind, ""))
+    module_name, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        hint = f"; install it with: pip install 'kv-tiering[{extra}]'" if extra else ""
+        raise ConfigError(f"the tier {kind!r} cannot be imported: {error}{hint}") from error
+    except AttributeError as error:
+        raise ConfigError(f"the module {module_name} has no {name!r}") from error
+    definition = found if isinstance(found, TierDefinition) else getattr(found, "definition", None)
+    if not isinstance(definition, TierDefinition):
+        raise ConfigError(f"{kind!r} is neither a tiering.TierDefinition nor a class with one as its attribute definition")
+    return definition
+
+
+def _known_policy(name: str) -> str:
+    load_policy(name)
+    return name
+
+
+def _read_tier(value: object, handler: object) -> TierOptions:
+    """One entry of ``secondary``, read as the options that its type declares.  Raises :class:`Problems`."""
+    if isinstance(value, TierOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{masked('', value)!r} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}"
+        )
+    if "type" not in value:
+        raise Problems([Problem(("type",), f"is missing; allowed are {', '.join(TIER_TYPES)}, or module.path:Name")])
+    try:
+        options = tier_definition(value["type"]).options
+    except ConfigError as error:
+        raise Problems([Problem(("type",), str(error))]) from error
+    refused = {word: reason for word, reason in options.unsupported.items() if word in value}
+    problems = [Problem((word,), f"is not supported by {value['type']} tiers: {reason}") for word, reason in refused.items()]
+    tier = None
+    try:
+        tier = options.model_validate({word: item for word, item in value.items() if word not in refused})
+        load_policy(tier.eviction)
+    except ValidationError as error:
+        problems += problems_of(error, options)
+    except ConfigError as error:
+        problems.append(Problem(("eviction",), str(error).removeprefix("eviction: ")))
+    if tier is None or problems:
+        raise Problems(problems)
+    return tier
+
+
+SecondaryTier = SerializeAsAny[Annotated[TierOptions, WrapValidator(_read_tier)]]
+
+
+class PrimaryOptions(Strict):
+    """The CPU tier."""
+
+    capacity: Size
+    """Bytes of shared memory for rows."""
+    eviction: Annotated[str, AfterValidator(_known_policy)] = "lru"
+    """"lru", "arc" or ``module:Class``."""
+    promotion_share: Share = 0.5
+    """Largest share of the rows that blocks being brought in, or waiting for those who asked for them, may hold together."""
+    reservation_deadline: Duration = 30.0
+    """How long a block that was brought in waits for those who asked for it before it may be evicted."""
+
+
+class StackConfig(Strict):
+    """A whole stack: the primary tier, and the secondary tiers, fastest first.  Printing it masks secrets."""
+
+    primary: PrimaryOptions
+    secondary: tuple[SecondaryTier, ...] = ()
+    namespace: str = ""
+    """Keeps blocks apart that nothing else would: another value, another cache."""
+    salt: str = ""
+    """Like ``namespace``, but secret: it enters the fingerprint as a digest only."""
+    keep_secondary: bool = False
+    """Whether a reset leaves the blocks of the secondary tiers valid (only right if the weights never change under a reset)."""
+    events: bool = False
+    """Whether stored and removed blocks are announced (an engine can ask for it too)."""
+    open_deadline: Duration = 10.0
+    """How long the start may wait for tiers to open; one that takes longer joins when it is ready."""
+    reset_deadline: Duration = 10.0
+    """How long a reset may wait for transfers that are running."""
+    shutdown_deadline: Duration = 30.0
+    """How long a shutdown may wait for queued stores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("secondary"), Mapping):
+            raise Problems([Problem(("secondary",), "is a mapping; it must be a list of tiers, fastest first")])
+        return {**data, "secondary": ()} if isinstance(data, Mapping) and data.get("secondary", ()) is None else data
+
+    @model_validator(mode="after")
+    def _check_together(self) -> StackConfig:
+        problems = [
+            Problem(
+                ("secondary", index, "name"), f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own"
+            )
+            for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
+        ]
+        problems += [
+            Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
+            for index, other, place in _repeated(tier_definition(tier.type).location(tier) for tier in self.secondary)
+        ]
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def describe(self) -> str:
+        """The stack as YAML, as it is in effect, secrets masked."""
+        words: dict[str, Any] = self.model_dump(exclude_none=True)
+        for tier, section in zip(self.secondary, words["secondary"], strict=True):
+            for word in tier.unsupported:
+                section.pop(word, None)
+        dumped = masked("", words)
+        return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
+
+
+def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
+    """(index, earlier index, value) of each value that stood before; None repeats nothing."""
+    first: dict[str, int] = {}
+    found: list[tuple[int, int, str]] = []
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        if value in first:
+            found.append((index, first[value], value))
+        first.setdefault(value, index)
+    return found
+
+
+def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackConfig:
+    """Read and validate a stack: the path of a YAML file, or what such a file would hold.  Opens nothing.
+
+    Raises :class:`ConfigError` with every problem found: the path of the field, its line, what is wrong and what is allowed.
+    """
+    source = read_source(stack)
+    problems = list(source.problems)
+    try:
+        config = StackConfig.model_validate(source.data)
+    except ValidationError as error:
+        known = {problem.path for problem in problems}
+        problems += [problem for problem in problems_of(error, StackConfig) if problem.path not in known]
+    if problems:
+        refuse(source.name, problems, source.lines)
+    return config

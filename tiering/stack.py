@@ -1,0 +1,126 @@
+"""From a validated stack to a running manager: everything is checked first, then opened in the order in which it is needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from tiering.config import StackConfig, tier_definition
+from tiering.config_errors import Problem, refuse
+from tiering.errors import ConfigError, TierUnavailableError
+from tiering.manager import TieringOffloadingManager
+from tiering.namespace import ModelIdentity, Namespace
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.primary.region import SharedRegion, row_stride
+from tiering.secondary.base import SecondaryTierManager, TierContext
+
+_log = logging.getLogger("kv_tiering.stack")
+
+
+def open_manager(
+    stack: StackConfig,
+    block_bytes: int | Sequence[int],
+    model: ModelIdentity,
+    *,
+    replica: str | None = None,
+    region: SharedRegion | None = None,
+    enable_events: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> TieringOffloadingManager:
+    """Build and open the tiers of ``stack``; close what is returned with ``shutdown``, or use it as a context manager.
+
+    ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per KV-cache group.
+    ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already; by default the stack's
+    capacity decides.  The manager closes it in the end; if this raises, it is still the caller's to close.
+
+    A tier that cannot be opened within ``open_deadline`` is left out until it can: the tier itself says why, once.
+
+    Raises :class:`ConfigError` before anything is opened, :class:`RegionError` if there is no room for the rows, and
+    :class:`TierUnavailableError`, with everything closed again, if a tier marked ``required`` cannot be opened.
+    """
+    group_bytes = _group_bytes(block_bytes)
+    row_bytes = row_stride(max(group_bytes))
+    _check(stack, max(group_bytes), row_bytes, model, region)
+    namespace = Namespace.build(model, group_bytes, namespace=stack.namespace, salt=stack.salt)
+    events = enable_events or stack.events
+    with ExitStack() as undo:
+        rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
+        if rows is not region:
+            undo.callback(rows.close)
+        primary = CPUPrimaryTierOffloadingManager(rows, stack.primary.eviction, events)
+        tiers: list[SecondaryTierManager] = []
+        for options in stack.secondary:
+            context = TierContext(
+                name=options.tier_name,
+                primary_view=primary.get_kv_memoryview(),
+                group_bytes=group_bytes,
+                namespace=namespace,
+                clock=clock,
+                enable_events=events,
+                replica=replica,
+            )
+            tier = tier_definition(options.type).build(options, context)
+            undo.callback(tier.shutdown, clock())
+            tiers.append(tier)
+        manager = TieringOffloadingManager(
+            primary,
+            tiers,
+            events,
+            clock=clock,
+            promotion_share=stack.primary.promotion_share,
+            reservation_deadline=stack.primary.reservation_deadline,
+            keep_secondary=stack.keep_secondary,
+            reset_deadline=stack.reset_deadline,
+            shutdown_deadline=stack.shutdown_deadline,
+        )
+        undo.pop_all()
+        undo.callback(manager.shutdown)
+        _open_tiers(stack, tiers, clock)
+        undo.pop_all()
+    return manager
+
+
+def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(block_bytes) if isinstance(block_bytes, Sequence) else (block_bytes,)
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(f"block_bytes: {block_bytes!r} is not a number of bytes, or one for each KV-cache group")
+    return sizes
+
+
+def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None) -> None:
+    """What can only be known with the engine's blocks and model at hand.  Opens nothing."""
+    problems: list[Problem] = []
+    if region is not None:
+        if region.row_stride < block_bytes:
+            raise ConfigError(f"region: its rows have {region.row_stride} bytes, a block has {block_bytes}")
+    elif stack.primary.capacity < row_bytes:
+        text = f"{stack.primary.capacity} bytes do not hold one block; a row takes {row_bytes} bytes (whole pages)"
+        problems.append(Problem(("primary", "capacity"), text))
+    reason = model.persistent_reason
+    for index, options in enumerate(stack.secondary):
+        if options.capacity is not None and options.capacity < block_bytes:
+            text = f"{options.capacity} bytes do not hold one block of {block_bytes} bytes"
+            problems.append(Problem(("secondary", index, "capacity"), text))
+        if reason is not None and tier_definition(options.type).persistent:
+            text = f"{options.type} keeps blocks beyond the process, which the model {model.name} does not allow: {reason}"
+            problems.append(Problem(("secondary", index, "type"), text))
+    if problems:
+        refuse("stack", problems)
+
+
+def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock: Callable[[], float]) -> None:
+    """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left."""
+    deadline = clock() + stack.open_deadline
+    for index, (options, tier) in enumerate(zip(stack.secondary, tiers, strict=True)):
+        now = clock()
+        share = max(deadline - now, 0.0) / (len(tiers) - index)
+        if tier.open(now + share):
+            continue
+        if options.required:
+            raise TierUnavailableError(
+                f"secondary[{index}] ({tier.name}) is marked required and could not be opened within {stack.open_deadline:g} s; "
+                "the log says why"
+            )
+        _log.info("starting without the tier %s; it joins when it can be opened", tier.name)
