@@ -1,0 +1,66 @@
+"""Real text to talk about: modules of Python's own library, as the running interpreter has them, and questions about them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import pydoc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+MODULES = ("textwrap", "heapq", "shlex", "fractions", "queue", "graphlib", "calendar", "difflib", "configparser", "statistics")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A module: its name, its text, and the public names that one can ask about."""
+
+    name: str
+    text: str
+    subjects: tuple[str, ...]
+
+
+def documents(count: int) -> list[Document]:
+    """The first ``count`` modules that can be found.  ValueError if there are not so many."""
+    found = [document for document in _find() if len(document.text) > 4000 and len(document.subjects) > 3]
+    if len(found) < count:
+        message = f"only {len(found)} of the modules {', '.join(MODULES)} were found in this interpreter, {count} are needed"
+        raise ValueError(message)
+    return found[:count]
+
+
+def question(document: Document, number: int) -> str:
+    """The ``number``-th question about ``document``."""
+    subject = document.subjects[number % len(document.subjects)]
+    forms = (
+        "What does {module}.{subject} do, and when would I use it?",
+        "Which errors can {module}.{subject} raise, and why?",
+        "Show me an example of {module}.{subject} with its result.",
+        "How would you test {module}.{subject}?",
+    )
+    return forms[number % len(forms)].format(module=document.name, subject=subject)
+
+
+def _find() -> Iterator[Document]:
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        if spec.origin is not None and spec.origin.endswith(".py") and Path(spec.origin).is_file():
+            text = Path(spec.origin).read_text(encoding="utf-8")
+        else:  # an interpreter that comes without sources: its documentation is text as well
+            text = pydoc.plaintext.document(import_module(name))
+        yield Document(name, text, _subjects(name, text))
+
+
+def _subjects(name: str, text: str) -> tuple[str, ...]:
+    try:
+        nodes = ast.parse(text).body
+    except SyntaxError:
+        members = inspect.getmembers(import_module(name), inspect.isroutine)
+        return tuple(member for member, _ in members if not member.startswith("_"))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return tuple(node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_"))

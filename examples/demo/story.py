@@ -1,0 +1,238 @@
+"""The four acts and the two attempts to cheat, and what is concluded from them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples import s3_server
+from examples.demo.act import ActSettings
+from examples.demo.display import MEBI, Display
+from examples.demo.report import ActResult, Check
+from examples.demo.tamper import flip_blocks
+from examples.demo.workload import Shape, Workload
+from examples.mini_engine import EngineOptions, ModelConfig, Request
+from tiering import make_offload_key
+
+BUCKET = "kv-cache"
+ACT_TIMEOUT = 280.0
+"""Seconds after which an act is given up."""
+
+
+class ActFailed(Exception):
+    """An act's process did not end well; the text says how."""
+
+
+@dataclass(slots=True)
+class Story:
+    """Plays the acts.  ``gpu_blocks`` and ``cpu_bytes`` are too small for the workload on purpose."""
+
+    directory: Path
+    display: Display
+    shape: Shape = field(default_factory=Shape)
+    gpu_blocks: int = 192
+    cpu_bytes: int = 24 * MEBI
+    acts: list[ActResult] = field(default_factory=list)
+    controls: list[ActResult] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def tell(self) -> None:
+        """Play everything; the results are in ``acts``, ``controls`` and ``checks``.  Raises :class:`ActFailed`."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        workload = Workload(self.shape)
+        self._introduce(workload)
+        first = self._play("1 no tiers", "The GPU's pool alone: what falls out of it is computed again.", None)
+        with contextlib.ExitStack() as stack:
+            server = s3_server.start(self.directory / "s3")
+            stack.callback(s3_server.stop, server.process)
+            s3_server.create_bucket(server, BUCKET)
+            os_environment = server.environment()
+            tiers = self._tiers(server, self.directory / "local")
+            self._say_s3(server)
+            why = "CPU memory → local disk → S3. Every block that is computed is offered to all of them; what leaves the GPU is loaded again."
+            self._play("2 three tiers", why, tiers, os_environment)
+            why = "The engine's process was stopped and starts anew. GPU and CPU memory are empty; the local disk is warm."
+            self._play("3 restarted", why, tiers, os_environment, seen="2 three tiers")
+            elsewhere = self._tiers(server, self.directory / "local of a new machine")
+            why = "Another machine: an empty local disk, nothing but the bucket."
+            self._play("4 new machine", why, elsewhere, os_environment, seen="2 three tiers")
+            self._alter_blocks(workload, tiers, os_environment)
+            self._break_loads(elsewhere, os_environment)
+        self._conclude(first)
+
+    # ------------------------------------------------------------------------------------------------------------- the acts
+
+    def _play(
+        self, name: str, why: str, stack: dict[str, Any] | None, environment: dict[str, str] | None = None, seen: str | None = None
+    ) -> ActResult:
+        self.display.heading(f"Act {name}")
+        self.display.say(why)
+        result = self._run(name, stack, environment or {}, seen)
+        self.acts.append(result)
+        first = self.acts[0]
+        line = (
+            f"-> time to first token: median {result.ttft(0.5):.2f} s, 95% {result.ttft(0.95):.2f} s; {result.seconds:.0f} s in all"
+        )
+        if result is not first:
+            hits = sum(result.hit_tokens_by_tier.values())
+            line += f"; {hits / result.prompt_tokens:.0%} of the prompts' tokens came from a cache; "
+            line += "every answer identical to act 1" if result.same_as(first) else "ANSWERS DIFFER from act 1"
+        self.display.say(line)
+        return result
+
+    def _run(
+        self, name: str, stack: dict[str, Any] | None, environment: dict[str, str], seen: str | None, broken_loads: bool = False
+    ) -> ActResult:
+        """Run one act in a process of its own.  Raises :class:`ActFailed`."""
+        place = self.directory / name.replace(" ", "-")
+        place.mkdir()
+        if seen is not None:
+            shutil.copy(self.directory / seen.replace(" ", "-") / "seen", place / "seen")
+        settings = ActSettings(
+            name=name,
+            result=str(place / "result.json"),
+            seen=str(place / "seen"),
+            log=str(place / "log"),
+            stack=stack,
+            broken_loads=broken_loads,
+            num_blocks=self.gpu_blocks,
+            shape=asdict(self.shape),
+        )
+        settings.save(place / "settings.json")
+        command = [sys.executable, "-m", "examples.demo.act", str(place / "settings.json")]
+        environment = os.environ | environment
+        deadline = time.monotonic() + ACT_TIMEOUT
+        with (place / "errors").open("wb") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            with self.display.progress(name) as progress:
+                assert_pipe = process.stdout
+                if assert_pipe is not None:
+                    for line in assert_pipe:
+                        progress.update(json.loads(line))
+                        if time.monotonic() > deadline:
+                            raise ActFailed(f"act {name} did not end within {ACT_TIMEOUT:.0f} s; see {place}")
+                code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise ActFailed(f"act {name} did not end within {ACT_TIMEOUT:.0f} s; see {place}") from error
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        if code:
+            tail = "\n".join((place / "errors").read_text(errors="replace").strip().splitlines()[-12:])
+            raise ActFailed(f"act {name} ended with code {code}; its last words (all of them are in {place}):\n{tail}")
+        return ActResult.load(place / "result.json")
+
+    # ------------------------------------------------------------------------------------------------------ negative controls
+
+    def _alter_blocks(self, workload: Workload, tiers: dict[str, Any], environment: dict[str, str]) -> None:
+        self.display.heading("Attempt to cheat: altered blocks")
+        keys = [self._key(workload, user, block) for user, block in ((0, 20), (1, 5), (2, 0))]
+        on_disk = flip_blocks(self.directory / "local", keys)
+        in_bucket = flip_blocks(self.directory / "s3", keys)
+        self.display.say(
+            f"One bit in {len(keys)} blocks was flipped behind the tiers' back, in all {on_disk} copies on the disk and "
+            f"{in_bucket} in the bucket. The engine starts again with these tiers."
+        )
+        result = self._run("altered blocks", tiers, environment, "2 three tiers")
+        self.controls.append(result)
+        caught = sum(result.corrupt_blocks.values())
+        held = on_disk > 0 and in_bucket > 0 and all(result.corrupt_blocks.values()) and result.same_as(self.acts[0])
+        seen = f"{caught} refused ({_counts(result.corrupt_blocks)}), {result.recomputed_tokens} tokens computed again, answers "
+        seen += "identical" if result.same_as(self.acts[0]) else "DIFFERENT"
+        self.display.say("-> " + seen)
+        self.checks.append(Check("altered blocks are caught", held, seen))
+
+    def _break_loads(self, tiers: dict[str, Any], environment: dict[str, str]) -> None:
+        self.display.heading("Attempt to cheat: loads that copy nothing")
+        self.display.say(
+            "If the comparison is worth anything, it must fail when blocks are 'loaded' without a single byte being copied."
+        )
+        result = self._run("broken loads", tiers, environment, "2 three tiers", broken_loads=True)
+        self.controls.append(result)
+        different = result.different_answers(self.acts[0])
+        tokens = sum(result.answers[name] != self.acts[0].answers[name] for name in result.answers)
+        seen = f"{len(different)} of {len(self.acts[0].answers)} answers differ ({tokens} of them in their tokens)"
+        self.display.say("-> " + seen)
+        self.checks.append(Check("the comparison can fail", tokens > 0, seen))
+
+    def _key(self, workload: Workload, user: int, block: int) -> bytes:
+        request = Request("", workload.users[user].opening)
+        request.update_hashes(EngineOptions().block_size)
+        return make_offload_key(request.block_hashes[block], 0)
+
+    # ------------------------------------------------------------------------------------------------------------- conclusions
+
+    def _conclude(self, first: ActResult) -> None:
+        tiered = self.acts[1:]
+        tokens = sum(map(len, first.answers.values()))
+        wrong = [f"act {act.name}: {', '.join(act.different_answers(first)[:3])}" for act in tiered if not act.same_as(first)]
+        seen = (
+            "; ".join(wrong)
+            or f"{tokens} tokens in {len(first.answers)} answers, and the logits behind each of them to the last bit, in {len(tiered)} acts"
+        )
+        checks = [Check("identical outputs", not wrong, seen)]
+        second, third, fourth = tiered
+        for name, act, tier in (
+            ("the CPU tier was used", second, "cpu"),
+            ("the local disk was used", second, "local"),
+            ("a restart begins warm from the local disk", third, "local"),
+            ("a new machine begins warm from S3", fourth, "s3"),
+        ):
+            hits = act.hit_tokens_by_tier[tier]
+            checks.append(Check(name, hits > 0, f"{hits:,} tokens came from {tier} in act {act.name}"))
+        worse = [act.name for act in tiered if act.recomputed_tokens * 4 > first.recomputed_tokens]
+        seen = ", ".join(f"{act.recomputed_tokens:,} in act {act.name}" for act in self.acts)
+        checks.append(Check("little is computed twice", not worse, seen))
+        lost = [act.name for act in (*tiered, *self.controls) if not act.settled]
+        checks.append(
+            Check(
+                "every store ended",
+                not lost,
+                f"stores were still running after act {', '.join(lost)}" if lost else "nothing was pending",
+            )
+        )
+        self.checks = checks + self.checks
+
+    # ---------------------------------------------------------------------------------------------------------------- set-up
+
+    def _tiers(self, server: s3_server.S3Server, local: Path) -> dict[str, Any]:
+        return {
+            "primary": {"capacity": self.cpu_bytes},
+            "secondary": [
+                {"type": "local", "path": str(local), "capacity": "256MiB", "segment_size": "32MiB"},
+                {"type": "s3", "bucket": BUCKET, "prefix": "demo/", "endpoint_url": server.endpoint, "region": "us-east-1"},
+            ],
+        }
+
+    def _introduce(self, workload: Workload) -> None:
+        shape, model, size = self.shape, ModelConfig(), EngineOptions().block_size
+        token_bytes = model.layers * 2 * model.kv_heads * model.head_dim * 4
+        distinct = shape.documents * shape.document_tokens + workload.requests * (shape.answer_tokens + 20)
+        self.display.heading("What this shows")
+        self.display.say(
+            f"{shape.users} users ask about {shape.documents} modules of Python's own library ({', '.join(user.document.name for user in workload.users[: shape.documents])}),\n"
+            f"{shape.turns} turns each, {shape.at_once} of them at a time. A small transformer with random weights answers: gibberish, but gibberish in which\n"
+            f"every token depends on all the text before it. Its KV cache needs {token_bytes / 1024:.0f} KiB a token, about {distinct * token_bytes / MEBI:.0f} MiB for all conversations;\n"
+            f"the GPU's pool holds {self.gpu_blocks * size * token_bytes / MEBI:.0f} MiB, the CPU tier {self.cpu_bytes / MEBI:.0f} MiB. What neither holds has to be computed again, or comes from a slower tier.\n"
+            "All acts ask the same questions; the answers must be the same, token by token and bit by bit."
+        )
+
+    def _say_s3(self, server: s3_server.S3Server) -> None:
+        self.display.say(f"\n(An S3 server was started on {server.endpoint}, process {server.process.pid}.)")
+
+
+def _counts(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {number}" for name, number in numbers.items())

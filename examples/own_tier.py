@@ -1,0 +1,138 @@
+"""A tier of one's own in one file: blocks in a SQLite database.  Named in a stack as ``type: examples.own_tier:SQLITE_TIER``.
+
+It is here to be read: what a medium has to say about itself, and the handful of methods of its store.  Retries, deadlines, the
+breaker, checksums, compression, admission and statistics come with :class:`BlockTier` and are not its business.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
+from tiering.definition import TierDefinition
+from tiering.errors import CorruptBlockError, PermanentStoreError, TemporaryStoreError
+from tiering.options import TierOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.index.shared import SharedIndex
+
+
+class SQLiteOptions(TierOptions):
+    """What a stack may say about it, beyond the common words; and what it cannot honour, with the reason."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "capacity": "nobody counts its bytes; delete the file when it is too large",
+        "high_watermark": "it has no capacity",
+        "low_watermark": "it has no capacity",
+        "eviction": "several processes may use the file, and nobody sees all accesses",
+        "ttl": "it does not remember when a block was written",
+    }
+
+    path: Path
+
+
+class SQLiteStore(BlockStore):
+    """Rows of (place, header, payload).  A transaction makes a put atomic; the database's own lock makes the file shareable."""
+
+    medium = "DISK"
+    variable_size = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        self.close()
+        try:
+            connection = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise PermanentStoreError(f"{self._path}: {error}") from error
+        self._connection = connection
+        with self._transaction() as cursor:
+            cursor.execute("CREATE TABLE IF NOT EXISTS blocks (place TEXT PRIMARY KEY, header BLOB, payload BLOB) WITHOUT ROWID")
+            cursor.execute("CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def put_one(self, block: BlockIO) -> None:
+        with self._transaction() as cursor:
+            cursor.execute("REPLACE INTO blocks VALUES (?, ?, ?)", (block.place, block.header, block.payload))
+
+    def get_one(self, block: BlockIO) -> Done:
+        with self._transaction() as cursor:
+            found = cursor.execute("SELECT header, payload FROM blocks WHERE place = ?", (block.place,)).fetchone()
+        if found is None:
+            return Done.ABSENT
+        header, payload = found
+        if len(header) != len(block.header) or len(payload) > len(block.payload):
+            raise CorruptBlockError(f"{block.place} holds {len(header)} and {len(payload)} bytes, which is no block of ours")
+        np.copyto(np.frombuffer(block.header, np.uint8), np.frombuffer(header, np.uint8))
+        np.copyto(np.frombuffer(block.payload, np.uint8)[: len(payload)], np.frombuffer(payload, np.uint8))
+        block.filled = len(payload)
+        return Done.DONE
+
+    def delete(self, places: Sequence[Place]) -> None:
+        with self._transaction() as cursor:
+            cursor.executemany("DELETE FROM blocks WHERE place = ?", [(place,) for place in places])
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        try:
+            with self._transaction() as cursor:
+                query = "SELECT 1 FROM blocks WHERE place = ?"
+                return StoreProbe(tuple(cursor.execute(query, (place,)).fetchone() is not None for place in places))
+        except (TemporaryStoreError, PermanentStoreError):
+            return StoreProbe(tuple(None for _ in places))
+
+    def read_document(self, name: str) -> bytes | None:
+        with self._transaction() as cursor:
+            found = cursor.execute("SELECT data FROM documents WHERE name = ?", (name,)).fetchone()
+        return None if found is None else found[0]
+
+    def write_document(self, name: str, data: bytes) -> None:
+        with self._transaction() as cursor:
+            cursor.execute("REPLACE INTO documents VALUES (?, ?)", (name, data))
+
+    def reclaim(self, place_prefix: str) -> int:
+        with self._transaction() as cursor:
+            found = cursor.execute("DELETE FROM blocks WHERE substr(place, 1, ?) = ?", (len(place_prefix), place_prefix))
+            return found.rowcount
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        """One at a time; errors become ours, temporary where the same call may succeed later."""
+        if self._connection is None:
+            raise PermanentStoreError(f"{self._path} is not open")
+        try:
+            with self._lock, self._connection as connection:
+                yield connection.cursor()
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorname in {"SQLITE_BUSY", "SQLITE_LOCKED"}
+            raise (TemporaryStoreError if busy else PermanentStoreError)(f"{self._path}: {error}") from error
+        except sqlite3.Error as error:
+            raise PermanentStoreError(f"{self._path}: {error}") from error
+
+
+def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
+    """The tier; nothing is opened here."""
+    index = SharedIndex(lookup_deadline=options.lookup_deadline)
+    return BlockTier(
+        context,
+        options,
+        SQLiteStore(options.path),
+        index,
+        place_prefix=lambda namespace: f"{namespace.fingerprint.hex()}/",
+    )
+
+
+SQLITE_TIER = TierDefinition(SQLiteOptions, build, persistent=True, location=lambda options: f"the file {options.path.absolute()}")

@@ -1,0 +1,53 @@
+"""A memory tier whose medium fails as media do, by chance and repeatably: ``type: tests.mini_engine.chaos_tier:CHAOS_TIER``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from tiering.definition import TierDefinition
+from tiering.namespace import Namespace
+from tiering.options import Size, TierOptions
+from tiering.secondary.base import TierContext
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.layers.chaos import ChaosLayer, ChaosPlan, Fault
+from tiers.memory import MemoryStore
+
+
+class ChaosOptions(TierOptions):
+    """``faults``: the fault's name → probability, per attempt on a block."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {}
+
+    capacity: Size = 1 << 24
+    seed: int
+    puts: dict[str, float] = Field(default_factory=dict)
+    gets: dict[str, float] = Field(default_factory=dict)
+
+
+class ChaosTier(BlockTier):
+    """Slots in memory behind a :class:`ChaosLayer`."""
+
+    index: SlotIndex
+    latest: ClassVar[ChaosTier | None] = None
+    """The one that was built last, for tests to look at."""
+
+    def __init__(self, options: ChaosOptions, context: TierContext) -> None:
+        plan = ChaosPlan(
+            puts={Fault[name]: chance for name, chance in options.puts.items()},
+            gets={Fault[name]: chance for name, chance in options.gets.items()},
+            delay=0.005,
+        )
+        self.chaos = ChaosLayer(MemoryStore(), seed=options.seed, plan=plan)
+        super().__init__(context, options, self.chaos, SlotIndex(options.capacity // max(context.group_bytes)))
+        ChaosTier.latest = self
+
+    def on_opened(self, namespace: Namespace) -> None:
+        self.index.add_free(np.arange(self.index.num_slots))
+
+
+CHAOS_TIER = TierDefinition(options=ChaosOptions, build=ChaosTier, persistent=False)

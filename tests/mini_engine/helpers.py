@@ -1,0 +1,63 @@
+"""Small engines and prompts for the tests of the mini engine."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from examples.mini_engine import Engine, EngineOptions, ModelConfig, Output, Request
+
+SMALL = ModelConfig(vocabulary=512, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, feed_forward=128)
+WINDOWED = replace(SMALL, sliding_window=20)
+
+
+def options(**changes: Any) -> EngineOptions:
+    """A small engine: 64 blocks of 8 tokens."""
+    return replace(EngineOptions(model=SMALL, num_blocks=64, block_size=8, max_batch_tokens=48), **changes)
+
+
+def prompt(seed: int, length: int, shared: int = 0) -> list[int]:
+    """Random tokens; prompts have their first ``shared`` tokens in common."""
+    common = random.Random(-1)
+    own = random.Random(seed)
+    return [common.randrange(512) for _ in range(shared)] + [own.randrange(512) for _ in range(length - shared)]
+
+
+def result(output: Output) -> tuple[list[int], list[int]]:
+    """What must not depend on anything: the tokens, and the logits behind them to the last bit."""
+    return output.tokens, output.logit_digests
+
+
+def reference(tokens: Sequence[int], max_tokens: int = 8, **changes: Any) -> tuple[list[int], list[int]]:
+    """The result of one prompt, computed alone in one piece by a fresh engine without any cache."""
+    return _reference(tuple(tokens), max_tokens, options(max_batch_tokens=100_000, prefix_caching=False, **changes).model)
+
+
+@functools.cache
+def _reference(tokens: tuple[int, ...], max_tokens: int, model: ModelConfig) -> tuple[list[int], list[int]]:
+    with Engine(options(model=model, max_batch_tokens=100_000, prefix_caching=False)) as engine:
+        return result(engine.run([Request("alone", tokens, max_tokens)])["alone"])
+
+
+def one_row(model: ModelConfig = SMALL, block_size: int = 8, factor: int = 1) -> int:
+    """Bytes of a primary row of such an engine: a block of its largest group, in whole pages."""
+    layers = max(len(group) for group in model.groups)
+    return -(-layers * 2 * block_size * model.kv_heads * model.head_dim * 4 * factor // 4096) * 4096
+
+
+def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], name: str, max_tokens: int = 8, at_once: int = 2) -> list[Output]:
+    """Ask ``prompts``, ``at_once`` at a time; the outputs in their order."""
+    outputs: dict[str, Output] = {}
+    requests = [Request(f"{name} {number}", tokens, max_tokens) for number, tokens in enumerate(prompts)]
+    for first in range(0, len(requests), at_once):
+        outputs |= engine.run(requests[first : first + at_once])
+    return [outputs[request.request_id] for request in requests]
+
+
+def wrong_answers(outputs: Sequence[Output], prompts: Sequence[Sequence[int]], max_tokens: int = 8, **changes: Any) -> list[int]:
+    """The numbers of the prompts whose output is not, to the last bit, what it must be."""
+    pairs = zip(outputs, prompts, strict=True)
+    return [number for number, (output, tokens) in enumerate(pairs) if result(output) != reference(tokens, max_tokens, **changes)]
