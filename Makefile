@@ -1,0 +1,51 @@
+# Everything runs in .venv, which the first target that needs it sets up. Nothing is written outside this tree, /tmp and /dev/shm.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Set up .venv (the other targets do it by themselves)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: $(STAMP)  ## The main job: a small engine over CPU, local disk and S3; restarts, a new machine, negative controls
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name")
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Style, format, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## The benchmarks, into benchmarks/RESULTS.md (BENCH_ARGS="--only NAME", "--quick")
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean:  ## Remove what was built, .venv excepted
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

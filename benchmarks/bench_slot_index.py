@@ -1,0 +1,139 @@
+"""The index of a local tier: lookups against a bare dict, its memory, and a restart from a checkpoint, at a million blocks.
+
+Lookups: runs of 64 neighbouring keys, all held, by the batch call, against ``list(map(dict.__contains__, keys))`` on the same keys
+(equal to, but not identical with those in the table).  Memory: growth of the resident size while a million blocks are put in, the keys
+included.  Restart: from reading the file to the last block merged, the scheduler's steps in turn with the reading.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Bench, Sample, ratio
+from tiering.secondary.files import Files
+from tiering.secondary.index.slots import SlotIndex
+from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.layout import Geometry
+from tiers.local.marks import WrittenMarks
+from tiers.local.recovery import recover
+from tiers.local.segments import Segments
+
+RUN = 64
+BATCH = 64
+MERGE = 4096
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fresh(count: int) -> list[bytes]:
+    return [secrets.token_bytes(32) + b"\0\0\0\0" for _ in range(count)]
+
+
+def _fill(index: SlotIndex, count: int) -> None:
+    """Put ``count`` blocks in, in batches as jobs bring them."""
+    for start in range(0, count, BATCH):
+        keys = _fresh(min(BATCH, count - start))
+        plan = index.plan_store(keys, 0.0)
+        index.end_store(keys, plan.places, [True] * len(keys), 0.0)
+
+
+def run(bench: Bench) -> None:
+    count = 20_000 if bench.quick else 1_000_000
+    before = _resident()
+    index = SlotIndex(count)
+    index.add_free(np.arange(count))
+    _fill(index, count)
+    per_block = (_resident() - before) / count
+    bench.table("memory of the index", ("blocks", "bytes per block, keys included"), [(count, per_block)])
+
+    held = list(index.slice(0, count).keys)
+    _lookups(bench, index, held)
+    _checkpoints(bench, index, held, count)
+
+    bench.target("memory per block in the index", per_block, 250, "max", "bytes")
+
+
+def _lookups(bench: Bench, index: SlotIndex, held: list[bytes]) -> None:
+    rng = random.Random(0)
+    starts = [rng.randrange(len(held) - RUN) for _ in range(200 if bench.quick else 4000)]
+    runs = [[bytes(bytearray(key)) for key in held[start : start + RUN]] for start in starts]
+    table = dict.fromkeys(held, 1)
+    contains = table.__contains__
+
+    def bare() -> Sample:
+        begin = time.perf_counter()
+        for keys in runs:
+            list(map(contains, keys))
+        return Sample((time.perf_counter() - begin) / len(runs) / RUN * 1e9)
+
+    def batch() -> Sample:
+        begin = time.perf_counter()
+        for keys in runs:
+            index.lookup_prefix(keys, 0.0)
+        return Sample((time.perf_counter() - begin) / len(runs) / RUN * 1e9)
+
+    stats = bench.compare("lookup, runs of 64 held keys", {"map(dict.__contains__)": bare, "SlotIndex": batch}, unit="ns per key")
+    bench.target(
+        "lookup against map(dict.__contains__)", ratio(stats["SlotIndex"], stats["map(dict.__contains__)"]), 1.5, "max", "x"
+    )
+
+
+def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) -> None:
+    geometry = Geometry(2 << 20, 512, -(-count // 512))
+    files = Files()
+    marks = WrittenMarks(bench.directory, geometry, files, durable=False)
+    begin = time.perf_counter()
+    builder = CheckpointBuilder(geometry, bytes(16), marks.begin(), 1)
+    longest = 0.0
+    while builder.position < count:
+        step = time.perf_counter()
+        builder.add(index.slice(builder.position, min(builder.position + 32768, count)))
+        longest = max(longest, time.perf_counter() - step)
+    copied = time.perf_counter()
+    write_checkpoint(bench.directory, builder.finish(), files)
+    written = time.perf_counter()
+    bench.table(
+        "writing a checkpoint",
+        ("blocks", "longest step, ms", "all steps, ms", "sorting and writing (I/O side), s"),
+        [(count, longest * 1e3, (copied - begin) * 1e3, written - copied)],
+    )
+    restored: list[SlotIndex] = []
+
+    def restart() -> Sample:
+        restored.clear()
+        fresh = SlotIndex(geometry.num_slots)
+        segments = Segments(bench.directory, geometry, files, direct=False)
+        reopened = WrittenMarks(bench.directory, geometry, files, durable=False)
+        begin = time.perf_counter()
+        longest = 0.0
+        fresh.begin_recovery()
+        for batch in recover(segments, reopened, bytes(16), range(geometry.max_segments), threading.Event()):
+            step = time.perf_counter()
+            fresh.add_free(batch.free)
+            longest = max(longest, time.perf_counter() - step)
+            for start in range(0, len(batch.keys), MERGE):
+                step = time.perf_counter()
+                stop = start + MERGE
+                fresh.merge(batch.keys[start:stop], batch.slots[start:stop], batch.sequences[start:stop])
+                longest = max(longest, time.perf_counter() - step)
+        fresh.end_recovery()
+        seconds = time.perf_counter() - begin
+        reopened.close()
+        restored.append(fresh)
+        return Sample(seconds, extra={"longest step, ms": longest * 1e3})
+
+    stats = bench.compare("restart from a checkpoint", {"all blocks": restart}, unit="s")
+    if restored[0].lookup_prefix(held, 0.0).held != count:
+        raise RuntimeError("the checkpoint did not bring everything back")
+    bench.target("restart of a million slots from a checkpoint", stats["all blocks"].median, 10.0, "max", "s")

@@ -1,0 +1,336 @@
+"""The harness that every benchmark uses: variants side by side, alternating, medians; results as a table, as Markdown and as JSON.
+
+A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench: Bench) -> None`` and a module docstring that says
+what is measured and against what.  Machines are noisy: absolute numbers say little, ratios within one run and CPU seconds a lot.
+Hence :meth:`Bench.compare` runs the variants in turn, round by round (the order rotates), and :func:`ratio` is the median over the
+rounds of the ratio within a round::
+
+    def run(bench: Bench) -> None:
+        stats = bench.compare("store, 2 MiB blocks", {
+            "tier": lambda: timed(store_with_tier, nbytes=total),
+            "one file per block": lambda: timed(store_files, nbytes=total),
+        }, unit="GB/s")
+        bench.target("store against one file per block", ratio(stats["tier"], stats["one file per block"]), 1.4, "min", "x")
+        bench.target("CPU of a store", stats["tier"].cpu, 0.22, "max", "s/GB")
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TextIO
+
+Direction = Literal["min", "max"]
+"""``max``: the measured value may be at most the limit; ``min``: at least."""
+
+Cell = str | int | float
+
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one variant: the quantity that is compared, its CPU cost, and whatever else is worth a median.
+
+    ``cpu`` is in CPU seconds (per GB if the run moved bytes), over this process and its children that have ended.
+    """
+
+    value: float
+    cpu: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """All runs of one variant: ``samples`` in the order of rounds, and their medians."""
+
+    median: float
+    low: float
+    high: float
+    samples: tuple[float, ...]
+    cpu: float | None
+    extra: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a benchmark must reach, and what it reached."""
+
+    name: str
+    value: float
+    limit: float
+    direction: Direction
+    unit: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was reached."""
+        return self.value <= self.limit if self.direction == "max" else self.value >= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows to show, in the report and in the results file."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def cpu_seconds() -> float:
+    """User and system CPU seconds of this process (all threads) and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def timed(work: Callable[[], object], *, nbytes: int | None = None, per: int = 1) -> Sample:
+    """Run ``work`` once.  With ``nbytes``: GB/s and CPU s/GB (1e9 bytes); otherwise wall and CPU seconds, divided by ``per``.
+
+    The garbage collector runs before, not meanwhile.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        cpu, start = cpu_seconds(), time.perf_counter()
+        work()
+        wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    finally:
+        if enabled:
+            gc.enable()
+    if nbytes is not None:
+        return Sample(nbytes / 1e9 / wall, cpu / (nbytes / 1e9))
+    return Sample(wall / per, cpu / per)
+
+
+def ratio(numerator: Stats, denominator: Stats) -> float:
+    """The median over the rounds of one variant's value divided by the other's."""
+    return statistics.median(a / b for a, b in zip(numerator.samples, denominator.samples, strict=True))
+
+
+def _summary(samples: Sequence[Sample]) -> Stats:
+    values = tuple(sample.value for sample in samples)
+    cpus = [sample.cpu for sample in samples if sample.cpu is not None]
+    extra: dict[str, float] = {}
+    for word in samples[0].extra:
+        extra[word] = statistics.median(sample.extra[word] for sample in samples)
+    return Stats(statistics.median(values), min(values), max(values), values, statistics.median(cpus) if cpus else None, extra)
+
+
+def show(value: Cell) -> str:
+    """A cell as people read it: three significant digits, thousands separated."""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else value
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2e}"
+
+
+class Bench:
+    """What a benchmark module is given.
+
+    ``quick``: a smoke run, so use small sizes; the numbers mean little and are not written to the results file.  ``directory``: an
+    empty directory on a real disk, removed afterwards.
+    """
+
+    def __init__(self, name: str, directory: Path, *, quick: bool = False, out: TextIO | None = None) -> None:
+        self.name = name
+        self.directory = directory
+        self.quick = quick
+        self.tables: list[Table] = []
+        self.targets: list[Target] = []
+        self.notes: list[str] = []
+        self.results: dict[str, dict[str, Stats]] = {}
+        self._out = out or sys.stdout
+
+    def compare(
+        self,
+        name: str,
+        variants: Mapping[str, Callable[[], float | Sample]],
+        repeats: int = REPEATS,
+        *,
+        unit: str = "",
+        warmup: int = 1,
+    ) -> dict[str, Stats]:
+        """Run all variants ``repeats`` times in turn and return their statistics, after ``warmup`` rounds that do not count.
+
+        A variant returns the quantity to compare, in ``unit``.  A quick run does one round and no warm-up.  Adds a table.
+        """
+        rounds, skipped = (1, 0) if self.quick else (max(repeats, 1), warmup)
+        names = list(variants)
+        samples: dict[str, list[Sample]] = {variant: [] for variant in names}
+        for number in range(skipped + rounds):
+            self._progress(f"{self.name}: {name}: round {number + 1} of {skipped + rounds}")
+            first = number % len(names)
+            for variant in names[first:] + names[:first]:
+                sample = variants[variant]()
+                if number >= skipped:
+                    samples[variant].append(sample if isinstance(sample, Sample) else Sample(float(sample)))
+        self._progress("")
+        stats = {variant: _summary(runs) for variant, runs in samples.items()}
+        self.results[name] = stats
+        self._add_comparison(name, stats, unit, rounds)
+        return stats
+
+    def target(self, name: str, value: float | None, limit: float, direction: Direction = "max", unit: str = "") -> None:
+        """Declare what had to be reached: ``value`` at most (``max``) or at least (``min``) ``limit``."""
+        self.targets.append(Target(name, float("nan") if value is None else value, limit, direction, unit))
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Show a table, on the terminal now and in the results file."""
+        table = Table(title, tuple(headers), tuple(tuple(show(cell) for cell in row) for row in rows))
+        self.tables.append(table)
+        print(render(table), file=self._out, flush=True)
+
+    def note(self, text: str) -> None:
+        """A sentence that belongs to the results: what was left out, or how to read them."""
+        self.notes.append(text)
+        print(text, file=self._out, flush=True)
+
+    def _add_comparison(self, name: str, stats: Mapping[str, Stats], unit: str, rounds: int) -> None:
+        words = list(next(iter(stats.values())).extra)
+        has_cpu = any(stat.cpu is not None for stat in stats.values())
+        base = next(iter(stats))
+        headers = ["variant", f"median {unit}".strip(), "lowest", "highest", f"ratio to {base}"]
+        headers += ["CPU s/GB" if unit == "GB/s" else "CPU s"] * has_cpu + words
+        rows: list[list[Cell]] = []
+        for variant, stat in stats.items():
+            row: list[Cell] = [variant, stat.median, stat.low, stat.high, ratio(stat, stats[base])]
+            if has_cpu:
+                row.append("" if stat.cpu is None else stat.cpu)
+            rows.append(row + [stat.extra.get(word, "") for word in words])
+        self.table(f"{name} ({rounds} alternating round{'s' * (rounds > 1)})", headers, rows)
+
+    def _progress(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def render(table: Table) -> str:
+    """A table as Markdown, its columns aligned so that it reads well on a terminal too."""
+    grid = [table.headers, *table.rows]
+    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.headers))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in grid]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return f"\n**{table.title}**\n\n" + "\n".join(lines)
+
+
+def render_targets(targets: Sequence[Target]) -> str:
+    """The table of what had to be reached."""
+    rows = [
+        (
+            target.name,
+            f"{'at most' if target.direction == 'max' else 'at least'} {show(target.limit)} {target.unit}".rstrip(),
+            f"{show(target.value)} {target.unit}".rstrip(),
+            "ok" if target.ok else "MISSED",
+        )
+        for target in targets
+    ]
+    return render(Table("Targets", ("target", "limit", "measured", ""), tuple(rows)))
+
+
+# ------------------------------------------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The shape of the machine, without which a number means nothing."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    filesystem: str
+    kernel: str
+    python: str
+    accelerator: str
+
+    def __str__(self) -> str:
+        parts = [f"{self.cores} cores ({self.cpu})", f"{self.memory_gib:.0f} GiB", self.filesystem, f"Linux {self.kernel}"]
+        parts += [f"Python {self.python}"] + [self.accelerator] * bool(self.accelerator)
+        return ", ".join(parts)
+
+
+def machine(directory: Path) -> Machine:
+    """The machine this runs on, and the file system that ``directory`` is on."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    accelerator = ""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        accelerator = torch.cuda.get_device_name(0)
+    return Machine(
+        cpu,
+        len(os.sched_getaffinity(0)),
+        memory,
+        _filesystem(directory),
+        platform.release(),
+        platform.python_version(),
+        accelerator,
+    )
+
+
+def _filesystem(directory: Path) -> str:
+    path, found = directory.resolve(), ("?", "?", "")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, mount, kind, *_ = line.split()
+        if path.is_relative_to(mount) and len(mount) >= len(found[2]):
+            found = (device, kind, mount)
+    return f"{found[1]} on {found[0]}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the results
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    partial = path.with_suffix(path.suffix + ".partial")
+    yield partial
+    partial.replace(path)
+
+
+def write_json(bench: Bench, machine_: Machine, path: Path) -> None:
+    """Everything that was measured, for programs."""
+    data = {
+        "benchmark": bench.name,
+        "quick": bench.quick,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine_),
+        "results": {name: {variant: asdict(stat) for variant, stat in stats.items()} for name, stats in bench.results.items()},
+        "tables": [asdict(table) for table in bench.tables],
+        "targets": [asdict(target) | {"ok": target.ok} for target in bench.targets],
+        "notes": bench.notes,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replaced(path) as partial:
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_section(path: Path, bench: Bench, machine_: Machine, description: str) -> None:
+    """Rewrite this benchmark's section of the results file in place, or append it."""
+    begin, end = f"<!-- begin {bench.name} -->", f"<!-- end {bench.name} -->"
+    parts = [f"## {bench.name}", description.strip(), f"{datetime.now(UTC):%Y-%m-%d}; {machine_}."]
+    if bench.targets:
+        parts.append(render_targets(bench.targets).strip())
+    parts += [render(table).strip() for table in bench.tables] + bench.notes
+    section = begin + "\n" + "\n\n".join(parts) + "\n" + end
+    text = path.read_text() if path.exists() else "# Results\n"
+    if begin not in text:
+        text = "\n".join((text.rstrip(), "", begin, end, ""))
+    before, _, rest = text.partition(begin)
+    with _replaced(path) as partial:
+        partial.write_text(before + section + rest.partition(end)[2])
