@@ -56,7 +56,7 @@ def fill_slots(blocks: int) -> float:
 
     before = resident_bytes()
     index = SlotIndex(blocks)
-    index.add_slots(np.arange(blocks))
+    index.add_free(np.arange(blocks))
     for _ in range(2 * blocks // BATCH):
         keys = _batches(BATCH)
         plan = index.plan_store(keys, 0.0)

@@ -1,0 +1,178 @@
+"""The CPU tier by itself: reference counts, all-or-nothing stores, claims, resets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.manager.fakes import make_keys
+from tiering.base import CPULoadStoreSpec, PrepareStoreOutput, ReqContext
+from tiering.errors import ConfigError, NotReadableError
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+
+CTX = ReqContext("r")
+
+
+@pytest.fixture
+def primary() -> CPUPrimaryTierOffloadingManager:
+    return CPUPrimaryTierOffloadingManager(memoryview(np.zeros((4, 16), np.uint8)), enable_events=True)
+
+
+def prepare(primary: CPUPrimaryTierOffloadingManager, keys: list[bytes], ctx: ReqContext = CTX) -> PrepareStoreOutput:
+    output = primary.prepare_store(keys, ctx)
+    assert output is not None
+    return output
+
+
+def store(primary: CPUPrimaryTierOffloadingManager, keys: list[bytes]) -> None:
+    primary.complete_store(prepare(primary, keys).keys_to_store, CTX)
+
+
+def rows_of(output: PrepareStoreOutput) -> list[int]:
+    assert isinstance(output.store_spec, CPULoadStoreSpec)
+    return output.store_spec.block_ids.tolist()
+
+
+def test_a_block_is_pending_until_its_store_is_complete(primary: CPUPrimaryTierOffloadingManager) -> None:
+    (key,) = make_keys(1)
+    assert primary.lookup(key, CTX) is False
+    prepare(primary, [key])
+    assert primary.lookup(key, CTX) is None
+    assert primary.match_prefix([key], CTX) == (1, True)
+    primary.complete_store([key], CTX)
+    assert primary.lookup(key, CTX) is True
+    assert primary.match_prefix([key], CTX) == (1, False)
+
+
+def test_a_failed_store_frees_its_rows_and_leaves_readable_blocks_alone(primary: CPUPrimaryTierOffloadingManager) -> None:
+    held, new = make_keys(1), make_keys(2)
+    store(primary, held)
+    prepare(primary, held + new)
+    primary.complete_store(held + new, CTX, success=False)
+    assert primary.lookup(held[0], CTX) is True
+    assert primary.lookup(new[0], CTX) is False
+    assert primary.table.free == 3
+
+
+def test_a_store_without_room_changes_nothing(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 4)
+    store(primary, keys)
+    primary.prepare_load(keys[:2], CTX)
+    assert primary.prepare_store(make_keys(10, 3), CTX) is None
+    assert [primary.lookup(key, CTX) for key in keys] == [True] * 4
+    assert primary.table.evictable == 2
+
+
+def test_a_key_of_the_same_call_is_never_evicted_to_make_room_for_it(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 4)
+    store(primary, keys)
+    oldest = keys[3]
+    output = prepare(primary, [oldest, *make_keys(10, 3)])
+    assert output.keys_to_store == make_keys(10, 3)
+    assert oldest not in output.evicted_keys
+    assert primary.lookup(oldest, CTX) is True
+    assert primary.prepare_store([oldest, *make_keys(20, 4)], CTX) is None
+
+
+def test_rows_are_co_indexed_with_the_keys_to_store(primary: CPUPrimaryTierOffloadingManager) -> None:
+    store(primary, make_keys(2))
+    output = prepare(primary, make_keys(0, 4))
+    assert output.keys_to_store == [*make_keys(0, 2), *make_keys(3)]
+    primary.complete_store(output.keys_to_store, CTX)
+    for key, row in zip(output.keys_to_store, rows_of(output), strict=True):
+        spec = primary.prepare_load([key], CTX)
+        assert isinstance(spec, CPULoadStoreSpec)
+        assert spec.block_ids.tolist() == [row]
+
+
+def test_nothing_new_to_store_is_an_empty_output(primary: CPUPrimaryTierOffloadingManager) -> None:
+    store(primary, make_keys(0, 2))
+    output = prepare(primary, make_keys(0, 2))
+    assert output.keys_to_store == []
+    assert rows_of(output) == []
+    assert output.evicted_keys == []
+
+
+def test_heads_of_a_prefix_outlive_its_tail(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 4)
+    store(primary, keys)
+    assert prepare(primary, make_keys(10)).evicted_keys == [keys[3]]
+    primary.touch([keys[2], keys[0]], CTX)
+    assert prepare(primary, make_keys(11)).evicted_keys == [keys[1]]
+    assert prepare(primary, make_keys(12)).evicted_keys == [keys[0]]
+
+
+def test_a_load_of_an_unreadable_key_raises_and_pins_nothing(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 2)
+    store(primary, keys)
+    with pytest.raises(NotReadableError) as raised:
+        primary.prepare_load([*keys, *make_keys(9)], CTX)
+    assert raised.value.keys == make_keys(9)
+    assert primary.table.evictable == 2
+
+
+def test_a_block_is_protected_until_every_load_of_it_is_complete(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 4)
+    store(primary, keys)
+    for _ in range(2):
+        primary.prepare_load(keys, CTX)
+    primary.complete_load(keys[:2], CTX)
+    assert primary.prepare_store(make_keys(10), CTX) is None
+    primary.complete_load(keys, CTX)
+    assert primary.table.evictable == 2
+    primary.complete_load(keys[2:], CTX)
+    assert primary.table.evictable == 4
+
+
+def test_unknown_completions_are_ignored_and_counted(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 2)
+    store(primary, keys)
+    primary.complete_load(keys, CTX)
+    primary.complete_store(make_keys(5), ReqContext("nobody"))
+    assert primary.ignored_completions == 3
+    assert primary.table.evictable == 2
+
+
+def test_a_reset_forgets_everything_and_quarantines_what_is_busy(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 2)
+    store(primary, keys)
+    primary.prepare_load(keys[:1], CTX)
+    written = rows_of(prepare(primary, make_keys(5)))
+    primary.reset_cache()
+    assert [primary.lookup(key, CTX) for key in [*keys, *make_keys(5)]] == [False] * 3
+    assert primary.table.free == 2
+    # Nobody gets the rows that are still read and written.
+    busy = set(written) | {int(np.flatnonzero(primary.table.refs > 0)[0])}
+    assert not busy & set(rows_of(prepare(primary, make_keys(10, 2), ReqContext("other"))))
+    primary.complete_load(keys[:1], CTX)
+    primary.complete_store(make_keys(5), CTX)
+    assert primary.lookup(make_keys(5)[0], CTX) is False
+    assert primary.table.free == 2
+
+
+def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(primary: CPUPrimaryTierOffloadingManager) -> None:
+    key = make_keys(1)
+    prepare(primary, key, ReqContext("old"))
+    primary.reset_cache()
+    prepare(primary, key, ReqContext("new"))
+    primary.complete_store(key, ReqContext("old"))
+    assert primary.lookup(key[0], CTX) is None
+    primary.complete_store(key, ReqContext("new"))
+    assert primary.lookup(key[0], CTX) is True
+
+
+def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(primary: CPUPrimaryTierOffloadingManager) -> None:
+    keys = make_keys(0, 4)
+    prepare(primary, keys)
+    assert primary.take_events() == []
+    primary.complete_store(keys, CTX)
+    prepare(primary, make_keys(10))
+    primary.reset_cache()
+    events = [(event.keys, event.removed) for event in primary.take_events()]
+    assert events == [(keys, False), ([keys[3]], True), (keys[:3], True)]
+
+
+@pytest.mark.parametrize("buffer", [memoryview(bytes(16)), memoryview(np.zeros((2, 2), np.int16))])
+def test_a_buffer_of_another_shape_is_refused(buffer: memoryview) -> None:
+    with pytest.raises(ConfigError):
+        CPUPrimaryTierOffloadingManager(buffer)
