@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tiering.config import TIER_TYPES, PrimaryOptions, StackConfig, load_stack, tier_definition
+from tiering.manager_stats import ManagerStats
+from tiering.secondary.stats import TierStats
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,6 +50,12 @@ def test_every_word_of_a_stack_is_documented():
     text = (ROOT / "docs" / "stack-file.md").read_text()
     words = set(re.findall(r"`([a-z_]+)`", text))
     assert sorted(_words() - words) == []
+
+
+def test_every_number_that_is_counted_is_documented():
+    words = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "operations.md").read_text()))
+    counted = {field.name for record in (TierStats, ManagerStats) for field in dataclasses.fields(record)}
+    assert sorted(counted - words) == []
 
 
 def _words() -> set[str]:

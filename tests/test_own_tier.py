@@ -5,12 +5,19 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.own_tier import SQLITE_TIER, SQLiteOptions, SQLiteStore
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+from tiering.block_store import Place
+from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.testing.store_tests import BlockStoreTests
+from tiering.testing.tier_tests import TierTests
 
 BLOCK_BYTES = 16 << 10
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="own tier")
@@ -88,3 +95,51 @@ def test_a_block_altered_behind_its_back_is_a_miss(stack, tmp_path):
 
 def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack, tmp_path):
     assert held(stack(path=str(tmp_path / "no such directory" / "kv.sqlite"))) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- the shipped suites
+
+
+class _Raw:
+    """The database, reached without the store.  ``header_bytes`` of a frame stand in a column of their own."""
+
+    path: Path
+
+    @pytest.fixture(autouse=True)
+    def _medium(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "kv.sqlite"
+
+    def _query(self, sql: str, *values: object) -> list[tuple[bytes, ...]]:
+        with closing(sqlite3.connect(self.path)) as database, database:
+            return database.execute(sql, values).fetchall()
+
+    def raw_places(self) -> Sequence[Place]:
+        return [place for (place,) in self._query("SELECT place FROM blocks")]
+
+    def raw_read(self, place: Place) -> bytes | None:
+        found = self._query("SELECT header, payload FROM blocks WHERE place = ?", place)
+        return b"".join(found[0]) if found else None
+
+    def raw_write(self, place: Place, data: bytes) -> None:
+        header = SQLiteStore.header_bytes
+        self._query("REPLACE INTO blocks VALUES (?, ?, ?)", place, data[:header], data[header:])
+
+    def raw_delete(self, place: Place) -> None:
+        self._query("DELETE FROM blocks WHERE place = ?", place)
+
+
+class TestSQLiteStore(_Raw, BlockStoreTests):
+    shared = True
+
+    def make_store(self) -> SQLiteStore:
+        return SQLiteStore(self.path)
+
+    def break_medium(self) -> Callable[[], object]:
+        self._query("ALTER TABLE blocks RENAME TO lost")
+        return lambda: self._query("ALTER TABLE lost RENAME TO blocks")
+
+
+class TestSQLiteTier(_Raw, TierTests):
+    def make_tier(self, context: TierContext) -> SecondaryTierManager:
+        options = SQLiteOptions(type="examples.own_tier:SQLITE_TIER", path=self.path, lookup_deadline=20.0)
+        return SQLITE_TIER.build(options, context)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiering.base import OffloadKey, Rows, as_rows
 from tiering.manager_stats import ManagerStats
@@ -63,6 +64,7 @@ class Promotions:
         self._queued: dict[tuple[int, str], Promotion] = {}
         self._running: dict[int, deque[Promotion]] = {}
         self._expiries: deque[tuple[float, Request, list[OffloadKey]]] = deque()
+        self._reservations: NDArray[np.int32] = np.zeros(primary.num_rows, np.int32)
         self.rows_promoting = 0
         self.rows_reserved = 0
 
@@ -158,7 +160,7 @@ class Promotions:
             self._reserve_all(promotion, good_keys, good_rows)
         return good_keys, good_rows
 
-    def _end_unawaited(self, promotion: Promotion, rows: Rows, good: np.ndarray) -> tuple[list[OffloadKey], Rows]:
+    def _end_unawaited(self, promotion: Promotion, rows: Rows, good: NDArray[np.bool_]) -> tuple[list[OffloadKey], Rows]:
         readable, pending = self._table.readable, self._table.pending
         if promotion.worthless:
             good[:] = False
@@ -206,17 +208,18 @@ class Promotions:
         if request.finished:
             return
         self._table.pin(rows)
-        self.rows_reserved += len(rows)
+        reservations = self._reservations[rows]
+        self.rows_reserved += len(rows) - int(np.count_nonzero(reservations))
+        self._reservations[rows] = reservations + 1
         request.reserved.update(zip(keys, rows.tolist(), strict=True))
         self._expiries.append((self._clock() + self._reservation_deadline, request, keys))
 
     def claim(self, request: Request, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """``request`` loads ``keys`` now: their reservations become the protection of the load, the others are pinned."""
-        reserved = [request.reserved.pop(key, None) is not None for key in keys]
-        self.rows_reserved -= sum(reserved)
-        fresh = rows[~np.array(reserved)]
-        if len(fresh):
-            self._table.pin(fresh)
+        reserved = np.array([request.reserved.pop(key, None) is not None for key in keys], np.bool_)
+        self._uncount(rows[reserved])
+        if not reserved.all():
+            self._table.pin(rows[~reserved])
 
     def release(self, request: Request) -> None:
         """``request`` needs its reservations no more."""
@@ -226,9 +229,14 @@ class Promotions:
     def _unreserve(self, request: Request, keys: Sequence[OffloadKey]) -> int:
         rows = [row for key in keys if (row := request.reserved.pop(key, None)) is not None]
         if rows:
-            self.rows_reserved -= len(rows)
+            self._uncount(as_rows(rows))
             self._table.unpin(as_rows(rows))
         return len(rows)
+
+    def _uncount(self, rows: Rows) -> None:
+        reservations = self._reservations[rows] - 1
+        self._reservations[rows] = reservations
+        self.rows_reserved -= len(rows) - int(np.count_nonzero(reservations))
 
     # ---------------------------------------------------------------------------------------------------- deadlines, leaving
 

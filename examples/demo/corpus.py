@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-MODULES = ("textwrap", "heapq", "shlex", "fractions", "queue", "graphlib", "calendar", "difflib", "configparser", "statistics")
+MODULES = (
+    *("textwrap", "heapq", "shlex", "queue", "graphlib", "calendar", "difflib", "configparser", "contextlib", "functools"),
+    *("dataclasses", "csv", "statistics", "fractions", "tokenize", "gettext", "string", "tempfile", "pprint", "shutil"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Story:
     display: Display
     shape: Shape = field(default_factory=Shape)
     gpu_blocks: int = 192
-    cpu_bytes: int = 24 * MEBI
+    cpu_bytes: int = 64 * MEBI
     acts: list[ActResult] = field(default_factory=list)
     controls: list[ActResult] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from examples.mini_engine import Engine, Output, Request, Tokenizer
 class Shape:
     """How large the workload is.  Tokens, but for the counts."""
 
-    documents: int = 6
-    users: int = 8
+    documents: int = 10
+    users: int = 12
     turns: int = 3
-    document_tokens: int = 1100
+    document_tokens: int = 1200
     answer_tokens: int = 16
     at_once: int = 2
     vocabulary: int = 4096
@@ -25,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """One user: whom we hear, and which document it is about."""
+    """One user: who asks, and about which document."""
 
     name: str
     document: Document
@@ -70,10 +71,10 @@ class Workload:
         return self.shape.users * self.shape.turns
 
     def play(self, engine: Engine, on_step: Callable[[], None]) -> Iterator[Answered]:
-        """Let all users ask; in each turn everybody comes once, ``at_once`` of them at the same time.  Yields answers as they come."""
+        """Let all users ask; in each turn everybody comes once, in any order, ``at_once`` at the same time.  Yields answers as they come."""
         history = {user.name: list(user.opening) for user in self.users}
         for turn in range(self.shape.turns):
-            coming = deque(self.users)
+            coming = deque(random.Random(turn).sample(self.users, len(self.users)))
             asking: dict[str, User] = {}
             while coming or asking:
                 while coming and len(asking) < self.shape.at_once:

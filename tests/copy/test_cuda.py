@@ -81,9 +81,10 @@ def test_a_wait_is_for_the_job_s_event_and_not_for_the_device() -> None:
 
 def test_loads_run_on_a_stream_of_higher_priority() -> None:
     api = FakeCuda()
-    handler(api, Direction.STORE)
-    handler(api, Direction.LOAD)
+    both = [handler(api, direction) for direction in (Direction.STORE, Direction.LOAD)]
     assert [stream.priority for stream in api.streams] == [0, -1]
+    for copies in both:
+        copies.shutdown()
 
 
 def test_a_submission_that_fails_has_ended_before_it_is_reported() -> None:

@@ -157,8 +157,9 @@ class SkipFirstBlock(Wrapped):
     def get_finished(self) -> list[TransferResult]:
         results = self.inner.get_finished()
         for result in results:
+            block = self._blocks.pop(result.job_id)
             for tensor in self._engine[0].worker.cache.tensors:
-                tensor[self._blocks.pop(result.job_id)] = 0
+                tensor[block] = 0
         return results
 
 

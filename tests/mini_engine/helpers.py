@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from examples.mini_engine import Engine, EngineOptions, ModelConfig, Output, Request
+
+torch.set_num_threads(1)  # small matrices: a second thread would only spin
 
 SMALL = ModelConfig(vocabulary=512, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, feed_forward=128)
 WINDOWED = replace(SMALL, sliding_window=20)

@@ -237,6 +237,27 @@ def test_rows_of_overdue_loads_open_the_breaker_when_they_exceed_their_share() -
     assert [result.success for result in rig.finished()] == [False, False]
 
 
+def test_blocks_whose_deadline_passed_while_they_waited_are_counted() -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:3])
+    job_id = rig.submit_load(K[:3])
+    rig.io.finish(job_id, [Done.DONE, OverdueError("late"), OverdueError("late")])
+    rig.finished()
+    assert rig.tier.get_stats().loads_overdue == 2
+    assert rig.tier.lookup_prefix(K[:3], CTX).held == 3
+
+
+def test_loads_that_do_not_end_count_as_failures_of_the_medium() -> None:
+    rig = Rig(slots=NUM_ROWS, deadline=5, breaker={"failures": 3}).opened()
+    rig.store_blocks(K[:3])
+    for key in K[:3]:
+        assert rig.tier.get_stats().breaker_state == 0
+        rig.submit_load([key])
+    rig.clock.advance(5)
+    rig.finished()
+    assert rig.tier.get_stats().breaker_state == 2
+
+
 def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answers() -> None:
     rig = Rig(slots=NUM_ROWS, primary_share=0.1, deadline=5).opened()
     rig.store_blocks(K[:10])
@@ -445,6 +466,29 @@ def test_hooks_are_called_in_the_order_of_a_tiers_life() -> None:
     tier.shutdown(rig.clock() + 1)
     assert tier.calls == ["opened", "step", "epoch", "before_close"]
     assert rig.store.closed == 1
+
+
+def test_an_end_that_cannot_be_prepared_is_an_end_all_the_same() -> None:
+    class Broken(BlockTier):
+        def before_close(self, deadline: float) -> None:
+            raise OSError("no")
+
+    rig = Rig()
+    tier = Broken(rig.context, rig.options, rig.store, SlotIndex(4), io=rig.io)
+    tier.open(rig.clock() + 1)
+    assert tier.shutdown(rig.clock() + 1) is True
+    assert rig.store.closed == 1
+
+
+def test_a_tier_that_stores_nothing_writes_nothing_to_its_medium() -> None:
+    rig = Rig(admission="none").opened()
+    rig.io.breaker.trip("test")
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks("health")
+    rig.finished()
+    assert rig.tier.get_stats().available == 1
+    assert rig.store.documents == {}
 
 
 # --------------------------------------------------------------------------------------------------------------------------- reset

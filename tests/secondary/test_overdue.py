@@ -9,11 +9,11 @@ def test_rows_count_from_the_deadline_to_the_end_of_the_io() -> None:
     overdue = OverdueLoads(limit_rows=4)
     overdue.begin(1, deadline=10, rows=3)
     overdue.begin(2, deadline=5, rows=2)
-    assert overdue.expire(4.9) == 0
-    assert (overdue.expire(5), overdue.rows, overdue.spent) == (2, 2, False)
-    assert (overdue.expire(50), overdue.rows, overdue.spent) == (3, 5, True)
-    assert overdue.expire(60) == 0
-    overdue.end(2)
+    assert overdue.expire(4.9) == []
+    assert (overdue.expire(5), overdue.rows, overdue.spent) == ([2], 2, False)
+    assert (overdue.expire(50), overdue.rows, overdue.spent) == ([3], 5, True)
+    assert overdue.expire(60) == []
+    assert overdue.end(2) is True
     assert (overdue.rows, overdue.spent) == (3, False)
     overdue.end(1)
     assert overdue.rows == 0
@@ -22,6 +22,6 @@ def test_rows_count_from_the_deadline_to_the_end_of_the_io() -> None:
 def test_loads_that_end_in_time_never_count() -> None:
     overdue = OverdueLoads(limit_rows=0)
     overdue.begin(1, deadline=10, rows=3)
-    overdue.end(1)
-    assert overdue.expire(20) == 0
+    assert overdue.end(1) is False
+    assert overdue.expire(20) == []
     assert not overdue.spent

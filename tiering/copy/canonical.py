@@ -146,15 +146,18 @@ class _Builder:
     def _block_dim(self, layer: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Which dimension the blocks are, and how many of its entries one block has."""
         n = self.num_blocks
-        exact = [d for d, size in enumerate(tensor.shape) if size == n]
-        if exact[:2] == [0, 1] and n == 2:
+        first, second = [*tensor.shape, 0][:2]
+        if second == n and first % n == 0 and (first > n or n == 2):
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: either of the first two dimensions may be the blocks")
-        if exact:
-            return exact[0], 1
-        multiple = [d for d, size in enumerate(tensor.shape[:2]) if size > n and size % n == 0]
-        if len(multiple) != 1:
-            raise ConfigError(f"layer {layer}: {self._describe(tensor)}: no dimension is the {n} blocks of the engine")
-        return multiple[0], tensor.shape[multiple[0]] // n
+        for dim in (0, 1):
+            if tensor.dim() > dim and tensor.shape[dim] == n:
+                return dim, 1
+        for dim in (0, 1):
+            if tensor.dim() > dim and tensor.shape[dim] > n and tensor.shape[dim] % n == 0:
+                return dim, tensor.shape[dim] // n
+        raise ConfigError(
+            f"layer {layer}: {self._describe(tensor)}: neither of the first two dimensions is the {n} blocks of the engine"
+        )
 
     def _describe(self, tensor: torch.Tensor) -> str:
         return f"KV cache of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {self.num_blocks} blocks"

@@ -14,7 +14,7 @@ from itertools import compress
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext, parse_request_policy
 from tiering.block_store import BlockStore, Done, Outcome, Place
-from tiering.errors import ConfigError, CorruptBlockError
+from tiering.errors import ConfigError, CorruptBlockError, OverdueError
 from tiering.namespace import Namespace
 from tiering.options import TierOptions
 from tiering.secondary.admission import make_admission
@@ -41,6 +41,9 @@ PlacePrefix = Callable[[Namespace], str]
 
 _NO = PrefixAnswer(0, False)
 _WAIT_SLICE = 0.1
+
+_DRAIN_SHARE = 0.75
+"""Of the time for a shutdown, what jobs may take: one that hangs must not cost the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,11 @@ class BlockTier(SecondaryTierManager):
         self._events = EventLog(store.medium, enabled=context.enable_events, shared=index.shared)
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
-        self._medium = Medium(context.name, store, context.namespace)
+        writes = options.admission != "none"
+        self._medium = Medium(context.name, store, context.namespace, writes=writes)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._reclaimer = Reclaimer(context.name, store, self.io, options.breaker, context.clock)
-        self._health = HealthCheck(store, self.io, writes=options.admission != "none")
+        self._health = HealthCheck(store, self.io, writes=writes)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
         self._failures = FailureLog(context.name, context.clock)
 
@@ -291,7 +295,8 @@ class BlockTier(SecondaryTierManager):
         self._events.stored(stored)
 
     def _end_load(self, io_job: IoJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float) -> None:
-        self._overdue.end(io_job.job_id)
+        if not self._overdue.end(io_job.job_id):
+            self.stats.loads_overdue += sum(isinstance(outcome, OverdueError) for outcome in outcomes)
         lost = [outcome is Done.ABSENT or isinstance(outcome, CorruptBlockError) for outcome in outcomes]
         self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
         if self.index.shared and any(lost):
@@ -369,9 +374,9 @@ class BlockTier(SecondaryTierManager):
         self._service.tick(now)
         self._reclaimer.tick(now)
         self._health.tick()
-        expired = self._overdue.expire(now)
-        if expired:
-            self.stats.loads_overdue += expired
+        for rows in self._overdue.expire(now):
+            self.stats.loads_overdue += rows
+            self.io.breaker.record_failure(f"a load of {rows} blocks did not end within {self.options.deadline:g} s")
             if self._overdue.spent:
                 self.io.breaker.trip(f"{self._overdue.rows} primary rows are held by loads that do not end")
         self._refresh()
@@ -423,9 +428,13 @@ class BlockTier(SecondaryTierManager):
         self._closing = True
         self._service.stop()
         self._refresh()
-        self.drain(deadline)
+        now = self._clock()
+        self.drain(now + (deadline - now) * _DRAIN_SHARE)
         if first:
-            self.before_close(deadline)
+            try:
+                self.before_close(deadline)
+            except Exception:
+                logger.exception("tier %s: preparing the end failed; closing all the same", self.name)
         self._closed = self.io.close(deadline)
         self._poll()
         if self._closed:

@@ -32,12 +32,16 @@ class Entered:
 
 
 class Medium:
-    """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time."""
+    """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time.
 
-    def __init__(self, name: str, store: BlockStore, namespace: Namespace) -> None:
+    ``writes``: whether the tier stores anything; one that does not must do with a medium that only reads, until a reset.
+    """
+
+    def __init__(self, name: str, store: BlockStore, namespace: Namespace, *, writes: bool = True) -> None:
         self._name = name
         self._store = store
         self._namespace = namespace
+        self._writes = writes
         self._opened = False
 
     def enter(self, new_epoch: bytes | None) -> Entered:
@@ -82,7 +86,8 @@ class Medium:
         expected = self._namespace.parameters.encode()
         stored = self._store.read_document(document)
         if stored is None:
-            self._store.write_document(document, expected)
+            if self._writes:
+                self._store.write_document(document, expected)
         elif bytes(stored) != expected:
             raise PermanentStoreError(
                 f"document {document} holds other parameters than this engine's under the same fingerprint: it is damaged, or not ours; "

@@ -20,21 +20,23 @@ class OverdueLoads:
         self._running[job_id] = rows
         heapq.heappush(self._heap, (deadline, job_id))
 
-    def end(self, job_id: int) -> None:
-        """The load's I/O has ended."""
-        if self._running.pop(job_id, None) is None:
-            self.rows -= self._overdue.pop(job_id, 0)
+    def end(self, job_id: int) -> bool:
+        """The load's I/O has ended; whether it had been counted as overdue."""
+        if self._running.pop(job_id, None) is not None:
+            return False
+        self.rows -= self._overdue.pop(job_id, 0)
+        return True
 
-    def expire(self, now: float) -> int:
-        """Move what is overdue at ``now``; returns its rows."""
-        expired = 0
+    def expire(self, now: float) -> list[int]:
+        """Count what is overdue at ``now``; returns the rows of each load that was not counted before."""
+        expired: list[int] = []
         while self._heap and self._heap[0][0] <= now:
             _, job_id = heapq.heappop(self._heap)
             rows = self._running.pop(job_id, 0)
             if rows:
                 self._overdue[job_id] = rows
-                expired += rows
-        self.rows += expired
+                expired.append(rows)
+                self.rows += rows
         return expired
 
     @property

@@ -43,7 +43,7 @@ class TierRig:
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
         self.group_bytes = group_bytes
         namespace = make_namespace(model, group_bytes)
-        self.context = TierContext("conformance", memoryview(self.rows), group_bytes, namespace, enable_events=events)
+        self.context = TierContext("conformance", self.rows.data, group_bytes, namespace, enable_events=events)
         self.tier = make_tier(self.context)
         self.results: list[JobResult] = []
         self._jobs = 0

@@ -104,6 +104,16 @@ class LocalTier(BlockTier):
         """Whether slots are still unseen because their content is not known yet."""
         return self._recovery is not None
 
+    @property
+    def checkpoint_pending(self) -> bool:
+        """Whether a checkpoint is being written, or is about to be."""
+        return self._checkpointing or (self._changed and self.context.clock() >= self._checkpoint_due)
+
+    def request_checkpoint(self) -> None:
+        """Write a checkpoint in the next steps rather than at the end of the interval."""
+        self._changed = True
+        self._checkpoint_due = self.context.clock()
+
     # --------------------------------------------------------------------------------------------------------------- hooks
 
     def open(self, deadline: float) -> bool:

@@ -63,9 +63,10 @@ class SharedIndex(TierIndex):
     # ------------------------------------------------------------------------------------------------------------ lookup
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
-        held = len(list(takewhile(partial(lt, now), map(self._present.get, keys, repeat(0.0)))))
-        if held == len(keys):
-            return PrefixAnswer(held, False)
+        until = list(map(self._present.get, keys, repeat(0.0)))
+        if not until or min(until) > now:
+            return PrefixAnswer(len(until), False)
+        held = len(list(takewhile(partial(lt, now), until)))
         first = keys[held]
         if self._absent.get(first, 0.0) > now:
             return PrefixAnswer(held, False)
