@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -138,9 +139,18 @@ class StackConfig(Strict):
             )
             for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
         ]
+        places = [tier_definition(tier.type).location(tier) for tier in self.secondary]
         problems += [
             Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
-            for index, other, place in _repeated(tier_definition(tier.type).location(tier) for tier in self.secondary)
+            for index, other, place in _repeated(places)
+        ]
+        problems += [
+            Problem(
+                ("secondary", index), f"{place} is a part of {outer}, which is the place of secondary[{other}]; keep them apart"
+            )
+            for index, place in enumerate(places)
+            for other, outer in enumerate(places)
+            if place and outer and place != outer and outer.startswith("/") and Path(place).is_relative_to(outer)
         ]
         if problems:
             raise Problems(problems)

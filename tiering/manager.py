@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from typing import Any
@@ -39,6 +39,9 @@ from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 _log = logging.getLogger("kv_tiering.manager")
 
 
+_NONE: frozenset[OffloadKey] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion."""
@@ -46,6 +49,11 @@ class _Job:
     state: TierState
     rows: Rows
     promotion: Promotion | None = None
+
+
+def _leading_outside(keys: Sequence[OffloadKey], one: Container[OffloadKey], other: Container[OffloadKey]) -> list[OffloadKey]:
+    """The leading keys that are in neither container."""
+    return list(takewhile(lambda key: key not in one and key not in other, keys))
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -144,7 +152,7 @@ class TieringOffloadingManager(OffloadingManager):
                 pending = True
                 position += len(run)
             else:
-                promoted, undecided = self._ask_tiers(request, keys[position:])
+                promoted, undecided = self._ask_tiers(request, keys, position)
                 if undecided:
                     return PrefixMatch(position, True)
                 if not promoted:
@@ -153,9 +161,10 @@ class TieringOffloadingManager(OffloadingManager):
                 position += promoted
         return PrefixMatch(position, pending)
 
-    def _ask_tiers(self, request: Request, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
-        """How many leading ``keys``, the first of them not in the primary tier, are being promoted now; else, is it undecided."""
+    def _ask_tiers(self, request: Request, prefix: Sequence[OffloadKey], position: int) -> tuple[int, bool]:
+        """How many keys from ``position``, which the primary tier lacks, are being promoted now; else, is that one undecided."""
         undecided = False
+        keys = prefix[position:]
         for state in request.tiers:
             if not state.in_service:
                 continue
@@ -163,17 +172,24 @@ class TieringOffloadingManager(OffloadingManager):
             if answer is None:
                 continue
             held: list[OffloadKey] = list(islice(keys, answer.held))
-            if failed := request.failed.get(state.rank):
-                held = list(takewhile(lambda key, failed=failed: key not in failed, held))  # type: ignore[misc]
+            refused, failed = request.refused, request.failed.get(state.rank, _NONE)
+            if refused or failed:
+                held = _leading_outside(held, refused, failed)
             if held and len(held) >= state.tier.min_prefix_blocks:
-                return self._promotions.start(state, request, self._leading_unknown(held)), False
+                return self._promote_behind(
+                    prefix[:position], state, request, _leading_outside(held, self._readable, self._pending)
+                ), False
             undecided = undecided or (answer.undecided and not answer.held)
         return 0, undecided
 
-    def _leading_unknown(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """The leading keys of which the primary tier knows nothing."""
-        readable, pending = self._readable, self._pending
-        return list(takewhile(lambda key: key not in readable and key not in pending, keys))
+    def _promote_behind(self, head: Sequence[OffloadKey], state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
+        """Promote ``keys`` without evicting the readable blocks of the same prefix, which they would be worthless without."""
+        rows = np.array([row for row in map(self._readable.get, head) if row is not None], np.int64)
+        self._table.pin(rows)
+        try:
+            return self._promotions.start(state, request, keys)
+        finally:
+            self._table.unpin(rows)
 
     # ------------------------------------------------------------------------------------------------------- load and touch
 

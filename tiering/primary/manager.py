@@ -49,7 +49,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
         if self._view.ndim != 2 or self._view.format != "B" or self._view.readonly:
             raise ConfigError(f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}")
-        self.table = BlockTable(self._view.shape[0], eviction)
+        self.table = BlockTable(len(self._view), eviction)
         self.ignored_completions = 0
         self._events: list[OffloadingEvent] = []
         self._enable_events = enable_events

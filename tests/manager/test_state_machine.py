@@ -1,0 +1,369 @@
+"""The manager against a model, in random order: nobody ever reads a block that is not the one asked for.
+
+Rows have real content: (key number, epoch).  Every writer scribbles over its rows when it may begin to write and puts the right content
+there when it succeeds; every reader checks on entering and on leaving.  The epoch goes up at each reset: what is read must carry the
+present one.  The model also knows who writes and who reads each row, so that two never meet.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.manager.fakes import FakeTier, make_keys
+from tiering.base import CPULoadStoreSpec, OffloadPolicy, ReqContext
+from tiering.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.base import TransferJob
+from tiering.testing.clock import FakeClock
+
+ROWS = 12
+UNIVERSE = 24
+KEYS = make_keys(0, UNIVERSE)
+NUMBER = {key: number for number, key in enumerate(KEYS)}
+GARBAGE = 255
+
+prefixes = st.builds(lambda start, length: KEYS[start : start + length], st.integers(0, UNIVERSE - 1), st.integers(1, 6))
+
+
+choices = st.integers(0, 2**16)
+
+
+class WritingTier(FakeTier):
+    """A fake tier that scribbles over the rows of a load as soon as it may touch them."""
+
+    buffer: np.ndarray
+    contents: dict[bytes, int]
+    read: dict[int, dict[bytes, int]]
+
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        self.buffer[job.block_ids] = GARBAGE
+        self.read[job.job_id] = {key: self.contents[key] for key in job.keys if key in self.contents}
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    @initialize(policy=st.sampled_from(["lru", "arc"]), wants_all=st.booleans(), keep=st.booleans())
+    def start(self, policy: str, wants_all: bool, keep: bool) -> None:
+        self.clock = FakeClock()
+        self.buffer = np.full((ROWS, 2), GARBAGE, np.uint8)
+        self.keep = keep
+        self.tiers = [
+            WritingTier(
+                "fast",
+                load_deadline=5.0,
+                primary_share=0.5,
+                policy=OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL,
+            ),
+            WritingTier("slow", load_deadline=9.0, primary_share=0.75),
+        ]
+        for tier in self.tiers:
+            tier.buffer = self.buffer
+            tier.contents = {}
+            tier.read = {}
+        primary = CPUPrimaryTierOffloadingManager(memoryview(self.buffer), policy)
+        self.manager = TieringOffloadingManager(
+            primary, self.tiers, clock=self.clock, promotion_share=0.6, reservation_deadline=20.0, keep_secondary=keep
+        )
+        self.table = primary.table
+        self.epoch = 0
+        self.requests: dict[str, ReqContext] = {}
+        self.finished: set[str] = set()
+        self.serial = 0
+        self.writes: list[tuple[ReqContext, list[bytes], np.ndarray, int]] = []
+        self.reads: list[tuple[ReqContext, list[bytes], np.ndarray, np.ndarray]] = []
+        for _ in range(3):
+            self.new_request()
+
+    # ------------------------------------------------------------------------------------------------------------- model
+
+    def _fill(self, keys: list[bytes], rows: np.ndarray, epoch: int) -> None:
+        self.buffer[rows, 0] = [NUMBER[key] for key in keys]
+        self.buffer[rows, 1] = epoch
+
+    def _request(self, choice: int) -> ReqContext:
+        return self.requests[sorted(self.requests)[choice % len(self.requests)]]
+
+    # ------------------------------------------------------------------------------------------------------------- rules
+
+    @rule()
+    def new_request(self) -> None:
+        self.serial += 1
+        ctx = ReqContext(f"r{self.serial}")
+        self.requests[ctx.req_id] = ctx
+        self.manager.on_new_request(ctx)
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices)
+    def finish_request(self, choice: int) -> None:
+        self.manager.on_request_finished(self.requests.pop(self._request(choice).req_id))
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes)
+    def look_up(self, choice: int, keys: list[bytes]) -> None:
+        ctx = self._request(choice)
+        match = self.manager.match_prefix(keys, ctx)
+        answers = [self.manager.lookup(key, ctx) for key in keys[: match.hits]]
+        assert False not in answers
+        assert match.pending or None not in answers
+        for key, answer in zip(keys, answers, strict=False):
+            assert (key in self.table.readable) is (answer is True)
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes)
+    def prepare_store(self, choice: int, keys: list[bytes]) -> None:
+        ctx = self._request(choice)
+        before = (dict(self.table.readable), dict(self.table.pending))
+        output = self.manager.prepare_store(keys, ctx)
+        if output is None:
+            assert before[0] == {key: row for key, row in self.table.readable.items() if key in before[0]}
+            return
+        assert not set(output.evicted_keys) & set(keys)
+        if output.keys_to_store:
+            assert isinstance(output.store_spec, CPULoadStoreSpec)
+            rows = output.store_spec.block_ids
+            self._assert_unused(rows)
+            self.buffer[rows] = GARBAGE
+            self.writes.append((ctx, output.keys_to_store, rows, self.epoch))
+
+    @precondition(lambda self: self.writes)
+    @rule(choice=choices, success=st.booleans())
+    def complete_store(self, choice: int, success: bool) -> None:
+        ctx, keys, rows, epoch = self.writes.pop(choice % len(self.writes))
+        if success:
+            self._fill(keys, rows, epoch)
+        self.manager.complete_store(keys, ctx, success)
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes)
+    def prepare_load(self, choice: int, keys: list[bytes]) -> None:
+        ctx = self._request(choice)
+        readable = [key for key in keys if key in self.table.readable]
+        if readable:
+            spec = self.manager.prepare_load(readable, ctx)
+            assert isinstance(spec, CPULoadStoreSpec)
+            rows = spec.block_ids
+            epochs = self.buffer[rows, 1].copy()
+            if not self.keep:
+                assert (epochs == self.epoch).all()
+            assert (self.buffer[rows, 0] == [NUMBER[key] for key in readable]).all()
+            self.reads.append((ctx, readable, rows, epochs))
+
+    @precondition(lambda self: self.reads)
+    @rule(choice=choices)
+    def complete_load(self, choice: int) -> None:
+        ctx, keys, rows, epochs = self.reads.pop(choice % len(self.reads))
+        assert self.buffer[rows, 0].tolist() == [NUMBER[key] for key in keys]
+        assert (self.buffer[rows, 1] == epochs).all()
+        self.manager.complete_load(keys, ctx)
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes)
+    def touch(self, choice: int, keys: list[bytes]) -> None:
+        self.manager.touch(keys, self._request(choice))  # type: ignore[index]
+
+    @rule()
+    def end_step(self) -> None:
+        self.manager.on_schedule_end()
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 25.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(choice=choices, tier=st.integers(0, 1), how=st.sampled_from(["success", "failure", "partial"]))
+    def tier_ends_a_job(self, choice: int, tier: int, how: str) -> None:
+        medium = self.tiers[tier]
+        jobs = [*medium.loads, *medium.stores]
+        if not jobs:
+            return
+        job: TransferJob = jobs[choice % len(jobs)]
+        keys = list(job.keys)
+        done = keys if how == "success" else [] if how == "failure" else keys[::2]
+        row_of = dict(zip(keys, job.block_ids.tolist(), strict=True))
+        if job.is_promotion:
+            contents = medium.read.pop(job.job_id)
+            done = [key for key in done if key in contents]
+            for key in done:
+                self._fill([key], np.array([row_of[key]]), contents[key])
+        for key in () if job.is_promotion else done:
+            row = row_of[key]
+            assert self.buffer[row, 0] == NUMBER[key]
+            if self.buffer[row, 1] == self.epoch or self.keep:
+                medium.contents[key] = int(self.buffer[row, 1])
+                medium.held.add(key)
+        held = set(medium.held)
+        medium.finish(job, how == "success" and len(done) == len(keys), done)
+        medium.held &= held
+        if not job.is_promotion and not self.keep:
+            medium.held = {key for key in medium.held if medium.contents.get(key) == self.epoch}
+
+    @rule(tier=st.integers(0, 1), keys=prefixes)
+    def tier_gains_blocks(self, tier: int, keys: list[bytes]) -> None:
+        """Another engine has stored them there."""
+        self.tiers[tier].held.update(keys)
+        self.tiers[tier].contents.update(dict.fromkeys(keys, self.epoch))
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, tier=st.integers(0, 1), keys=prefixes, wait=st.sampled_from([0.0, 0.0, 6.0, 12.0]), arrive=st.booleans())
+    def promote(self, choice: int, tier: int, keys: list[bytes], wait: float, arrive: bool) -> None:
+        """The whole way of a promotion in one rule, since single rules find it rarely: ask, submit, perhaps too late, arrive."""
+        ctx = self._request(choice)
+        self.tier_gains_blocks(tier, keys)
+        self.manager.match_prefix(keys, ctx)
+        self.manager.on_schedule_end()
+        self.clock.advance(wait)
+        if wait:
+            self.manager.on_schedule_end()
+        if arrive:
+            for job in list(self.tiers[tier].loads):
+                self._end_load(self.tiers[tier], job)
+            self.manager.on_schedule_end()
+
+    def _end_load(self, medium: WritingTier, job: TransferJob) -> None:
+        contents = medium.read.pop(job.job_id)
+        done = list(contents)
+        for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
+            if key in contents:
+                self._fill([key], np.array([row]), contents[key])
+        medium.finish(job, len(done) == len(job.keys), done)
+
+    @rule(tier=st.integers(0, 1), keys=prefixes)
+    def tier_loses_blocks(self, tier: int, keys: list[bytes]) -> None:
+        self.tiers[tier].held.difference_update(keys)
+
+    @rule(tier=st.integers(0, 1), keys=prefixes)
+    def tier_does_not_know_yet(self, tier: int, keys: list[bytes]) -> None:
+        self.tiers[tier].unknown = set(keys) - self.tiers[tier].held
+
+    @rule(tier=st.integers(0, 1), keys=prefixes)
+    def tier_wants_keys(self, tier: int, keys: list[bytes]) -> None:
+        self.tiers[tier].wanted = keys
+
+    @rule(choice=choices)
+    def reset_now_and_then(self, choice: int) -> None:
+        if choice % 16 == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """A load that began before still brings what it was reading: its content is of the old epoch."""
+        for tier in self.tiers:
+            if not self.keep:
+                tier.contents.clear()
+        self.manager.reset_cache()
+        assert not self.table.readable
+        self.epoch += 1
+
+    # -------------------------------------------------------------------------------------------------------- invariants
+
+    def _assert_unused(self, rows: np.ndarray) -> None:
+        busy: set[int] = set()
+        for _, _, used, _ in [*self.writes, *self.reads]:
+            busy.update(used.tolist())
+        for tier in self.tiers:
+            for job in [*tier.loads, *tier.stores]:
+                busy.update(job.block_ids.tolist())
+        assert not busy & set(rows.tolist())
+
+    @invariant()
+    def every_row_is_in_one_place(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        table = self.table
+        assert table.free + len(table.readable) + len(table.pending) + table.quarantined == ROWS
+        rows = [*table.readable.values(), *table.pending.values()]
+        assert len(rows) == len(set(rows))
+        assert table.evictable == sum(1 for row in table.readable.values() if table.refs[row] == 0)
+
+    @invariant()
+    def what_is_readable_is_right(self) -> None:
+        if hasattr(self, "table"):
+            for key, row in self.table.readable.items():
+                assert self.buffer[row, 0] == NUMBER[key]
+                assert self.keep or self.buffer[row, 1] == self.epoch
+
+    @invariant()
+    def reservations_stay_within_their_share(self) -> None:
+        if hasattr(self, "table"):
+            promotions = self.manager._promotions
+            assert 0 <= promotions.rows_reserved <= ROWS
+            assert 0 <= promotions.rows_promoting <= int(0.6 * ROWS)
+
+    def teardown(self) -> None:
+        """When everybody has gone, every row is free or evictable."""
+        if not hasattr(self, "table"):
+            return
+        for ctx, keys, rows, epoch in self.writes:
+            self._fill(keys, rows, epoch)
+            self.manager.complete_store(keys, ctx)
+        for ctx, keys, _, _ in self.reads:
+            self.manager.complete_load(keys, ctx)
+        for ctx in self.requests.values():
+            self.manager.on_request_finished(ctx)
+        for _ in range(4):
+            for tier in self.tiers:
+                for job in [*tier.loads, *tier.stores]:
+                    tier.finish(job, False)
+                tier.wanted = []
+            self.manager.on_schedule_end()
+        assert not self.manager.has_pending_work()
+        assert self.table.free + self.table.evictable == ROWS
+        stats = self.manager.get_stats()["manager"]
+        assert stats["rows_reserved"] == stats["rows_quarantined"] == stats["jobs_in_flight"] == 0
+        assert stats["misreported_jobs"] == stats["tiers_out_of_service"] == 0
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+WEIGHTS = {
+    "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14, "prepare_load": 8, "complete_load": 9,
+    "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16, "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
+    "tier_does_not_know_yet": 1, "tier_wants_keys": 1, "reset_now_and_then": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
+    """Hypothesis finds short surprises; what needs a long history (eviction, expiry, late arrivals) a weighted walk finds sooner."""
+    rnd = random.Random(seed)
+    machine = ManagerMachine()
+    machine.start(rnd.choice(["lru", "arc"]), rnd.random() < 0.5, seed % 4 == 3)
+    for _ in range(1500):
+        name = rnd.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        start = rnd.randrange(UNIVERSE)
+        arguments = {
+            "choice": rnd.randrange(2**16),
+            "keys": KEYS[start : start + rnd.randint(1, 6)],
+            "success": rnd.random() < 0.8,
+            "seconds": rnd.choice([1.0, 4.0, 25.0]),
+            "tier": rnd.randrange(2),
+            "how": rnd.choice(["success", "success", "failure", "partial"]),
+            "wait": rnd.choice([0.0, 0.0, 6.0, 12.0]),
+            "arrive": rnd.random() < 0.7,
+        }
+        if (name == "complete_store" and not machine.writes) or (name == "complete_load" and not machine.reads):
+            continue
+        if name == "finish_request" and len(machine.requests) < 3:
+            continue
+        method = getattr(machine, name)
+        code = method.__func__.__code__
+        wanted = code.co_varnames[1 : code.co_argcount]
+        method(**{word: arguments[word] for word in wanted})
+        machine.every_row_is_in_one_place()
+        machine.what_is_readable_is_right()
+        machine.reservations_stay_within_their_share()
+    stats = machine.manager.get_stats()["manager"]
+    machine.teardown()
+    assert stats["evicted_blocks"] > 50
+    assert stats["promotions_overdue"] > 0
+    assert stats["resets"] > 0
