@@ -5,8 +5,8 @@ and no running services.  Every file lives in one directory; processes are ended
 is off; S3 requests are signed and checked as everywhere.
 
     python scripts/ceph_rgw.py            # starts, prints endpoint and credentials as shell exports, runs until interrupted
-    python scripts/ceph_rgw.py --install  # installs the packages first (root)
-    python scripts/ceph_rgw.py -- pytest -m ceph    # runs a command with these exports, then stops
+    python scripts/ceph_rgw.py --install  # only installs the packages, unless they are there (root)
+    python scripts/ceph_rgw.py -- COMMAND   # runs a command with these exports, then stops
 """
 
 from __future__ import annotations
@@ -238,14 +238,18 @@ def _answers(port: int) -> bool:
 def main(arguments: list[str]) -> int:
     """The command line described in the module's docstring."""
     parser = argparse.ArgumentParser(description="Run Ceph RGW in memory on loopback.")
-    parser.add_argument("--install", action="store_true", help="install Debian's packages first (root)")
+    parser.add_argument("--install", action="store_true", help="install Debian's packages and end (root)")
     parser.add_argument("command", nargs="*", help="a command to run while it serves (after --)")
     chosen = parser.parse_args(arguments)
-    if chosen.install and not installed():
-        install()
+    if chosen.install:
+        if not installed():
+            install()
+        return 0
     if not installed():
         sys.stderr.write(f"missing: apt-get install --no-install-recommends {' '.join(PACKAGES)}\n")
         return 2
+    # Raised wherever it comes, so that the processes are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with serving() as ceph:
         exports = {
             "AWS_ACCESS_KEY_ID": ceph.access_key,
@@ -256,7 +260,7 @@ def main(arguments: list[str]) -> int:
             return subprocess.run(chosen.command, env=os.environ | exports, check=False).returncode
         sys.stdout.write("".join(f"export {name}={value}\n" for name, value in exports.items()))
         sys.stdout.flush()
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        signal.pause()
     return 0
 
 

@@ -26,7 +26,7 @@ SLOW_TIMEOUT = 1200
 
 _SHM = Path("/dev/shm")
 _PREFIX = "kv"
-_FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet", "ThreadPoolExecutor-werkzeug")
+_FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet")
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 settings.register_profile(

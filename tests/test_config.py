@@ -195,6 +195,14 @@ def test_two_tiers_in_one_place_are_refused():
     assert "secondary[1]: shares the directory /cache with secondary[0]; two tiers cannot be in one place" in refusal(stack)
 
 
+@pytest.mark.parametrize("paths", [("/cache", "/cache/s"), ("/cache/s", "/cache")])
+def test_a_tier_inside_another_ones_directory_is_refused(paths):
+    local = [{"type": "local", "name": name, "path": path, "capacity": "1GiB"} for name, path in zip("ab", paths, strict=True)]
+    assert "/cache/s is a part of /cache, which is the place of" in refusal({"primary": PRIMARY, "secondary": local})
+    apart = [{**section, "path": path} for section, path in zip(local, ("/cache/s", "/cache/s2"), strict=True)]
+    assert len(load_stack({"primary": PRIMARY, "secondary": apart}).secondary) == 2
+
+
 def test_two_tiers_of_one_name_are_refused():
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "path": path} for path in ("/a", "/b")]}
     assert "secondary[1].name: 'FAKE_TIER' is also the name of secondary[0]; give each tier a name of its own" in refusal(stack)

@@ -34,6 +34,8 @@ def main() -> int:
     report = options.out / "report.json"
     write_report(report, story.acts, story.controls, story.checks, seconds)
     held = all(check.held for check in story.checks)
+    if held:
+        story.tidy()
     display.say(f"\n{'Everything held' if held else 'NOT everything held'}, in {seconds:.0f} s. The numbers are in {report}.")
     return 0 if held else 1
 

@@ -19,6 +19,7 @@ from examples.demo.report import ActResult
 from examples.demo.workload import Answered, Shape, Workload
 from examples.mini_engine import Engine, EngineOptions
 from examples.mini_engine.request import Request
+from examples.mini_engine.tiers import copy_nothing
 
 
 @dataclass(slots=True)
@@ -95,10 +96,7 @@ def perform(settings: ActSettings) -> ActResult:
     seen = {bytes.fromhex(line) for line in seen_file.read_text().split()} if seen_file.exists() else set()
     options = EngineOptions(num_blocks=settings.num_blocks, stack=settings.stack)
     say(phase="start")
-    if settings.broken_loads:
-        from examples.mini_engine.tiers import copy_nothing as replace_loads
-    else:
-        replace_loads = None
+    replace_loads = copy_nothing if settings.broken_loads else None
     blocks: set[bytes] = set()
     with Engine(options, replace_loads) as engine:
         began = last = time.perf_counter()

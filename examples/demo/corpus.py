@@ -55,7 +55,7 @@ def _find() -> Iterator[Document]:
         if spec.origin is not None and spec.origin.endswith(".py") and Path(spec.origin).is_file():
             text = Path(spec.origin).read_text(encoding="utf-8")
         else:  # an interpreter that comes without sources: its documentation is text as well
-            text = pydoc.plaintext.document(import_module(name))
+            text = pydoc.plain(pydoc.text.document(import_module(name)))
         yield Document(name, text, _subjects(name, text))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -175,8 +174,3 @@ class _LiveProgress(Progress):
             self._bar.update(self._task, note=_loaded(sign))
         elif phase == "settle":
             self._bar.update(self._task, note="waiting until the tiers have stored everything")
-
-
-def seconds_since(began: float) -> float:
-    """Seconds since ``began`` on the monotonic clock."""
-    return time.monotonic() - began

@@ -15,8 +15,8 @@ from examples.mini_engine import Engine, Output, Request, Tokenizer
 class Shape:
     """How large the workload is.  Tokens, but for the counts."""
 
-    documents: int = 10
-    users: int = 12
+    documents: int = 8
+    users: int = 10
     turns: int = 3
     document_tokens: int = 1200
     answer_tokens: int = 16

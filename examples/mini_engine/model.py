@@ -134,11 +134,9 @@ class Transformer:
     def digest(self) -> str:
         """What identifies the weights: a hash of the configuration and of every matrix."""
         state = hashlib.sha256(repr(asdict(self.config)).encode())
-        for layer in self.layers:
-            for weights in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                state.update(weights.cpu().contiguous().numpy())
-        state.update(self.embedding.cpu().numpy())
-        state.update(self.head.cpu().contiguous().numpy())
+        matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        for matrix in (*matrices, self.embedding, self.head):
+            state.update(matrix.cpu().contiguous().numpy().data)
         return state.hexdigest()
 
     @torch.inference_mode()
@@ -154,7 +152,7 @@ class Transformer:
         origin = tiles[0] * size
         padded = torch.zeros(len(tiles) * size, dtype=torch.long)
         padded[start - origin : end - origin] = torch.tensor(tokens)
-        x = list(self.embedding[padded.to(self.device)].split(size))
+        x = list(torch.split(self.embedding[padded.to(self.device)], size))
         rotations = [self._rotation(tile * size, size) for tile in tiles]
         block_tables = [torch.tensor(table[: tiles[-1] + 1], device=self.device) for table in tables]
         masks = {
@@ -197,7 +195,7 @@ class Transformer:
     def _project(self, weights: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         projected = (_normalise(x) @ weights.qkv).view(len(x), -1, config.head_dim)
-        turned, value = projected.split((config.heads + config.kv_heads, config.kv_heads), dim=1)
+        turned, value = projected.tensor_split((config.heads + config.kv_heads,), dim=1)
         cosine, sine = rotation
         left, right = turned.chunk(2, dim=-1)
         turned = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)

@@ -304,7 +304,7 @@ class Scheduler:
             wrong = [index for table in tables for index, block in enumerate(table) if block in invalid]
             if wrong:
                 request.may_load = False
-                good = min(wrong) * self.kv.block_size if len(tables) == 1 else 0
+                good = min(wrong) * self.kv.block_size if self.kv.windows == (None,) else 0
                 request.num_computed_tokens = min(request.num_computed_tokens, good)
 
     def _preempt(self, request: Request) -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.spec import TieringOffloadingSpec
-
 from examples.mini_engine.worker import Worker, layer_name
 from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, KVCacheGroup, LoadStoreSpec, TransferSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.base import OffloadingHandler, TransferResult
 from tiering.namespace import KVLayout, ModelIdentity
+from tiering.spec import TieringOffloadingSpec
 
 ReplaceLoads = Callable[[OffloadingHandler], OffloadingHandler]
 

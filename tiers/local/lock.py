@@ -40,13 +40,6 @@ class DirectoryLock:
             raise store_error(error, f"cannot open {self._path}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            }
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(owner).encode(), 0)
         except OSError as error:
             os.close(fd)
             if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
@@ -57,6 +50,12 @@ class DirectoryLock:
             raise store_error(error, f"cannot lock {self._path}") from error
         self._fd = fd
         _held.add(self)
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+        # On a full disk the lock holds all the same; it just cannot say whose it is.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
         """Give the lock back; nothing to do if it is not held."""

@@ -32,31 +32,41 @@ _FRESH = ".new"
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
 
-def probe_direct(files: Files, directory: Path) -> bool:
+def probe_direct(files: Files, directory: Path, segment: Path | None) -> bool:
     """Whether files in ``directory`` take O_DIRECT with addresses, offsets and lengths that are multiples of a page; by doing it.
 
-    Raises :class:`OSError` if not even a plain file can be written there.
+    With a ``segment`` that is there already nothing is written, so that a full disk does not matter.  Raises :class:`OSError` if not
+    even a plain file can be used there.
     """
-    path = directory / ("probe" + _FRESH)
     view = memoryview(mmap.mmap(-1, 3 * PAGE))
+    if segment is not None:
+        return _takes_direct(files, segment, lambda fd: files.preadv(fd, [view[:PAGE], view[PAGE : 2 * PAGE]], PAGE) >= 0)
     header, row, back = view[:PAGE], view[PAGE : 2 * PAGE], view[2 * PAGE :]
     header[:8], row[:8] = b"kvheader", b"kv block"
+    path = directory / ("probe" + _FRESH)
+
+    def round_trip(fd: int) -> bool:
+        written = files.pwritev(fd, [header, row], PAGE)
+        return written == 2 * PAGE and files.preadv(fd, [back], 2 * PAGE) == PAGE and back[:8] == row[:8]
+
     try:
         files.close(files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
-        try:
-            fd = files.open(path, os.O_RDWR | os.O_DIRECT)
-        except OSError as error:
-            return _plain_only(error)
-        try:
-            written = files.pwritev(fd, [header, row], PAGE)
-            read = files.preadv(fd, [back], 2 * PAGE)
-            return written == 2 * PAGE and read == PAGE and back[:8] == row[:8]
-        except OSError as error:
-            return _plain_only(error)
-        finally:
-            files.close(fd)
+        return _takes_direct(files, path, round_trip)
     finally:
         files.unlink(path)
+
+
+def _takes_direct(files: Files, path: Path, use: Callable[[int], bool]) -> bool:
+    try:
+        fd = files.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError as error:
+        return _plain_only(error)
+    try:
+        return use(fd)
+    except OSError as error:
+        return _plain_only(error)
+    finally:
+        files.close(fd)
 
 
 def _plain_only(error: OSError) -> bool:

@@ -82,8 +82,7 @@ class LocalStore(BlockStore):
         if self._segments is not None:
             return
         try:
-            self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            self._documents.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+            self._make_directory(self._documents)
         except OSError as error:
             raise store_error(error, f"cannot create {self.directory}") from error
         self._lock.acquire()
@@ -96,8 +95,17 @@ class LocalStore(BlockStore):
             self._lock.release()
             raise
 
+    def _make_directory(self, path: Path) -> None:
+        """Make ``path`` and what is missing above it, durably and for the owner only."""
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self.files.sync_directory(path.parent)
+
     def _open_segments(self) -> None:
-        direct = self._try_direct and probe_direct(self.files, self.directory)
+        example = min(self.directory.glob("slots-*[0-9]"), default=None)
+        direct = self._try_direct and probe_direct(self.files, self.directory, example)
         if self._try_direct and not direct:
             logger.warning(
                 "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU", self.directory

@@ -25,6 +25,7 @@ from tiers.s3.admin import check_lifecycle
 from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
 from tiers.s3.faults import STORE_FAILURES, translate
 from tiers.s3.options import S3Options
+from tiers.s3.runtime import start_runtime
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -52,6 +53,7 @@ class S3Store(BlockStore):
     variable_size: ClassVar[bool] = True
 
     def __init__(self, options: S3Options, credentials: CredentialSource | None = None) -> None:
+        start_runtime()
         self._options = options
         self._credentials = CredentialSource(options.profile) if credentials is None else credentials
         self._blocks = f"{options.prefix}{BLOCKS}"

@@ -1,0 +1,291 @@
+"""What a local tier that works flat out costs the scheduler, against the same I/O done by a process of its own.
+
+The step is that of ``control_plane`` (100,000 rows, always evicting), on the main thread, in wall time.  Beside it a local tier
+moves verified 2 MiB blocks, loads and stores half and half, in jobs of 16, either in the same process, fed between the steps and
+not inside the measured time, or in a child process that was spawned, with rows and a directory of its own.  A tier in the process needs the
+interpreter lock and may get less done; hence the child is measured both flat out and held to the rate that the tier in the process
+reached in the same round.  Two engines: one whose steps follow each other without a pause (its thread wants the interpreter all the
+time: the hardest case, and no real engine), and one that computes 5 ms between steps without the interpreter, as an engine that waits for its
+accelerator does.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import multiprocessing
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.bench_control_plane import Subject
+from benchmarks.harness import Bench, Sample, ratio
+from tiering.base import OffloadKey, ReqContext
+from tiering.namespace import ModelIdentity, Namespace
+from tiering.secondary.base import TierContext, TransferJob
+from tiers.local import LocalOptions, LocalTier
+
+BLOCK_BYTES = 2 << 20
+JOB_BLOCKS = 16
+JOBS_AHEAD = 4
+"""Jobs of each kind that are kept in flight."""
+
+COMPUTE_SECONDS = 0.005
+PIECE_STEPS = 50
+REQUEST = ReqContext("flow")
+
+
+class Flow:
+    """A local tier with as much to do as it can take: jobs of stores, and of loads of what was stored before, in equal numbers."""
+
+    def __init__(self, directory: Path) -> None:
+        rows = JOBS_AHEAD * JOB_BLOCKS
+        data = np.frombuffer(mmap.mmap(-1, 2 * rows * BLOCK_BYTES), np.uint8).reshape(2 * rows, BLOCK_BYTES)
+        data[:rows] = np.random.default_rng(0).integers(0, 256, (rows, BLOCK_BYTES), np.uint8)
+        data[rows:] = 1
+        options = LocalOptions(type="local", path=str(directory), capacity=2 << 30, max_queued=1 << 40, deadline=600)
+        model = ModelIdentity(name="bench", weights="0", dtype="int8", layout="bench")
+        context = TierContext("local", memoryview(data), (BLOCK_BYTES,), Namespace.build(model, (BLOCK_BYTES,)))
+        self.tier = LocalTier(context, options)
+        if not self.tier.open(time.monotonic() + 30):
+            raise RuntimeError("the tier did not open")
+        self._source = np.arange(JOB_BLOCKS)
+        self._free = [rows + np.arange(start, start + JOB_BLOCKS) for start in range(0, rows, JOB_BLOCKS)]
+        self._numbers = itertools.count()
+        self._loads: dict[int, np.ndarray] = {}
+        self._stores: dict[int, list[OffloadKey]] = {}
+        self._held: deque[list[OffloadKey]] = deque(maxlen=2 * JOBS_AHEAD)
+        self._rate = 0.0
+        self._began = (0.0, 0)
+        # Until every slot was written once: what is measured is a tier that runs, not one that begins.
+        while self.tier.index.slots < self.tier.store.geometry.num_slots or self.tier.index.free:
+            self._pump_and_wait()
+        self.drain()
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written since the start."""
+        stats = self.tier.io.stats  # type: ignore[attr-defined]
+        return int(stats.read_bytes + stats.written_bytes)
+
+    def begin(self, rate: float = 0.0) -> None:
+        """Begin a measurement; from here on at most ``rate`` bytes/s (0: as many as it can)."""
+        self._rate = rate
+        self._began = (time.monotonic(), self.moved)
+
+    def pump(self) -> None:
+        """What a scheduler does once per step: collect what has ended, hand over what is next."""
+        for result in self.tier.get_finished():
+            if not result.success:
+                raise RuntimeError(f"job {result.job_id} failed")
+            if (keys := self._stores.pop(result.job_id, None)) is not None:
+                self._held.append(keys)
+            else:
+                self._free.append(self._loads.pop(result.job_id))
+        while len(self._stores) < JOBS_AHEAD and (self._free or not self._held) and not self._ahead():
+            self._submit_pair()
+        self.tier.on_schedule_end()
+
+    def drain(self) -> None:
+        """Let everything end."""
+        while self.tier.has_pending_work():
+            self._rate = 1e-9
+            self.tier.io.wait(0.05)
+            self.pump()
+        self._rate = 0.0
+
+    def _ahead(self) -> bool:
+        if not self._rate:
+            return False
+        began, moved = self._began
+        in_flight = (len(self._stores) + len(self._loads)) * JOB_BLOCKS * BLOCK_BYTES
+        return self.moved + in_flight - moved > self._rate * (time.monotonic() - began)
+
+    def _submit_pair(self) -> None:
+        keys = [secrets.token_bytes(32) + b"\0\0\0\0" for _ in range(JOB_BLOCKS)]
+        number = next(self._numbers)
+        self._stores[number] = keys
+        self.tier.submit_store(TransferJob(number, keys, self._source, False, REQUEST))
+        if self._held:
+            number = next(self._numbers)
+            rows = self._loads[number] = self._free.pop()
+            self.tier.submit_load(TransferJob(number, self._held[number % len(self._held)], rows, True, REQUEST))
+
+    def _pump_and_wait(self) -> None:
+        self.pump()
+        self.tier.io.wait(0.02)
+
+    def run_until(self, ended: Callable[[], bool]) -> None:
+        while not ended():
+            self._pump_and_wait()
+
+    def close(self) -> None:
+        self.drain()
+        self.tier.shutdown(time.monotonic() + 30)
+
+
+def _child(directory: Path, orders: Connection) -> None:
+    """A process that owns a tier.  Orders: a rate begins a measurement (answered once it runs), None ends it (answered with bytes/s)."""
+    flow = Flow(directory)
+    orders.send(None)
+    while (rate := orders.recv()) is not None:
+        flow.begin(rate)
+        flow.run_until(lambda moved=flow.moved: flow.moved > moved)  # type: ignore[misc]
+        flow.begin(rate)
+        begun, moved = time.monotonic(), flow.moved
+        orders.send(None)
+        flow.run_until(orders.poll)
+        orders.recv()
+        orders.send((flow.moved - moved) / (time.monotonic() - begun))
+        flow.drain()
+        orders.send(None)
+    flow.close()
+
+
+class Child:
+    """The process beside."""
+
+    def __init__(self, directory: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(directory, theirs), daemon=True)
+        self._process.start()
+        self._orders.recv()
+
+    @contextmanager
+    def flowing(self, rate: float, reached: list[float]) -> Iterator[None]:
+        """While the tier over there works; its bytes/s are appended to ``reached``."""
+        self._orders.send(rate)
+        self._orders.recv()
+        try:
+            yield
+        finally:
+            self._orders.send(None)
+            reached.append(self._orders.recv())
+            self._orders.recv()
+
+    def close(self) -> None:
+        self._orders.send(None)
+        self._process.join()
+
+
+@dataclass(slots=True)
+class Engine:
+    """Takes steps: control plane (measured), what feeds the tier (not measured), computation."""
+
+    subject: Subject
+    steps: int
+    compute: Callable[[], object]
+
+    def run(self, between: Callable[[], object]) -> Sample:
+        """Wall µs per step; CPU and the 99th percentile of a step, and the whole cycle with its computation."""
+        step, compute, clock, cpu_clock = self.subject.manager_step, self.compute, time.perf_counter, time.thread_time
+        walls: list[float] = []
+        cpu = cycles = 0.0
+        for new, hit, missed in self._work():
+            cpu -= cpu_clock()
+            begun = clock()
+            step(new, hit, missed)
+            ended = clock()
+            cpu += cpu_clock()
+            walls.append(ended - begun)
+            compute()
+            cycles += clock() - begun
+            between()
+        scale = 1e6 / len(walls)
+        extra = {
+            "CPU µs/step": cpu * scale,
+            "p50 µs": float(np.percentile(walls, 50)) * 1e6,
+            "p99 µs": float(np.percentile(walls, 99)) * 1e6,
+            "step + compute, µs": cycles * scale,
+        }
+        return Sample(sum(walls) * scale, extra=extra)
+
+    def _work(self) -> Iterator[tuple[list[OffloadKey], list[OffloadKey], list[OffloadKey]]]:
+        """The keys of all steps, made in pieces: what is to be hit must not be evicted before its turn."""
+        for start in range(0, self.steps, PIECE_STEPS):
+            yield from self.subject.work(min(PIECE_STEPS, self.steps - start))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _compute() -> Callable[[], object]:
+    """About :data:`COMPUTE_SECONDS` of arithmetic on one core, in one call that does not hold the interpreter lock."""
+    torch.set_num_threads(1)
+    size = 128
+    while True:
+        a, out = torch.rand(size, size), torch.empty(size, size)
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            torch.mm(a, a, out=out)
+            times.append(time.perf_counter() - begun)
+        if min(times) >= COMPUTE_SECONDS:
+            return lambda: torch.mm(a, a, out=out)
+        size += max(16, size // 16)
+
+
+def _measure(bench: Bench, title: str, engine: Engine, flow: Flow, child: Child) -> None:
+    rates = [0.0]
+    """What the tier in this process reached last, in bytes/s."""
+
+    def with_rate(sample: Sample, rate: float) -> Sample:
+        return Sample(sample.value, extra={**sample.extra, "tier GB/s": rate / 1e9})
+
+    def alone() -> Sample:
+        return with_rate(engine.run(_nothing), 0.0)
+
+    def inside() -> Sample:
+        flow.begin()
+        flow.run_until(lambda moved=flow.moved: flow.moved > moved)  # type: ignore[misc]
+        begun, moved = time.monotonic(), flow.moved
+        sample = engine.run(flow.pump)
+        rates[0] = (flow.moved - moved) / (time.monotonic() - begun)
+        flow.drain()
+        return with_rate(sample, rates[0])
+
+    def beside(rate: float) -> Sample:
+        reached: list[float] = []
+        with child.flowing(rate, reached):
+            sample = engine.run(_nothing)
+        return with_rate(sample, reached[0])
+
+    stats = bench.compare(
+        title,
+        {
+            "no tier at work": alone,
+            "tier in the process": inside,
+            "tier in a child, same rate": lambda: beside(rates[0]),
+            "tier in a child, flat out": lambda: beside(0.0),
+        },
+        repeats=9,
+        unit="wall µs/step",
+    )
+    ours, same, flat = (stats[name] for name in list(stats)[1:])
+    bench.target(f"{title}: step against a child at the same rate", ratio(ours, same), 1.10, "max", "x")
+    bench.target(f"{title}: step against a child flat out", ratio(ours, flat), 1.10, "max", "x")
+
+
+def run(bench: Bench) -> None:
+    subject = Subject(10_000 if bench.quick else 100_000)
+    gc.freeze()
+    flow = Flow(bench.directory / "ours")
+    child = Child(bench.directory / "child")
+    try:
+        _measure(bench, "steps without a pause", Engine(subject, 100 if bench.quick else 4000, _nothing), flow, child)
+        _measure(bench, "5 ms of computing between steps", Engine(subject, 20 if bench.quick else 250, _compute()), flow, child)
+    finally:
+        flow.close()
+        child.close()
+        gc.unfreeze()

@@ -1,0 +1,279 @@
+"""An engine whose memory is simulated block by block, to prove that no KV is ever wrong however copies and steps interleave.
+
+The scheduler, block pool and prefix cache are the mini engine's; instead of tensors, each GPU block and each primary row holds the
+name of what was written into it.  Copies are as late as they can be: a store reads, and a load writes, when it ends.  Before a
+request computes, all it attends to must be there; whatever the manager calls readable must hold what its key says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from examples.mini_engine.kv_cache import KVCacheManager
+from examples.mini_engine.request import Request
+from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
+from tests.connector.fakes import FakeManager, make_spec
+from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, make_offload_key
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+
+BLOCK = 4
+Content = tuple[int, str]
+"""The epoch (resets so far) and the name of what was written."""
+
+
+class WrongKVError(AssertionError):
+    """A request would have computed on, or a tier would have served, something else than its own KV."""
+
+
+class WhimsicalManager(FakeManager):
+    """Loses blocks just before they are loaded, refuses stores and hesitates, all at random."""
+
+    def __init__(self, capacity: int, rng: random.Random) -> None:
+        super().__init__(capacity)
+        self._rng = rng
+
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext):  # type: ignore[no-untyped-def]
+        self.undecided = {self._rng.choice(keys)} if keys and self._rng.random() < 0.05 else set()
+        return super().match_prefix(keys, req_context)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self.undecided = set()
+        victim = self._rng.choice(keys)
+        if self._rng.random() < 0.1 and self.refs[victim] == 0:
+            self.drop(victim)
+        return super().prepare_load(keys, req_context)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext):  # type: ignore[no-untyped-def]
+        self.refuse_stores = self._rng.random() < 0.1
+        self.reverse_stores = self._rng.random() < 0.2
+        return super().prepare_store(keys, req_context)
+
+
+@dataclass
+class SimWorker:
+    """One worker's memory and copies."""
+
+    factor: int
+    rng: random.Random
+    gpu: dict[int, Content] = field(default_factory=dict)
+    rows: dict[tuple[int, int, int], Content] = field(default_factory=dict)
+    deferred: list[tuple[str, TransferOrder]] = field(default_factory=list)
+    running: dict[int, tuple[str, TransferOrder]] = field(default_factory=dict)
+    loading: dict[str, int] = field(default_factory=dict)
+    unfilled_later: dict[str, list[int]] = field(default_factory=dict)
+    invalid: set[int] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    report: OffloadingWorkerMetadata = field(default_factory=OffloadingWorkerMetadata)
+
+    def before_step(self, metadata: OffloadingConnectorMetadata) -> None:
+        if metadata.jobs_to_flush:
+            self._submit_deferred()
+            for job in metadata.jobs_to_flush & self.running.keys():
+                self._end(job)
+
+    def start(self, metadata: OffloadingConnectorMetadata) -> None:
+        self._submit_deferred()
+        for name, blocks in metadata.failed_loads.items():
+            if name in metadata.reqs_to_load:
+                self.unfilled_later[name] = blocks
+            else:
+                self.invalid.update(blocks)
+                self.received.add(name)
+        for name, order in metadata.reqs_to_load.items():
+            self.running[order.job_id] = (name, order)
+
+    def defer(self, metadata: OffloadingConnectorMetadata) -> None:
+        self.deferred += metadata.reqs_to_store.items()
+
+    def progress(self, chance: float) -> None:
+        for job in list(self.running):
+            if self.rng.random() < chance:
+                self._end(job)
+
+    def _submit_deferred(self) -> None:
+        for name, order in self.deferred:
+            self.running[order.job_id] = (name, order)
+        self.deferred = []
+
+    def _end(self, job: int) -> None:
+        name, order = self.running.pop(job)
+        source, destination = order.spec
+        fails = self.rng.random() < 0.08
+        self.report.finished[job] = 1
+        if fails:
+            self.report.failed.add(job)
+        if isinstance(source, GPULoadStoreSpec):
+            for block, place in self._places(source, destination):
+                self.rows[place] = (-1, "garbage") if fails else self.gpu[block]
+            return
+        assert isinstance(destination, GPULoadStoreSpec)
+        for block, place in self._places(destination, source):
+            self.gpu[block] = (-1, "garbage") if fails else self.rows[place]
+        if fails:
+            self.invalid.update(destination.block_ids.tolist())
+        self.invalid.update(self.unfilled_later.pop(name, ()))
+        self.received.add(name)
+
+    def _places(self, gpu: GPULoadStoreSpec, cpu: LoadStoreSpec) -> Iterable[tuple[int, tuple[int, int, int]]]:
+        """(GPU block, (row, group, position in the row)) of a transfer; the rows must be exactly those it needs."""
+        rows = iter(cpu.block_ids.tolist())  # type: ignore[attr-defined]
+        blocks = iter(gpu.block_ids.tolist())
+        for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
+            row = -1
+            for offset in range(size):
+                position = (index + offset) % self.factor
+                if offset == 0 or position == 0:
+                    row = next(rows)
+                yield next(blocks), (row, group, position)
+        if next(rows, None) is not None:
+            raise WrongKVError("more rows than blocks")
+
+
+class Simulation:
+    """Drives everything with one seeded source of chance."""
+
+    def __init__(self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool) -> None:
+        self.rng = random.Random(seed)
+        self.windows, self.factor = windows, factor
+        self.epoch = 0
+        self.now = 0.0
+        self.manager = WhimsicalManager(24 * len(windows), self.rng)
+        spec = make_spec(
+            *windows,
+            gpu_block_size=BLOCK,
+            block_size=BLOCK * factor,
+            manager=self.manager,
+            world_size=world_size,
+            offload_prompt_only=prompt_only,
+            sharer_wait=3.0,
+        )
+        self.connector = OffloadingConnectorScheduler(spec, clock=lambda: self.now)
+        self.kv = KVCacheManager(20 * len(windows), BLOCK, windows)
+        self.scheduler = Scheduler(self.kv, self.connector, max_batch_tokens=24, max_running=3)
+        self.workers = [SimWorker(factor, self.rng) for _ in range(world_size)]
+        self.received: dict[str, int] = {}
+        self.count = 0
+        self.loaded_requests = 0
+        self.flushed = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._disturb()
+            self.step(progress=0.4)
+        for _ in range(400):
+            if not self.scheduler.has_work():
+                break
+            self.step(progress=0.9)
+        self._check_end()
+
+    def _disturb(self) -> None:
+        if len(self.scheduler.requests) < 5 and self.rng.random() < 0.4:
+            self.count += 1
+            stem = [self.rng.randrange(2)] * self.rng.randrange(4, 36)
+            prompt = stem + [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 12))]
+            self.scheduler.add(Request(f"r{self.count}", prompt, max_tokens=self.rng.randrange(1, 10)))
+        if self.scheduler.requests and self.rng.random() < 0.05:
+            self.scheduler.abort(self.rng.choice(list(self.scheduler.requests)))
+        if self.rng.random() < 0.02:
+            self.epoch += 1
+            self.scheduler.reset()
+
+    def step(self, progress: float) -> None:
+        self.now += 1.0
+        output = self.scheduler.schedule()
+        metadata: OffloadingConnectorMetadata = output.connector_metadata
+        self.flushed += len(metadata.jobs_to_flush)
+        self.loaded_requests += len(metadata.reqs_to_load)
+        for worker in self.workers:
+            worker.before_step(metadata)
+            worker.progress(progress / 2)
+            worker.start(metadata)
+            self._compute(worker, output)
+            worker.defer(metadata)
+            worker.progress(progress)
+        sampled = self._sample(output)
+        self.scheduler.update(output, sampled, self._connector_output())
+        self._check_readable()
+
+    def _connector_output(self) -> ConnectorOutput:
+        report: OffloadingWorkerMetadata | None = None
+        invalid: set[int] = set()
+        for worker in self.workers:
+            if not worker.report.is_empty():
+                report = worker.report if report is None else report.aggregate(worker.report)
+                worker.report = OffloadingWorkerMetadata()
+            invalid |= worker.invalid
+            worker.invalid = set()
+            for name in worker.received:
+                self.received[name] = self.received.get(name, 0) + 1
+            worker.received = set()
+        done = {name for name, count in self.received.items() if count == len(self.workers)}
+        self.received = {name: count for name, count in self.received.items() if name not in done}
+        return ConnectorOutput(None, done, invalid, None, report)
+
+    # ------------------------------------------------------------------------------------------------------------ computing
+
+    def _name(self, request: Request, group: int, index: int, end: int) -> str:
+        """What block ``index`` of a request holds when ``end`` tokens are computed."""
+        upto = min(end, (index + 1) * BLOCK)
+        if upto == (index + 1) * BLOCK:
+            return make_offload_key(request.block_hashes[index], group).hex()
+        return f"{group} {request.all_token_ids[:upto]}"
+
+    def _compute(self, worker: SimWorker, output: SchedulerOutput) -> None:
+        counts: Mapping[str, int] = output.num_scheduled_tokens
+        for name, count in counts.items():
+            request = self.scheduler.requests[name]
+            end = request.num_computed_tokens
+            start = end - count
+            for group, (window, table) in enumerate(zip(self.windows, self.kv.blocks_of(request).get_block_ids(), strict=True)):
+                oldest = 0 if window is None else max(0, start - window + 1)
+                for index in range(oldest // BLOCK, -(-start // BLOCK)):
+                    wanted = {self._name(request, group, index, start), self._name(request, group, index, end)}
+                    found = worker.gpu.get(table[index])
+                    if (
+                        found is None
+                        or found[0] != self.epoch
+                        or (found[1] not in wanted and not self._is_full(request, group, index, found))
+                    ):
+                        raise WrongKVError(
+                            f"{name} computes token {start}: block {index} of group {group} holds {found}, not {wanted}"
+                        )
+                for index in range(start // BLOCK, -(-end // BLOCK)):
+                    if not table[index]:
+                        raise WrongKVError(f"{name} computes into the null block")
+                    worker.gpu[table[index]] = (self.epoch, self._name(request, group, index, end))
+
+    def _is_full(self, request: Request, group: int, index: int, found: Content) -> bool:
+        """A loaded block is full where the engine goes back a token."""
+        return index < len(request.block_hashes) and found[1] == make_offload_key(request.block_hashes[index], group).hex()
+
+    def _sample(self, output: SchedulerOutput) -> dict[str, tuple[int, int, float]]:
+        sampled = {}
+        for name in output.num_scheduled_tokens:
+            request = self.scheduler.requests[name]
+            if request.num_computed_tokens == request.num_tokens:
+                sampled[name] = (sum(request.all_token_ids) % 3, 0, self.now)
+        return sampled
+
+    # ------------------------------------------------------------------------------------------------------------- checking
+
+    def _check_readable(self) -> None:
+        for key, row in self.manager.rows.items():
+            if self.manager.refs[key] >= 0:
+                group = int.from_bytes(key[-4:], "big")
+                for worker in self.workers:
+                    epoch, name = worker.rows[row, group, self.factor - 1]
+                    if (epoch, name) != (self.epoch, key.hex()):
+                        raise WrongKVError(f"row {row} is to hold {key.hex()} of epoch {self.epoch}, holds {name} of {epoch}")
+
+    def _check_end(self) -> None:
+        assert not self.scheduler.has_work()
+        assert not self.manager.live
+        assert set(self.manager.refs.values()) <= {0}
+        assert not self.manager.lost
+        assert not len(self.connector._fences)
+        assert len(self.kv.pool.free) == self.kv.num_blocks - 1

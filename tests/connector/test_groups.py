@@ -1,0 +1,93 @@
+"""KV-cache groups: what is accepted, what is refused, how keys are laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.connector.fakes import FakeManager, FakeSpec, make_scheduler, make_spec, prompt
+from tiering.base import EngineConfig, KVCacheGroup, ReqContext
+from tiering.connector.groups import HitSearch, build_groups, interleave
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.errors import ConfigError
+
+
+def spec_of(kind: str, window: int | None = None) -> FakeSpec:
+    groups = (KVCacheGroup(("a",), 4), KVCacheGroup(("b",), 4, window, kind))
+    return FakeSpec(EngineConfig(block_sizes=(4, 4), hash_block_size=4, groups=groups))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "Mamba2", "linear_attention", "short_conv_state"])
+def test_state_space_groups_are_refused_with_the_way_out(kind: str) -> None:
+    spec = spec_of(kind)
+    with pytest.raises(ConfigError, match=r"KV-cache group 1 .*state-space.*simple"):
+        OffloadingConnectorScheduler(spec)
+
+
+@pytest.mark.parametrize("kind", ["chunked_local_attention", "cross_attention", "encoder_only_attention"])
+def test_groups_whose_blocks_have_no_fixed_place_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="only full-attention and sliding-window groups"):
+        build_groups(spec_of(kind))
+
+
+@pytest.mark.parametrize("window", [None, 0, -4])
+def test_a_window_group_needs_a_window(window: int | None) -> None:
+    with pytest.raises(ConfigError, match="window"):
+        build_groups(spec_of("sliding_window", window))
+
+
+def test_a_description_for_each_group_or_for_none() -> None:
+    with pytest.raises(ConfigError, match="1 KV-cache groups are described"):
+        build_groups(FakeSpec(EngineConfig(block_sizes=(4, 4), hash_block_size=4, groups=(KVCacheGroup(("a",), 4),))))
+    assert len(build_groups(FakeSpec(EngineConfig(block_sizes=(4, 4), hash_block_size=4, groups=())))) == 2
+
+
+@pytest.mark.parametrize("value", ["soon", -1, True])
+def test_a_wrong_wait_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="sharer_wait"):
+        make_scheduler(sharer_wait=value)
+
+
+@pytest.mark.parametrize(("window", "size", "blocks"), [(8, 4, 2), (5, 4, 1), (6, 4, 2), (1, 4, 0), (9, 8, 1), (128, 16, 8)])
+def test_a_window_covers_the_tokens_that_the_next_one_sees(window: int, size: int, blocks: int) -> None:
+    (group,) = build_groups(make_spec(window, gpu_block_size=size))
+    assert group.window_blocks == blocks
+    assert group.sliding_window_size_in_blocks == blocks
+
+
+@pytest.mark.parametrize(("computed", "skipped"), [(0, 0), (8, 0), (10, 0), (11, 1), (15, 2), (32, 6)])
+def test_blocks_before_the_window_may_be_gone(computed: int, skipped: int) -> None:
+    (group,) = build_groups(make_spec(8))
+    assert group.skipped_blocks(computed) == skipped
+
+
+def test_context_parallelism_makes_blocks_larger() -> None:
+    engine = EngineConfig(block_sizes=(4,), hash_block_size=4, groups=(), context_parallel_size=2)
+    (group,) = build_groups(FakeSpec(engine))
+    assert (group.gpu_block_size, group.hash_block_size_factor) == (8, 2)
+
+
+def test_heads_of_all_groups_come_first_in_a_prefix() -> None:
+    assert interleave([[b"a0", b"a1"], [b"b0", b"b1"]]) == [b"a0", b"b0", b"a1", b"b1"]
+    assert interleave([[b"a0", b"a1"], [b"b0"]]) == [b"a0", b"a1", b"b0"]
+
+
+def test_groups_with_blocks_of_different_sizes_end_at_a_common_border() -> None:
+    engine = EngineConfig(
+        block_sizes=(4, 8), hash_block_size=4, groups=(KVCacheGroup(("a",), 4), KVCacheGroup(("b",), 8, 16, "sliding_window"))
+    )
+    manager = FakeManager()
+    groups = build_groups(FakeSpec(engine))
+    request = prompt(48)
+    keys = [request.keys(0), request.keys(1, factor=2)]
+    manager.hold(keys[0][:9] + keys[1])
+    hit = HitSearch(groups, manager).longest(keys, 0, 48, ReqContext("r1"))
+    assert hit.tokens == 32
+    assert manager.asked[-1] == keys[1][2:4]
+
+
+def test_a_group_is_immutable() -> None:
+    (group,) = build_groups(make_spec())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        group.group_idx = 3  # type: ignore[misc]

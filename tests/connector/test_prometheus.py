@@ -1,0 +1,192 @@
+"""Metrics as a scraper sees them: names, labels, buckets, and increments from cumulative counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tiering.connector import prometheus
+from tiering.connector.prometheus import (
+    SIZE_BUCKETS,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+    MetricClasses,
+    OffloadPromMetrics,
+    representative_seconds,
+)
+from tiering.connector.stats import OffloadingConnectorStats
+from tiering.errors import ConfigError
+from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
+    return OffloadPromMetrics(MetricClasses.default(registry))
+
+
+def transfers(*sizes: int) -> dict[str, Any]:
+    stats = OffloadingConnectorStats()
+    for size in sizes:
+        stats.record_transfer(size, 0.5, ("gpu", "cpu"))
+    return stats.data
+
+
+def tiers(**stats: TierStats) -> dict[str, Any]:
+    reported = OffloadingConnectorStats()
+    reported.record_tiers({name: fields.as_dict() for name, fields in stats.items()})
+    return reported.data
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"engine": "0"} | labels)
+
+
+def test_transfers_count_bytes_seconds_and_sizes(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(transfers(3_000_000, 50_000_000))
+    metrics.observe(transfers(1))
+    labels = {"transfer_type": "gpu_to_cpu"}
+    assert value(registry, "vllm:kv_offload_total_bytes_total", **labels) == 53_000_001
+    assert value(registry, "vllm:kv_offload_total_time_total", **labels) == 1.5
+    assert value(registry, "vllm:kv_offload_size_count", **labels) == 3
+    assert value(registry, "vllm:kv_offload_size_bucket", le="1e+06", **labels) == 1
+    assert value(registry, "vllm:kv_offload_size_bucket", le="5e+06", **labels) == 2
+    assert value(registry, "vllm:kv_offload_size_bucket", le="6e+07", **labels) == 3
+
+
+def test_the_buckets_of_sizes_are_those_of_the_contract() -> None:
+    assert SIZE_BUCKETS == (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
+
+
+def test_engines_have_labels_of_their_own(registry: CollectorRegistry) -> None:
+    labels = {0: ("m", "0"), 1: ("m", "1")}
+    metrics = OffloadPromMetrics(MetricClasses.default(registry), ("model_name", "engine"), labels)
+    metrics.observe(transfers(10), engine_idx=1)
+    found = {"model_name": "m", "transfer_type": "gpu_to_cpu"}
+    assert registry.get_sample_value("vllm:kv_offload_total_bytes_total", found | {"engine": "1"}) == 10
+    assert registry.get_sample_value("vllm:kv_offload_total_bytes_total", found | {"engine": "0"}) is None
+
+
+def test_an_engine_s_own_classes_are_used() -> None:
+    made: list[tuple[str, str]] = []
+
+    def of(kind: str, metric: Any) -> Any:
+        def make(*, name: str, documentation: str, labelnames: list[str], **options: Any) -> Any:
+            made.append((kind, name))
+            return metric(name, documentation, labelnames, registry=None, **options)
+
+        return make
+
+    OffloadPromMetrics(MetricClasses(of("counter", Counter), of("gauge", Gauge), of("histogram", Histogram)))
+    assert ("counter", "vllm:kv_offload_total_bytes") in made
+    assert ("gauge", "kv_tiering_occupancy_bytes") in made
+    assert ("histogram", "kv_tiering_job_latency_seconds") in made
+
+
+def test_every_field_of_a_tier_s_stats_is_exported() -> None:
+    exported = {field for field, _, _ in (*TIER_COUNTERS, *TIER_GAUGES)} | {"job_latency", "job_latency_sum"}
+    assert exported == {field.name for field in dataclasses.fields(TierStats)}
+
+
+def test_counters_go_up_by_what_is_new(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(tiers(local=TierStats(hits=5, read_bytes=100)))
+    metrics.observe(tiers(local=TierStats(hits=5, read_bytes=100)))
+    metrics.observe(tiers(local=TierStats(hits=8, read_bytes=100)))
+    assert value(registry, "kv_tiering_hits_total", tier="local") == 8
+    assert value(registry, "kv_tiering_read_bytes_total", tier="local") == 100
+
+
+def test_a_source_that_starts_again_counts_from_zero(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(tiers(local=TierStats(hits=5)))
+    metrics.observe(tiers(local=TierStats(hits=2)))
+    assert value(registry, "kv_tiering_hits_total", tier="local") == 7
+
+
+def test_gauges_are_as_reported_last(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(tiers(local=TierStats(occupancy_bytes=500, breaker_state=2)))
+    metrics.observe(tiers(local=TierStats(occupancy_bytes=300, breaker_state=0)))
+    assert value(registry, "kv_tiering_occupancy_bytes", tier="local") == 300
+    assert value(registry, "kv_tiering_breaker_state", tier="local") == 0
+
+
+def test_tiers_and_engines_are_counted_apart(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(tiers(local=TierStats(hits=1), s3=TierStats(hits=10)))
+    metrics.observe(tiers(local=TierStats(hits=100)), engine_idx=1)
+    metrics.observe(tiers(local=TierStats(hits=2)))
+    assert value(registry, "kv_tiering_hits_total", tier="local") == 2
+    assert value(registry, "kv_tiering_hits_total", tier="s3") == 10
+    assert value(registry, "kv_tiering_hits_total", tier="local", engine="1") == 100
+
+
+def test_the_job_latency_histogram_has_the_counts_and_the_sum(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    stats = TierStats()
+    seconds = [0.0005, 0.003, 0.003, 0.2, 45.0]
+    for job in seconds[:2]:
+        stats.observe_job(job)
+    metrics.observe(tiers(local=stats))
+    for job in seconds[2:]:
+        stats.observe_job(job)
+    metrics.observe(tiers(local=stats))
+    assert value(registry, "kv_tiering_job_latency_seconds_count", tier="local") == 5
+    assert value(registry, "kv_tiering_job_latency_seconds_bucket", tier="local", le="0.001") == 1
+    assert value(registry, "kv_tiering_job_latency_seconds_bucket", tier="local", le="0.005") == 3
+    assert value(registry, "kv_tiering_job_latency_seconds_bucket", tier="local", le="30.0") == 4
+    assert value(registry, "kv_tiering_job_latency_seconds_sum", tier="local") == pytest.approx(sum(seconds), rel=0.01)
+
+
+def test_a_latency_histogram_that_starts_again_counts_from_zero(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    before, after = TierStats(), TierStats()
+    for _ in range(3):
+        before.observe_job(0.02)
+    after.observe_job(4.0)
+    metrics.observe(tiers(local=before))
+    metrics.observe(tiers(local=after))
+    assert value(registry, "kv_tiering_job_latency_seconds_count", tier="local") == 4
+    assert value(registry, "kv_tiering_job_latency_seconds_sum", tier="local") == pytest.approx(4.06)
+
+
+@given(st.lists(st.floats(1e-5, 200.0), min_size=1, max_size=50))
+def test_representatives_lie_in_their_buckets_and_add_up(seconds: list[float]) -> None:
+    stats = TierStats()
+    for job in seconds:
+        stats.observe_job(job)
+    values = representative_seconds(stats.job_latency, stats.job_latency_sum)
+    again = TierStats()
+    for count, representative in zip(stats.job_latency, values, strict=True):
+        for _ in range(count):
+            again.observe_job(representative)
+    assert again.job_latency == stats.job_latency
+    if not stats.job_latency[-1]:
+        assert again.job_latency_sum == pytest.approx(stats.job_latency_sum, rel=0.01, abs=1e-4)
+
+
+def test_fields_of_a_newer_or_older_version_do_no_harm(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe({"tiers": {"local": {"hits": 1, "unheard_of": 7}}})
+    metrics.observe({"tiers": {"local": {"hits": 2, "job_latency": [1]}}})
+    assert value(registry, "kv_tiering_hits_total", tier="local") == 2
+    assert value(registry, "kv_tiering_job_latency_seconds_count", tier="local") is None
+
+
+def test_units_are_in_the_names(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    metrics.observe(tiers(local=TierStats()))
+    for field, name, _ in (*TIER_COUNTERS, *TIER_GAUGES):
+        assert name.startswith("kv_tiering_")
+        assert all(name.endswith(unit) for unit in ("_bytes", "_seconds") if field.endswith(unit))
+    assert b"kv_tiering_job_latency_seconds" in generate_latest(registry)
+    assert JOB_LATENCY_BUCKETS[-1] == 30.0
+
+
+def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"kv-tiering\[metrics\]"):
+        prometheus.OffloadPromMetrics()

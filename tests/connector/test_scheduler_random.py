@@ -1,0 +1,47 @@
+"""Random walks: requests come, share prefixes, are preempted and aborted; copies are late and fail; no KV is ever wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.connector.simulation import Simulation, WrongKVError
+from tiering.connector.fences import NO_JOBS, BlockFences
+
+CASES = [
+    pytest.param((None,), 1, 1, id="full attention"),
+    pytest.param((None,), 2, 1, id="two GPU blocks in a block"),
+    pytest.param((None,), 4, 1, id="four GPU blocks in a block"),
+    pytest.param((None,), 1, 2, id="two workers"),
+    pytest.param((None, 8), 1, 1, id="full attention and a window"),
+    pytest.param((None, 9, 6), 1, 2, id="windows of odd sizes, two workers"),
+    pytest.param((16,), 2, 1, id="a window only, two GPU blocks in a block"),
+]
+
+
+@pytest.mark.parametrize(("windows", "factor", "world_size"), CASES)
+@given(seed=st.integers(0, 2**32 - 1), prompt_only=st.booleans())
+@settings(max_examples=25)
+def test_no_copy_ever_meets_a_block_of_another_owner(
+    windows: tuple[int | None, ...], factor: int, world_size: int, prompt_only: bool, seed: int
+) -> None:
+    Simulation(seed, windows, factor=factor, world_size=world_size, prompt_only=prompt_only).run(60)
+
+
+def test_the_walk_loads_and_flushes() -> None:
+    walks = [Simulation(seed, (None, 8), factor=1, world_size=1, prompt_only=False) for seed in range(5)]
+    for walk in walks:
+        walk.run(80)
+    assert sum(walk.loaded_requests for walk in walks) > 20
+    assert sum(walk.flushed for walk in walks) > 20
+
+
+def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what the walk proves is due to the fences."""
+    monkeypatch.setattr(BlockFences, "conflicts", lambda self, block_ids: NO_JOBS)
+    walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
+    with pytest.raises(WrongKVError):
+        deque((walk.run(80) for walk in walks), maxlen=0)

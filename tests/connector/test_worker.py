@@ -1,0 +1,359 @@
+"""The worker half: when transfers start, what is waited for, and what is reported of how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tiering.base import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    EngineConfig,
+    GPULoadStoreSpec,
+    KVCacheGroup,
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadingSpec,
+    TransferSpec,
+)
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
+from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.copy.handlers import make_handlers
+from tiering.copy.layout import RowLayout
+from tiering.errors import ConfigError
+
+BLOCKS = 8
+
+
+@dataclass
+class FakeHandler(OffloadingHandler):
+    """Records what it is told, in ``log``; transfers end when the test says so, or when somebody waits."""
+
+    log: list[str]
+    refuse: set[int] = field(default_factory=set)
+    fail: set[int] = field(default_factory=set)
+    running: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+    __hash__ = object.__hash__
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if job_id in self.refuse:
+            return False
+        self.log.append(f"start {job_id}")
+        self.running.append(job_id)
+        return True
+
+    def end(self, *job_ids: int) -> None:
+        for job_id in job_ids:
+            self.running.remove(job_id)
+            self.ended.append(job_id)
+
+    def get_finished(self) -> list[TransferResult]:
+        ended, self.ended = self.ended, []
+        return [
+            TransferResult(job_id, False) if job_id in self.fail else TransferResult(job_id, True, 100, 0.5, ("cpu", "gpu"))
+            for job_id in ended
+        ]
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in sorted(set(job_ids) & set(self.running)):
+            self.log.append(f"wait {job_id}")
+            self.end(job_id)
+
+    def shutdown(self) -> None:
+        self.wait(list(self.running))
+        self.log.append("shutdown")
+
+
+class Spec(OffloadingSpec):
+    """Hands out one handler for both directions, or real host copies over ``rows``."""
+
+    def __init__(self, handler: OffloadingHandler | None = None, groups: int = 1) -> None:
+        names = [KVCacheGroup((f"l{group}",), 4) for group in range(groups)]
+        super().__init__(EngineConfig((4,) * groups, 4, tuple(names)))
+        self.handler = handler
+        self.rows = np.zeros((16, 4096), np.uint8)
+        self.canonical: CanonicalKVCaches | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        raise AssertionError
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
+        self.canonical = kv_caches
+        if self.handler is None:
+            yield from make_handlers(kv_caches, self.rows.data, RowLayout.of(kv_caches))
+        else:
+            yield GPULoadStoreSpec, CPULoadStoreSpec, self.handler
+            yield CPULoadStoreSpec, GPULoadStoreSpec, self.handler
+
+
+def store(job_id: int, *blocks: int) -> TransferOrder:
+    gpu = GPULoadStoreSpec(blocks or [job_id], [len(blocks) or 1], [0])
+    return TransferOrder(job_id, (gpu, CPULoadStoreSpec(gpu.block_ids)))
+
+
+def load(job_id: int, *blocks: int) -> TransferOrder:
+    return TransferOrder(job_id, store(job_id, *blocks).spec[::-1])
+
+
+def meta(**parts: Any) -> OffloadingConnectorMetadata:
+    return OffloadingConnectorMetadata(**parts)
+
+
+@pytest.fixture
+def handler() -> FakeHandler:
+    return FakeHandler([])
+
+
+@pytest.fixture
+def worker(handler: FakeHandler) -> OffloadingConnectorWorker:
+    worker = OffloadingConnectorWorker(Spec(handler))
+    worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
+    return worker
+
+
+@dataclass
+class Report:
+    received: set[str]
+    unfilled: set[int]
+    meta: OffloadingWorkerMetadata | None
+    stats: Any
+
+
+def step(worker: OffloadingConnectorWorker, metadata: OffloadingConnectorMetadata | None = None) -> Report:
+    """One step of an engine, in the order of its calls."""
+    metadata = metadata or meta()
+    worker.handle_preemptions(metadata)
+    worker.start_kv_transfers(metadata)
+    worker.prepare_store_kv(metadata)
+    return reports(worker)
+
+
+def reports(worker: OffloadingConnectorWorker) -> Report:
+    sent, received = worker.get_finished(set())
+    assert sent == set()
+    unfilled = worker.get_block_ids_with_load_errors()
+    stats = worker.get_kv_connector_stats()
+    return Report(received, unfilled, worker.build_connector_worker_meta(), stats)
+
+
+# -------------------------------------------------------------------------------------------------------- when things start
+
+
+def test_a_step_s_stores_start_with_the_next_step_before_its_loads(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}, reqs_to_load={"b": load(2)}))
+    assert handler.log == ["start 2"]
+    step(worker, meta(reqs_to_load={"c": load(3)}))
+    assert handler.log == ["start 2", "start 1", "start 3"]
+
+
+def test_deferred_stores_start_in_steps_without_work(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    step(worker)
+    assert handler.log == ["start 1"]
+
+
+def test_a_flush_starts_what_is_deferred_and_waits_for_the_named_jobs_only(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1), "b": store(2)}, reqs_to_load={"c": load(3)}))
+    worker.handle_preemptions(meta(jobs_to_flush=frozenset({2, 3})))
+    assert handler.log == ["start 3", "start 1", "start 2", "wait 2", "wait 3"]
+    assert handler.running == [1]
+
+
+def test_without_a_flush_nothing_is_waited_for_nor_started_early(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    worker.handle_preemptions(meta())
+    assert handler.log == []
+
+
+def test_jobs_that_ended_before_the_flush_are_no_trouble(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1)}))
+    handler.end(1)
+    report = step(worker, meta(jobs_to_flush=frozenset({1, 77})))
+    assert report.received == {"a"}
+
+
+def test_the_same_metadata_twice_orders_nothing_twice(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    metadata = meta(reqs_to_store={"a": store(1)}, reqs_to_load={"b": load(2)})
+    step(worker, metadata)
+    handler.end(2)
+    worker.start_kv_transfers(metadata)
+    worker.prepare_store_kv(metadata)
+    step(worker)
+    assert sorted(handler.log) == ["start 1", "start 2"]
+
+
+def test_a_job_ordered_twice_runs_once(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1)}))
+    step(worker, meta(reqs_to_load={"a": load(1)}))
+    handler.end(1)
+    assert step(worker).received == {"a"}
+    assert handler.log == ["start 1"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_a_load_that_ends_is_received_once_and_reported_to_the_scheduler(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    assert step(worker, meta(reqs_to_load={"a": load(1)})) == Report(set(), set(), None, None)
+    handler.end(1)
+    report = step(worker)
+    assert report.received == {"a"}
+    assert report.unfilled == set()
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, set())
+    assert step(worker) == Report(set(), set(), None, None)
+
+
+def test_a_store_that_ends_is_reported_and_is_no_reception(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    step(worker)
+    handler.end(1)
+    report = step(worker)
+    assert report.received == set()
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, set())
+
+
+def test_several_loads_of_a_request_are_received_together(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1)}))
+    step(worker, meta(reqs_to_load={"a": load(2)}))
+    handler.end(2)
+    assert step(worker).received == set()
+    handler.end(1)
+    assert step(worker).received == {"a"}
+
+
+def test_transfers_are_counted_once(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1), "b": load(2)}))
+    handler.end(1, 2)
+    assert step(worker).stats.data == {"cpu_to_gpu": [{"op_size": 100, "op_time": 0.5}] * 2}
+    assert step(worker).stats is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_load_names_exactly_its_blocks_and_is_received(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    handler.fail = {1}
+    step(worker, meta(reqs_to_load={"a": load(1, 3, 4), "b": load(2, 5)}))
+    handler.end(1, 2)
+    report = step(worker)
+    assert report.unfilled == {3, 4}
+    assert report.received == {"a", "b"}
+    assert report.meta == OffloadingWorkerMetadata({1: 1, 2: 1}, {1})
+    assert report.stats.reduce()["cpu_to_gpu_total_bytes"] == 100
+
+
+def test_a_load_that_cannot_start_has_failed(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    handler.refuse = {1}
+    report = step(worker, meta(reqs_to_load={"a": load(1, 6, 7)}))
+    assert report.unfilled == {6, 7}
+    assert report.received == {"a"}
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, {1})
+    assert step(worker) == Report(set(), set(), None, None)
+
+
+def test_a_store_that_fails_or_cannot_start_is_reported_without_blocks(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    handler.refuse, handler.fail = {1}, {2}
+    step(worker, meta(reqs_to_store={"a": store(1), "b": store(2)}))
+    assert step(worker).meta == OffloadingWorkerMetadata({1: 1}, {1})
+    handler.end(2)
+    report = step(worker)
+    assert report.meta == OffloadingWorkerMetadata({2: 1}, {2})
+    assert report.unfilled == set()
+    assert report.received == set()
+
+
+def test_a_hit_that_is_gone_is_reported_in_the_same_step(worker: OffloadingConnectorWorker) -> None:
+    report = step(worker, meta(failed_loads={"a": [2, 3]}))
+    assert report.received == {"a"}
+    assert report.unfilled == {2, 3}
+    assert report.meta is None
+
+
+def test_a_hit_that_has_shrunk_is_reported_with_the_rest_of_it(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    report = step(worker, meta(reqs_to_load={"a": load(1, 2)}, failed_loads={"a": [3]}))
+    assert (report.received, report.unfilled) == (set(), set())
+    handler.end(1)
+    report = step(worker)
+    assert (report.received, report.unfilled) == ({"a"}, {3})
+
+
+def test_a_shrunk_hit_whose_rest_cannot_be_loaded_is_unfilled_altogether(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    handler.refuse = {1}
+    report = step(worker, meta(reqs_to_load={"a": load(1, 2)}, failed_loads={"a": [3]}))
+    assert (report.received, report.unfilled) == ({"a"}, {2, 3})
+
+
+def test_results_of_unknown_jobs_are_logged_and_ignored(
+    worker: OffloadingConnectorWorker, handler: FakeHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler.ended = [55]
+    assert step(worker) == Report(set(), set(), None, None)
+    assert "nobody ordered" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------- registration and end
+
+
+def test_the_number_of_blocks_an_engine_says_is_used(handler: FakeHandler) -> None:
+    spec = Spec(handler)
+    OffloadingConnectorWorker(spec, num_blocks=4).register_kv_caches({"l0": torch.zeros(8, 16)})
+    assert spec.canonical is not None
+    assert spec.canonical.tensors[0].tensor.shape == (4, 128)
+
+
+def test_a_kv_cache_over_all_layers_can_be_registered(handler: FakeHandler) -> None:
+    spec = Spec(handler)
+    OffloadingConnectorWorker(spec).register_cross_layers_kv_cache(torch.zeros(BLOCKS, 3, 16), object)
+    assert spec.canonical is not None
+    assert spec.canonical.group_data_refs[0][0].page_size_bytes == 3 * 16 * 4
+
+
+def test_registering_twice_is_refused(worker: OffloadingConnectorWorker) -> None:
+    with pytest.raises(ConfigError, match="already"):
+        worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
+
+
+def test_shutdown_waits_for_what_runs_and_starts_nothing(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1)}, reqs_to_store={"b": store(2)}))
+    worker.shutdown()
+    worker.shutdown()
+    assert handler.log == ["start 1", "wait 1", "shutdown", "shutdown"]
+
+
+def test_before_registration_every_transfer_fails_cleanly(handler: FakeHandler) -> None:
+    worker = OffloadingConnectorWorker(Spec(handler))
+    report = step(worker, meta(reqs_to_load={"a": load(1, 5)}))
+    assert (report.received, report.unfilled) == ({"a"}, {5})
+
+
+@pytest.mark.parametrize("shape", [(BLOCKS, 4, 8), (2, BLOCKS, 4, 4)])
+def test_bytes_survive_the_way_to_the_rows_and_back(shape: tuple[int, ...]) -> None:
+    cache = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    blocks = shape.index(BLOCKS)
+    worker = OffloadingConnectorWorker(Spec())
+    worker.register_kv_caches({"l0": cache})
+    expected = cache.select(blocks, 2).clone()
+    row = CPULoadStoreSpec([5])
+    step(worker, meta(reqs_to_store={"a": TransferOrder(1, (GPULoadStoreSpec([2], [1], [0]), row))}))
+    assert step(worker, meta(jobs_to_flush=frozenset({1}))).meta == OffloadingWorkerMetadata({1: 1}, set())
+    cache.zero_()
+    step(worker, meta(reqs_to_load={"a": TransferOrder(2, (row, GPULoadStoreSpec([6], [1], [0])))}))
+    assert step(worker, meta(jobs_to_flush=frozenset({2}))).received <= {"a"}
+    worker.shutdown()
+    assert torch.equal(cache.select(blocks, 6), expected)

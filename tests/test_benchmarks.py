@@ -1,0 +1,119 @@
+"""The benchmarks' harness: what is compared with what, what counts as reached, and where results go.  Nothing is timed here."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import found, main
+from benchmarks.harness import Bench, Sample, Stats, machine, ratio, show, write_json, write_section
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("subject", tmp_path, out=io.StringIO())
+
+
+def counting(log: list[str], name: str, values: list[float]):
+    def run() -> Sample:
+        log.append(name)
+        return Sample(values[len([entry for entry in log if entry == name]) - 1], cpu=1.0, extra={"deep": 2.0})
+
+    return run
+
+
+def test_variants_alternate_and_the_warm_up_does_not_count(bench):
+    log: list[str] = []
+    stats = bench.compare("c", {"a": counting(log, "a", [99, 1, 2, 3]), "b": counting(log, "b", [99, 4, 5, 9])}, repeats=3)
+    assert log == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert (stats["a"].samples, stats["b"].samples) == ((1, 2, 3), (4, 5, 9))
+    assert (stats["b"].median, stats["b"].low, stats["b"].high, stats["b"].cpu, stats["b"].extra) == (5, 4, 9, 1.0, {"deep": 2.0})
+
+
+def test_a_ratio_is_taken_within_each_round():
+    def stats(*samples: float) -> Stats:
+        return Stats(0, 0, 0, samples, None, {})
+
+    assert ratio(stats(1, 10, 100), stats(2, 10, 50)) == 1.0
+
+
+def test_a_quick_run_does_one_round(tmp_path):
+    log: list[str] = []
+    Bench("subject", tmp_path, quick=True, out=io.StringIO()).compare("c", {"a": counting(log, "a", [1])})
+    assert log == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "direction", "ok"),
+    [(1.0, "max", True), (1.1, "max", False), (1.0, "min", True), (0.9, "min", False), (None, "max", False)],
+)
+def test_a_target_is_reached_at_its_limit_and_not_beyond(bench, value, direction, ok):
+    bench.target("t", value, 1.0, direction)
+    assert bench.targets[0].ok is ok
+
+
+def test_a_section_is_rewritten_in_place_and_the_others_stay(bench, tmp_path):
+    path, shape = tmp_path / "RESULTS.md", machine(tmp_path)
+    path.write_text("# Results\n\nwords\n")
+    other = Bench("other", tmp_path, out=io.StringIO())
+    for round_, run in enumerate((bench, other, bench)):
+        run.tables.clear()
+        run.table("t", ["a"], [[f"round {round_}"]])
+        write_section(path, run, shape, f"description of {run.name}")
+    text = path.read_text()
+    assert [text.count(words) for words in ("words", "round 0", "round 1", "round 2", "## subject", "## other")] == [
+        1,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert text.index("## subject") < text.index("## other")
+    assert str(shape.cores) in text
+
+
+def test_results_are_written_for_programs_too(bench, tmp_path):
+    bench.compare("c", {"a": lambda: 2.0}, repeats=1)
+    bench.target("t", 2.0, 3.0, "max", "x")
+    write_json(bench, machine(tmp_path), tmp_path / "out" / "subject.json")
+    data = json.loads((tmp_path / "out" / "subject.json").read_text())
+    assert data["results"]["c"]["a"]["median"] == 2.0
+    assert data["targets"] == [{"name": "t", "value": 2.0, "limit": 3.0, "direction": "max", "unit": "x", "ok": True}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.12345, "0.123"), (1234.5, "1,234"), (1234567, "1,234,567"), (0.00001, "1.00e-05"), (0.0, "0"), ("x", "x")],
+)
+def test_numbers_are_shown_as_people_read_them(value, text):
+    assert show(value) == text
+
+
+@pytest.mark.parametrize("name", found())
+def test_every_benchmark_says_what_it_measures_and_can_be_run(name):
+    module = importlib.import_module(f"benchmarks.bench_{name}")
+    assert callable(module.run)
+    assert len(module.__doc__ or "") > 60
+
+
+def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(monkeypatch, tmp_path, capsys):
+    def broken(bench: Bench) -> None:
+        raise RuntimeError("no such device")
+
+    def fine(bench: Bench) -> None:
+        bench.target("reached", 1.0, 2.0)
+
+    first, second = found()[:2]
+    monkeypatch.setattr(importlib.import_module(f"benchmarks.bench_{first}"), "run", broken)
+    monkeypatch.setattr(importlib.import_module(f"benchmarks.bench_{second}"), "run", fine)
+    assert main(["--quick", "--only", first, second, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "no such device" in printed.err
+    assert f"Did not run to the end: {first}" in printed.err
+    assert "reached" in printed.out
+    assert {path.name for path in tmp_path.iterdir()} == {f"{second}.quick.json"}

@@ -1,0 +1,96 @@
+"""A local tier for tests, ways to end it, and its segment files seen without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiering.base import OffloadKey
+from tiering.secondary.base import TierContext
+from tiering.secondary.files import Files
+from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
+from tiers.local import LocalOptions, LocalTier
+from tiers.local.layout import PAGE
+
+BLOCK_BYTES = 8 << 10
+SLOT_BYTES = BLOCK_BYTES + PAGE
+CAPACITY = 1 << 20
+
+
+class LocalRig(TierRig):
+    """A tier in ``path``; options as in a stack file."""
+
+    tier: LocalTier
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        files: Files | None = None,
+        model: str = "model-a",
+        group_bytes: tuple[int, ...] = (BLOCK_BYTES,),
+        events: bool = False,
+        num_rows: int = 256,
+        **options: object,
+    ) -> None:
+        self.local_options = make_options(path, **options)
+
+        def make_tier(context: TierContext) -> LocalTier:
+            return LocalTier(context, self.local_options, files=files)
+
+        super().__init__(make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows)
+
+    def open(self) -> LocalRig:
+        super().open()
+        self.wait(lambda: not self.tier.recovering)
+        return self
+
+    def checkpoint(self) -> None:
+        """Have a checkpoint written now."""
+        self.tier.request_checkpoint()
+        self.wait(lambda: not self.tier.checkpoint_pending)
+
+    def abandon(self) -> None:
+        """End as a killed process does: no checkpoint, nothing tidied up."""
+        self.tier.io.close(time.monotonic() + PATIENCE_SECONDS)
+        self.tier.store.close()
+
+    def held(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of ``keys`` that the tier holds."""
+        return [key for key in keys if self.lookup([key])]
+
+    def place(self, key: OffloadKey) -> int:
+        """The slot of a held key."""
+        (place,) = self.tier.index.begin_load([key])
+        if not isinstance(place, int):
+            raise TypeError(f"{key.hex()} is not held")
+        self.tier.index.end_load([key], [place], [False], 0.0)
+        return place
+
+    def location(self, slot: int) -> tuple[Path, int]:
+        """The file and the offset of a slot."""
+        geometry = self.tier.store.geometry
+        number, offset = geometry.locate(slot)
+        return self.tier.store.directory / geometry.segment_name(number), offset
+
+
+def make_options(path: Path, **options: object) -> LocalOptions:
+    """Options for a small tier in ``path``."""
+    return LocalOptions.model_validate({"type": "local", "path": str(path), "capacity": CAPACITY, **options})
+
+
+@contextmanager
+def opened(path: Path, **options: object) -> Iterator[LocalRig]:
+    """A tier in service in ``path``, shut down in the end."""
+    rig = LocalRig(path, **options).open()  # type: ignore[arg-type]
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def segment_files(path: Path) -> list[Path]:
+    """The segment files in ``path``."""
+    return sorted(path.glob("slots-*"))

@@ -1,0 +1,391 @@
+"""What a restart finds: from a checkpoint, from headers, from both; and that it believes neither blindly."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files
+from tiering.base import OffloadKey
+from tiering.secondary.files import Files
+from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
+from tiering.secondary.index.slots import SlotIndex
+from tiering.testing.faults import flip_bit, overwrite
+from tiering.testing.frames import key_of
+from tiering.testing.tier_rig import REQUEST
+from tiers.local import tier as tier_module
+from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
+from tiers.local.layout import PAGE, Geometry
+
+K = [key_of(number) for number in range(128)]
+
+
+def header_at(rig: LocalRig, slot: int) -> FrameHeader:
+    path, offset = rig.location(slot)
+    header = parse_header(memoryview(path.read_bytes())[offset : offset + HEADER_BYTES])
+    assert isinstance(header, FrameHeader)
+    return header
+
+
+def copy_block(rig: LocalRig, source: int, target: int, *, sequence: int, key: OffloadKey) -> None:
+    """Put a valid copy of a block in another slot, as a write with ``sequence`` would have left it."""
+    path, offset = rig.location(source)
+    frame = bytearray(path.read_bytes()[offset : offset + SLOT_BYTES])
+    before = header_at(rig, source)
+    encode_header(
+        memoryview(frame),
+        key=key,
+        fingerprint=before.fingerprint,
+        sequence=sequence,
+        raw_length=before.raw_length,
+        digest=before.digest,
+    )
+    path, offset = rig.location(target)
+    overwrite(path, offset, bytes(frame))
+
+
+def forget_checkpoint(path: Path) -> None:
+    (path / CHECKPOINT_NAME).unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- what is found
+
+
+def test_a_clean_restart_finds_everything_from_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:40])
+    caplog.set_level(logging.INFO, "kv_tiering.local")
+    with opened(tmp_path) as rig:
+        assert rig.lookup(K[:41]) == 40
+        assert rig.load(K[:40]) == K[:40]
+    assert "reading all headers" not in caplog.text
+
+
+def test_a_killed_engine_without_a_checkpoint_is_recovered_from_headers(tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:40])
+    rig.abandon()
+    with opened(tmp_path) as rig:
+        assert rig.lookup(K[:41]) == 40
+        assert rig.load(K[:40]) == K[:40]
+
+
+def test_what_was_written_after_the_checkpoint_is_found_beside_what_is_in_it(tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:20])
+    rig.checkpoint()
+    rig.store(K[20:40])
+    rig.abandon()
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:40]) == K[:40]
+
+
+def test_only_segments_written_since_the_checkpoint_are_read_again(tmp_path: Path) -> None:
+    """A header altered in a segment that was not written since is not noticed before the block is read."""
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:20])
+    rig.checkpoint()
+    path, offset = rig.location(rig.place(K[0]))
+    rig.abandon()
+    flip_bit(path, offset * 8)
+    with opened(tmp_path) as rig:
+        assert rig.held(K[:1]) == K[:1]
+        assert rig.load(K[:1]) == []
+        assert rig.held(K[:1]) == []
+
+
+def test_writes_during_recovery_are_marked_for_the_next_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:20])
+    for start in (20, 30, 40):
+        rig = LocalRig(tmp_path).open()
+        rig.store(K[start : start + 10])
+        rig.abandon()
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:50]) == K[:50]
+
+
+def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: Path) -> None:
+    for _ in range(5):
+        rig = LocalRig(tmp_path).open()
+        for start in range(0, 60, 6):
+            rig.submit_store(K[start : start + 6], first_row=start)
+            rig.tier.request_checkpoint()
+            rig.tier.on_schedule_end()
+        rig.wait(lambda rig=rig: not rig.tier.has_pending_work() and not rig.tier.checkpoint_pending)
+        stored = rig.held(K[:60])
+        assert len(stored) > 30
+        rig.abandon()
+        with opened(tmp_path) as again:
+            assert again.held(K[:60]) == stored
+            assert again.load(stored) == stored
+
+
+def test_an_evicted_block_does_not_come_back_in_place_of_the_one_that_took_its_slot(tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:10])
+    rig.checkpoint()
+    slots = rig.tier.store.geometry.num_slots
+    many = [key_of(1000 + number) for number in range(slots)]
+    for start in range(0, slots, 16):
+        rig.store(many[start : start + 16])
+    assert rig.held(K[:10]) == []
+    rig.abandon()
+    with opened(tmp_path) as rig:
+        assert rig.held(K[:10]) == []
+        assert rig.load(many[-32:]) == many[-32:]
+
+
+def test_recency_survives_in_the_checkpoint(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        slots = rig.tier.store.geometry.num_slots
+        keys = [key_of(number) for number in range(slots)]
+        for start in range(0, slots, 16):
+            rig.store(keys[start : start + 16])
+        rig.tier.touch(keys[:8], REQUEST)
+    with opened(tmp_path) as rig:
+        new = [key_of(5000 + number) for number in range(slots // 2)]
+        for start in range(0, len(new), 16):
+            rig.store(new[start : start + 16])
+        assert rig.held(keys[:8]) == keys[:8]
+        assert rig.held(keys[8:16]) == []
+
+
+def test_recovered_blocks_are_announced(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:5])
+    with opened(tmp_path, events=True) as rig:
+        announced = [key for event in rig.tier.take_events() if not event.removed for key in event.keys]
+        assert sorted(announced) == sorted(K[:5])
+
+
+# --------------------------------------------------------------------------------------------------- duplicates and the torn
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_of_two_copies_of_a_block_the_higher_sequence_wins(tmp_path: Path, newer: bool) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:2])
+    original, other = rig.place(K[0]), rig.place(K[1])
+    sequence = header_at(rig, original).sequence + (1000 if newer else -1000)
+    rig.abandon()
+    copy_block(rig, original, other, sequence=sequence, key=K[0])
+    with opened(tmp_path) as rig:
+        assert rig.place(K[0]) == (other if newer else original)
+        assert rig.held(K[1:2]) == []
+        assert rig.load(K[:1]) == K[:1]
+
+
+def test_a_copy_written_after_the_checkpoint_wins_over_the_checkpoint_and_an_older_one_does_not(tmp_path: Path) -> None:
+    for later in (True, False):
+        path = tmp_path / str(later)
+        rig = LocalRig(path).open()
+        geometry = rig.tier.store.geometry
+        rig.store(K[:1])
+        rig.checkpoint()
+        # The stores that follow mark another segment than that of the block.
+        filler = [key_of(100 + number) for number in range(geometry.slots_per_segment + 4)]
+        for start in range(0, len(filler), 16):
+            rig.store(filler[start : start + 16])
+        original = rig.place(K[0])
+        target = next(rig.place(key) for key in filler if geometry.locate(rig.place(key))[0] != geometry.locate(original)[0])
+        sequence = SEQUENCE.take(1) if later else header_at(rig, original).sequence - 1
+        rig.abandon()
+        # Take the mark of the first segment away: it was written to before and after the checkpoint.
+        (marks,) = path.glob("written-*")
+        data = marks.read_bytes()
+        overwrite(marks, len(data) - geometry.max_segments + geometry.locate(original)[0], b"\0")
+        copy_block(rig, original, target, sequence=sequence, key=K[0])
+        with opened(path) as again:
+            assert again.place(K[0]) == (target if later else original)
+            assert again.load(K[:1]) == K[:1]
+
+
+def test_a_torn_block_is_a_miss_and_its_slot_is_used_again(tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:3])
+    path, offset = rig.location(rig.place(K[1]))
+    rig.abandon()
+    overwrite(path, offset + PAGE + BLOCK_BYTES // 2, bytes(BLOCK_BYTES // 2))
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:3]) == [K[0], K[2]]
+        assert rig.tier.get_stats().corrupt_blocks == 1
+        assert rig.store(K[:3]) == K[:3]
+        assert rig.load(K[:3]) == K[:3]
+
+
+def test_a_torn_header_is_a_free_slot(tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:3])
+    path, offset = rig.location(rig.place(K[1]))
+    rig.abandon()
+    overwrite(path, offset + 40, bytes(40))
+    with opened(tmp_path) as rig:
+        assert rig.held(K[:3]) == [K[0], K[2]]
+        assert rig.tier.index.slots == rig.tier.store.geometry.num_slots
+
+
+# --------------------------------------------------------------------------------------------- checkpoints that are no good
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "foreign text", "missing"])
+def test_a_damaged_checkpoint_is_not_used_and_headers_are_read(tmp_path: Path, damage: str) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:30])
+    path = tmp_path / CHECKPOINT_NAME
+    data = path.read_bytes()
+    if damage == "flipped":
+        flip_bit(path, len(data) * 4)
+    else:
+        path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "foreign text": b"x" * 4096, "missing": b""}[damage])
+    if damage == "missing":
+        path.unlink()
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:30]) == K[:30]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
+def test_without_the_marks_the_checkpoint_is_not_used(tmp_path: Path, damage: str) -> None:
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:10])
+    rig.checkpoint()
+    rig.store(K[10:20])
+    rig.abandon()
+    (marks,) = tmp_path.glob("written-*")
+    if damage == "missing":
+        marks.unlink()
+    else:
+        marks.write_bytes(marks.read_bytes()[:10] if damage == "truncated" else b"y" * 100)
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:20]) == K[:20]
+
+
+def test_a_checkpoint_older_than_the_last_one_still_holds_with_the_marks_since(tmp_path: Path) -> None:
+    """The new generation began, but the engine was killed before its checkpoint was in place."""
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:10])
+    rig.checkpoint()
+    rig.store(K[10:20])
+    rig.tier.store.marks.begin()
+    rig.store(K[20:30])
+    rig.abandon()
+    with opened(tmp_path) as rig:
+        assert rig.load(K[:30]) == K[:30]
+
+
+def test_a_checkpoint_of_another_namespace_is_not_used(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:10])
+    with opened(tmp_path, model="model-b") as rig:
+        assert rig.held(K[:10]) == []
+        rig.store(K[10:20])
+    with opened(tmp_path) as rig:
+        assert rig.held(K[:20]) == K[:10]
+        assert rig.load(K[:10]) == K[:10]
+
+
+def test_a_lost_segment_loses_its_blocks_and_nothing_else(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        slots = rig.tier.store.geometry.num_slots
+        keys = [key_of(number) for number in range(slots)]
+        for start in range(0, slots, 16):
+            rig.store(keys[start : start + 16])
+        gone, _ = rig.location(rig.place(keys[0]))
+        kept = [key for key in keys if rig.location(rig.place(key))[0] != gone]
+    gone.unlink()
+    with opened(tmp_path) as rig:
+        assert rig.held(keys) == kept
+        assert rig.load(kept[:20]) == kept[:20]
+
+
+# -------------------------------------------------------------------------------------------------------- in the background
+
+
+def test_the_tier_serves_while_it_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    with opened(tmp_path, segment_size="128KiB") as rig:
+        rig.store(K[:30])
+    forget_checkpoint(tmp_path)
+    go = threading.Event()
+
+    class SlowFiles(Files):
+        def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
+            if threading.current_thread().name.startswith("kv-scan"):
+                go.wait(20)
+            return super().preadv(fd, buffers, offset)
+
+    rig = LocalRig(tmp_path, files=SlowFiles(), capacity="2MiB", segment_size="128KiB")
+    try:
+        super(LocalRig, rig).open()
+        rig.wait(lambda: rig.tier.index.free > 0)
+        assert rig.tier.recovering
+        assert rig.held(K[:30]) == []
+        assert rig.store([K[0], K[50]]) == [K[0], K[50]]
+        written = rig.place(K[0])
+        go.set()
+        rig.wait(lambda: not rig.tier.recovering)
+        assert rig.held(K[:30]) == K[:30]
+        assert rig.place(K[0]) == written
+        assert rig.load([*K[:30], K[50]]) == [*K[:30], K[50]]
+    finally:
+        go.set()
+        rig.close()
+
+
+def test_a_reset_during_recovery_lets_nothing_old_in(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:30])
+    forget_checkpoint(tmp_path)
+    rig = LocalRig(tmp_path)
+    rig.tier.open(rig.context.clock() + 20)
+    assert rig.tier.reset(rig.context.clock() + 20)
+    rig.wait(lambda: not rig.tier.recovering)
+    assert rig.held(K[:30]) == []
+    assert rig.tier.index.slots == rig.tier.store.geometry.num_slots
+    assert rig.store(K[:3]) == K[:3]
+    rig.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- the file itself
+
+
+def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    keys = [b"a\0\0\0\0", b"much longer than the others\0\0\0\1", b"\0" * 40]
+    index = SlotIndex(16)
+    index.add_free(np.arange(16))
+    plan = index.plan_store(keys, 0.0)
+    index.end_store(keys, plan.places, [True] * 3, 0.0)
+    geometry = Geometry(SLOT_BYTES, 16, 1)
+    builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
+    for start in range(0, 16, 5):
+        builder.add(index.slice(start, min(start + 5, 16)))
+    write_checkpoint(tmp_path, builder.finish(), Files())
+    checkpoint = read_checkpoint(tmp_path, geometry, bytes(16))
+    assert not isinstance(checkpoint, str)
+    found = {key: slot for batch, slots in checkpoint.key_batches(2) for key, slot in zip(batch, slots.tolist(), strict=True)}
+    assert found == dict(zip(keys, plan.places, strict=True))
+
+
+def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
+    geometry = Geometry(SLOT_BYTES, 16, 1)
+    builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
+    builder.add(SlotIndex(16).slice(0, 16))
+    write_checkpoint(tmp_path, builder.finish(), Files())
+    checkpoint = read_checkpoint(tmp_path, geometry, bytes(16))
+    assert not isinstance(checkpoint, str)
+    assert len(checkpoint) == 0
+    assert list(checkpoint.key_batches(10)) == []
+
+
+def test_what_an_interrupted_process_left_half_made_is_removed(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:3])
+    half = tmp_path / (segment_files(tmp_path)[0].name + ".new")
+    half.write_bytes(b"x")
+    with opened(tmp_path) as rig:
+        assert not half.exists()
+        assert rig.load(K[:3]) == K[:3]

@@ -1,0 +1,205 @@
+"""The object store as a tier: out of service and back, faults in the middle of jobs, compression, accounting."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.fake_s3 import FakeS3, Trouble
+from tiering.base import OffloadKey
+from tiering.namespace import KVLayout, ModelIdentity, Namespace
+from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_tests import K
+from tiers.s3 import S3_TIER, S3Options
+from tiers.s3.definition import S3Tier, element_size
+
+BLOCK_BYTES = 64 << 10
+FAST = {"breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"}, "retries": {"attempts": 3, "backoff": "1ms"}}
+
+
+class Bfloat16Rig(TierRig):
+    """Blocks that look like a KV cache in bf16."""
+
+    def content(self, key: OffloadKey) -> bytes:
+        rng = np.random.default_rng(int.from_bytes(key[:7], "big"))
+        numbers = rng.standard_normal(self.size(key) // 2, np.float32).view(np.uint32) >> 16
+        return numbers.astype(np.uint16).tobytes()
+
+
+@pytest.fixture
+def make(fake: FakeS3) -> Iterator[Callable[..., TierRig]]:
+    rigs: list[TierRig] = []
+
+    def build(kind: type[TierRig] = TierRig, **words: object) -> TierRig:
+        chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "absent_ttl": "20ms"} | FAST | words
+        rig = kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
+        rigs.append(rig)
+        return rig
+
+    yield build
+    for rig in rigs:
+        rig.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+def open_tier(rig: TierRig, patience: float = 5.0) -> bool:
+    return rig.tier.open(time.monotonic() + patience)
+
+
+Make = Callable[..., TierRig]
+
+
+class TestOutages:
+    @pytest.mark.parametrize(("status", "word"), [(403, "credentials"), (404, "no such bucket"), (503, "503")])
+    def test_what_is_wrong_at_start_is_said_once_and_the_tier_comes_back(
+        self, fake: FakeS3, make: Make, caplog: pytest.LogCaptureFixture, status: int, word: str
+    ) -> None:
+        fake.fail(status, times=1 << 30)
+        rig = make()
+        assert not open_tier(rig)
+        assert rig.lookup(K[:1]) == 0
+        assert rig.store(K[:1]) == []
+        asked = len(fake.seen)
+        rig.wait(lambda: len(fake.seen) >= asked + 3)
+        (line,) = lines(caplog, "not in service")
+        assert word in line
+        fake.heal()
+        rig.wait(lambda: rig.tier.get_stats().available)
+        assert rig.store(K[:2]) == K[:2]
+        assert rig.load(K[:2]) == K[:2]
+
+    def test_an_endpoint_that_does_not_answer_delays_the_start_no_longer_than_its_deadline(self, fake: FakeS3, make: Make) -> None:
+        fake.fail(Trouble.HANG, times=1 << 30)
+        rig = make(request_timeout="1s")
+        begun = time.monotonic()
+        assert not open_tier(rig, 0.1)
+        assert time.monotonic() - begun < 1.0
+        assert fake.hanging.acquire(timeout=5)
+
+    @pytest.mark.parametrize("trouble", [500, 503, 429, Trouble.RESET])
+    def test_what_passes_is_tried_again_within_the_job(self, fake: FakeS3, make: Make, trouble: int | Trouble) -> None:
+        rig = make().open()
+        fake.fail(trouble, method="PUT", part="blocks/")
+        assert rig.store(K[:3]) == K[:3]
+        fake.fail(trouble, method="GET", part="blocks/")
+        assert rig.load(K[:3]) == K[:3]
+        assert rig.tier.get_stats().retries >= 2
+
+    def test_a_body_cut_short_is_tried_again(self, fake: FakeS3, make: Make) -> None:
+        rig = make().open()
+        rig.store(K[:1])
+        fake.fail(Trouble.CUT_BODY, method="GET", part="blocks/")
+        assert rig.load(K[:1]) == K[:1]
+
+    def test_an_outage_is_a_miss_and_ends(self, fake: FakeS3, make: Make) -> None:
+        rig = make(max_inflight=1).open()
+        rig.store(K[:4])
+        fake.fail(503, times=1 << 30)
+        assert rig.load(K[:4]) == []
+        rig.wait(lambda: rig.tier.get_stats().breaker_state != 0)
+        assert rig.lookup(K[:4]) == 0
+        fake.heal()
+        rig.wait(lambda: rig.tier.get_stats().breaker_state == 0)
+        assert rig.load(K[:4]) == K[:4]
+
+    def test_a_hang_fails_the_job_when_its_deadline_has_passed(self, fake: FakeS3, make: Make) -> None:
+        rig = make(deadline="300ms").open()
+        rig.store(K[:1])
+        fake.fail(Trouble.HANG, method="GET", part="blocks/", times=1 << 30)
+        assert rig.load(K[:1]) == []
+
+
+class TestSharing:
+    def test_a_block_another_engine_has_stored_is_not_uploaded_again(self, fake: FakeS3, make: Make) -> None:
+        one, two = make().open(), make().open()
+        one.store(K[:3])
+        before = len(fake.asked("PUT", "blocks/"))
+        assert two.store(K[:4]) == K[:4]
+        assert len(fake.asked("PUT", "blocks/")) == before + 1
+
+    def test_a_prefix_is_asked_about_in_few_requests(self, fake: FakeS3, make: Make) -> None:
+        make().open().store(K[:20])
+        two = make().open()
+        before = len(fake.asked("HEAD"))
+        assert two.lookup(K) == 20
+        assert len(fake.asked("HEAD")) - before < 20
+
+    def test_after_a_reset_the_blocks_of_before_are_reclaimed(self, fake: FakeS3, make: Make) -> None:
+        rig = make().open()
+        rig.store(K[:3])
+        assert rig.tier.reset(time.monotonic() + 5)
+        rig.wait(lambda: not [name for name in fake.objects if "/blocks/" in name])
+        assert rig.lookup(K[:1]) == 0
+
+
+class TestCompression:
+    def test_round_trip_and_smaller_objects(self, fake: FakeS3, make: Make) -> None:
+        rig = make(Bfloat16Rig, compression="zstd").open()
+        assert rig.store(K[:8]) == K[:8]
+        sizes = [len(data) for name, data in fake.objects.items() if "/blocks/" in name]
+        assert len(sizes) == 8
+        assert max(sizes) < 0.8 * BLOCK_BYTES
+        assert rig.load(K[:8]) == K[:8]
+
+    def test_what_does_not_shrink_is_stored_as_it_is(self, fake: FakeS3, make: Make) -> None:
+        rig = make(compression="zstd").open()
+        rig.store(K[:1])
+        assert [len(data) for name, data in fake.objects.items() if "/blocks/" in name] == [BLOCK_BYTES + 128]
+        assert rig.load(K[:1]) == K[:1]
+
+    def test_is_read_by_an_engine_that_does_not_compress(self, make: Make) -> None:
+        make(Bfloat16Rig, compression="zstd").open().store(K[:2])
+        assert make(Bfloat16Rig).open().load(K[:2]) == K[:2]
+
+    @pytest.mark.parametrize(("kv_dtype", "size"), [("bfloat16", 2), ("float16", 2), ("fp8_e4m3", 1), ("int8", 1), ("float32", 4)])
+    def test_splits_by_the_size_of_a_number(self, kv_dtype: str, size: int) -> None:
+        layout = KVLayout(
+            kv_dtype=kv_dtype,
+            layer_names=("a",),
+            groups=("full",),
+            gpu_block_size=(16,),
+            block_size_factor=1,
+            group_bytes=(1024,),
+            memory_order="NHD",
+            parallel_sizes=(),
+            hash_algorithm="sha256",
+            hash_seed="0",
+            hash_block_size=16,
+        )
+        model = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout=layout)
+        assert element_size(Namespace.build(model, (1024,))) == size
+        other = ModelIdentity(name="m", weights="w", dtype=kv_dtype, layout="mine")
+        assert element_size(Namespace.build(other, (1024,))) == size
+
+
+class TestAccounting:
+    def test_requests_are_those_that_the_service_saw(self, fake: FakeS3, make: Make) -> None:
+        rig = make().open()
+        rig.store(K[:3])
+        rig.load(K[:4])
+        rig.lookup(K[:8])
+        assert rig.tier.get_stats().requests == len(fake.seen)
+
+    def test_small_blocks_are_warned_about_once(self, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.WARNING)
+        rig = make().open()
+        assert rig.tier.reset(time.monotonic() + 5)
+        assert len(lines(caplog, "blocks of 64 KiB are small")) == 1
+
+    def test_everything_lies_under_the_prefix(self, fake: FakeS3, make: Make) -> None:
+        make().open().store(K[:1])
+        assert {name.split("/")[1] for name in fake.objects if name.startswith("prod/")} == {"blocks", "documents"}
+        assert all(name.startswith("prod/") for name in fake.objects)
+
+    def test_building_opens_nothing(self, fake: FakeS3, make: Make) -> None:
+        rig = make()
+        assert isinstance(rig.tier, S3Tier)
+        assert rig.tier.medium == "OBJECT"
+        assert fake.seen == []
