@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ SCAN_THREADS = 8
 
 _PIECE_SLOTS = 256
 _FREE_AT_ONCE = 65536
+_GROUP_SLOTS = 65536
 _NO_SLOTS: Rows = np.empty(0, np.int64)
 
 
@@ -103,45 +105,69 @@ class _Recovery:
         foreign = checkpoint.foreign[_within(checkpoint.foreign, unclaimed)].astype(np.int64)
         unclaimed[foreign] = False
         yield RecoveredBatch(foreign=foreign, seen=checkpoint.sequence)
-        free = np.flatnonzero(unclaimed)
-        for start in range(0, len(free), _FREE_AT_ONCE):
-            yield RecoveredBatch(free=free[start : start + _FREE_AT_ONCE])
-        for keys, slots in checkpoint.key_batches(BATCH_BLOCKS):
-            if self._stop.is_set():
-                return
-            rows = slots.astype(np.int64)
-            kept = _within(slots, clean)
-            if not kept.all():
-                keys, rows = [key for key, keep in zip(keys, kept.tolist(), strict=True) if keep], rows[kept]
-            yield RecoveredBatch(keys, rows, np.full(len(rows), checkpoint.sequence, np.uint64))
+        yield from _in_pieces(np.flatnonzero(unclaimed))
+
+        again = [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked)]
+        found = _Found()
         with _Scanner(self._segments, self._stop) as scanner:
-            yield from self._sort_out(scanner, doubtful)
-        yield from self._scan_all(self._oldest_first([number for number in self._numbers if number in marked]))
+            for slots in again:
+                found.add(slots, scanner.scan(slots), self._fingerprint)
+        if self._stop.is_set():
+            return
+        unchanged = found.take_unchanged(checkpoint)
+        for keys, slots in checkpoint.key_batches(BATCH_BLOCKS):
+            kept = [
+                is_clean or unchanged.get(slot) == key
+                for key, slot, is_clean in zip(keys, slots.tolist(), _within(slots, clean).tolist(), strict=True)
+            ]
+            if not all(kept):
+                keys, slots = list(compress(keys, kept)), slots[np.array(kept, np.bool_)]
+            yield RecoveredBatch(keys, slots.astype(np.int64), np.full(len(slots), checkpoint.sequence, np.uint64))
+        yield from found.batches()
+
+    def _slots_of(self, number: int) -> Rows:
+        per_segment = self._geometry.slots_per_segment
+        return np.arange(number * per_segment, (number + 1) * per_segment)
 
     # --------------------------------------------------------------------------------------------------------------- scan
 
     def _scan_all(self, numbers: Sequence[int]) -> Iterator[RecoveredBatch]:
-        per_segment = self._geometry.slots_per_segment
+        """Everything in ``numbers``, sorted within groups of segments: the first blocks serve before the last header is read."""
         with _Scanner(self._segments, self._stop) as scanner:
+            found = _Found()
             for number in numbers:
-                for first in range(0, per_segment, BATCH_BLOCKS):
-                    stop = min(first + BATCH_BLOCKS, per_segment)
-                    yield from self._sort_out(scanner, number * per_segment + np.arange(first, stop))
+                slots = self._slots_of(number)
+                found.add(slots, scanner.scan(slots), self._fingerprint)
+                if self._stop.is_set():
+                    return
+                if found.slots >= _GROUP_SLOTS:
+                    yield from found.batches()
+                    found = _Found()
+            yield from found.batches()
 
-    def _sort_out(self, scanner: _Scanner, slots: Rows) -> Iterator[RecoveredBatch]:
-        headers = scanner.scan(slots)
-        if not len(slots) or len(headers) < len(slots):
+
+class _Found:
+    """What headers say, sorted out: of two blocks with one key the later written one counts, the other slot is free."""
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self._mine: dict[bytes, tuple[int, int]] = {}
+        self._free: list[int] = []
+        self._foreign: list[int] = []
+        self._seen = 0
+
+    def add(self, slots: Rows, headers: Sequence[FrameHeader | None], fingerprint: bytes) -> None:
+        """The ``headers`` in ``slots`` (fewer if the scan was told to stop, and then nothing counts)."""
+        if len(headers) < len(slots):
             return
-        mine: dict[bytes, tuple[int, int]] = {}
-        free: list[int] = []
-        foreign: list[int] = []
-        seen = 0
+        self.slots += len(slots)
+        mine, free, foreign = self._mine, self._free, self._foreign
         for slot, header in zip(slots.tolist(), headers, strict=True):
             if header is None:
                 free.append(slot)
                 continue
-            seen = max(seen, header.sequence)
-            if header.key is None or header.fingerprint != self._fingerprint:
+            self._seen = max(self._seen, header.sequence)
+            if header.key is None or header.fingerprint != fingerprint:
                 foreign.append(slot)
                 continue
             sequence, other = mine.get(header.key, (-1, -1))
@@ -151,17 +177,42 @@ class _Recovery:
                 other = slot
             if other >= 0:
                 free.append(other)
+
+    def take_unchanged(self, checkpoint: Checkpoint) -> dict[int, bytes]:
+        """Take out what was written before ``checkpoint``; slot → key.
+
+        The checkpoint knows of those blocks, and how recent they are, or had given them up: those slots are free.
+        """
+        doubtful = set(checkpoint.written.tolist())
+        old = {
+            slot: key for key, (sequence, slot) in self._mine.items() if sequence <= checkpoint.sequence and slot not in doubtful
+        }
+        for key in old.values():
+            del self._mine[key]
+        held = set(checkpoint.slots[np.isin(checkpoint.slots, np.fromiter(old, np.int64, len(old)))].tolist())
+        self._free += [slot for slot in old if slot not in held]
+        return old
+
+    def batches(self) -> Iterator[RecoveredBatch]:
+        """All that was added and not taken out, the block written last coming last."""
         # Headers say when a block was written, not when it was used: the later, the more recent.
-        ordered = sorted(mine.items(), key=lambda item: item[1], reverse=True)
+        ordered = sorted(self._mine.items(), key=lambda item: item[1])
         yield RecoveredBatch(
-            [key for key, _ in ordered],
-            np.array([slot for _, (_, slot) in ordered], np.int64),
-            np.array([sequence for _, (sequence, _) in ordered], np.uint64),
-            np.array(free, np.int64),
-            np.array(foreign, np.int64),
-            seen,
-            scanned=True,
+            free=np.array(self._free, np.int64), foreign=np.array(self._foreign, np.int64), seen=self._seen, scanned=True
         )
+        for start in range(0, len(ordered), BATCH_BLOCKS):
+            batch = ordered[start : start + BATCH_BLOCKS][::-1]
+            yield RecoveredBatch(
+                [key for key, _ in batch],
+                np.array([slot for _, (_, slot) in batch], np.int64),
+                np.array([sequence for _, (sequence, _) in batch], np.uint64),
+                scanned=True,
+            )
+
+
+def _in_pieces(free: Rows) -> Iterator[RecoveredBatch]:
+    for start in range(0, len(free), _FREE_AT_ONCE):
+        yield RecoveredBatch(free=free[start : start + _FREE_AT_ONCE])
 
 
 def _within(slots: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
