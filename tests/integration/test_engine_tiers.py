@@ -93,7 +93,6 @@ def test_nothing_old_is_served_after_a_reset(tmp_path: Path) -> None:
         assert wrong_answers(ask_all(engine, PROMPTS, "again"), PROMPTS, model=new) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a restarted engine enters the epoch that other weights have filled under its own identity")
 def test_an_engine_that_restarts_with_its_first_weights_finds_nothing_of_later_ones(tmp_path: Path) -> None:
     with Engine(options(num_blocks=64, stack=stack("local", tmp_path))) as engine:
         engine.load_weights(1)

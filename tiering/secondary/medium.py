@@ -18,9 +18,21 @@ def epoch_document(namespace: Namespace) -> str:
     return f"epoch-{namespace.directory}"
 
 
+def private_epoch(epoch: bytes) -> bytes:
+    """The epoch document's content for an ``epoch`` that a reset began.
+
+    Only the process that was reset may use it: what it computes after a reset (other weights, say) is not what the namespace's
+    parameters, which were taken at its start, describe.  Without the mark (16 bytes) any process with these parameters may.
+    """
+    return epoch + _PRIVATE
+
+
 def parameters_document(namespace: Namespace) -> str:
     """The name of the document that holds the readable parameters of ``namespace``."""
     return f"namespace-{namespace.directory}.json"
+
+
+_PRIVATE = b"reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +57,9 @@ class Medium:
         self._opened = False
 
     def enter(self, new_epoch: bytes | None) -> Entered:
-        """Open the store unless it is open, check the parameters, and find the epoch, or begin ``new_epoch``, durably.
+        """Open the store unless it is open, check the parameters, and find the epoch, or begin ``new_epoch`` (a reset), durably.
 
+        An epoch that another process began by a reset is its own: a fresh one begins then, for this process and later ones.
         Raises :class:`tiering.errors.StoreError`; may be called again then.
         """
         if not self._opened:
@@ -55,15 +68,19 @@ class Medium:
         self._check_parameters()
         document = epoch_document(self._namespace)
         stored = self._store.read_document(document)
-        if stored is not None and len(stored) != len(FIRST_EPOCH):
+        epoch, private = _parse_epoch(stored)
+        if epoch is None:
             logger.warning("tier %s: document %s is damaged; a new epoch begins, older blocks are foreign", self._name, document)
-            new_epoch = new_epoch or self._namespace.next_epoch().epoch
-            stored = None
-        current = self._namespace.with_epoch(FIRST_EPOCH if stored is None else bytes(stored))
-        if new_epoch is None:
+        current = self._namespace.with_epoch(epoch or FIRST_EPOCH)
+        if new_epoch is not None:
+            self._store.write_document(document, private_epoch(new_epoch))
+            return Entered(self._namespace.with_epoch(new_epoch), None if current.epoch == new_epoch else current)
+        if epoch is not None and not private:
             return Entered(current)
-        self._store.write_document(document, new_epoch)
-        return Entered(self._namespace.with_epoch(new_epoch), None if current.epoch == new_epoch else current)
+        # Blocks of the private epoch are not reclaimed: on a shared medium the process that was reset may be alive.
+        fresh = self._namespace.next_epoch()
+        self._store.write_document(document, fresh.epoch)
+        return Entered(fresh)
 
     def close(self, timeout: float) -> None:
         """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
@@ -93,3 +110,13 @@ class Medium:
                 f"document {document} holds other parameters than this engine's under the same fingerprint: it is damaged, or not ours; "
                 "inspect it, and remove it (and the blocks of this namespace) if it is not needed"
             )
+
+
+def _parse_epoch(document: bytes | None) -> tuple[bytes | None, bool]:
+    """The epoch that a document names (None: it is damaged), and whether it is private."""
+    if document is None:
+        return FIRST_EPOCH, False
+    epoch, mark = bytes(document[: len(FIRST_EPOCH)]), bytes(document[len(FIRST_EPOCH) :])
+    if len(epoch) != len(FIRST_EPOCH) or mark not in (b"", _PRIVATE):
+        return None, False
+    return epoch, mark == _PRIVATE

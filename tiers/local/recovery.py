@@ -110,8 +110,8 @@ class _Recovery:
         again = [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked)]
         found = _Found()
         with _Scanner(self._segments, self._stop) as scanner:
-            for slots in again:
-                found.add(slots, scanner.scan(slots), self._fingerprint)
+            for unsure in again:
+                found.add(unsure, scanner.scan(unsure), self._fingerprint)
         if self._stop.is_set():
             return
         unchanged = found.take_unchanged(checkpoint)

@@ -155,6 +155,26 @@ def test_recency_survives_in_the_checkpoint(tmp_path: Path) -> None:
         assert rig.held(keys[8:16]) == []
 
 
+def test_recency_survives_one_restart_after_another(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        slots = rig.tier.store.geometry.num_slots
+        keys = [key_of(number) for number in range(slots)]
+        for start in range(0, slots, 16):
+            rig.store(keys[start : start + 16])
+        by_slot = sorted(keys, key=rig.place)
+        for used in (by_slot[-8:], by_slot[:8]):
+            rig.tier.touch(used, REQUEST)
+    for number in range(3):
+        with opened(tmp_path) as rig:
+            assert rig.store([key_of(4000 + number)])
+    with opened(tmp_path) as rig:
+        new = [key_of(5000 + number) for number in range(slots // 2)]
+        for start in range(0, len(new), 16):
+            rig.store(new[start : start + 16])
+        assert rig.held(by_slot[-8:]) == by_slot[-8:]
+        assert rig.held(by_slot[:8]) == by_slot[:8]
+
+
 def test_recovered_blocks_are_announced(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:5])

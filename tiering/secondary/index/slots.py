@@ -253,7 +253,9 @@ class SlotIndex(TierIndex):
         if not len(slots):
             return
         self._table.insert(keys, slots)
-        self._stamp(slots)
+        # Not one number for all: a batch is thousands of blocks, and its order must survive the next checkpoint.
+        self._tick += len(slots)
+        self._used[slots] = (self._tick - np.arange(len(slots))) & 0xFFFF_FFFF
         if self._sequences is not None:
             self._sequences[slots] = sequences
 

@@ -1,0 +1,1 @@
+"""Adapters: how a real engine drives the connector's two halves."""

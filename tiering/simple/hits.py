@@ -1,0 +1,92 @@
+"""The longest prefix that the CPU pool holds, for full attention, sliding windows, state-space groups and their mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+
+from tiering.base import KVCacheGroup, OffloadKey
+from tiering.simple.cache_config import is_full_attention, is_state_space
+
+Keys = Sequence[Sequence[OffloadKey]]
+"""Names of a request's blocks, per group, in their order."""
+
+
+class GroupNeeds:
+    """Which blocks of one group a sequence needs in order to go on."""
+
+    __slots__ = ("block_size", "is_full", "is_state", "window")
+
+    def __init__(self, group: KVCacheGroup) -> None:
+        self.block_size = group.gpu_block_size
+        self.is_full = is_full_attention(group)
+        self.is_state = is_state_space(group)
+        self.window = 0 if self.is_state or group.sliding_window is None else group.sliding_window
+
+    def first_needed(self, tokens: int) -> int:
+        """The first block that the token after ``tokens`` tokens sees; those before are never read again."""
+        if self.is_full:
+            return 0
+        if self.is_state:
+            return max(0, tokens - 1) // self.block_size
+        return max(0, tokens - self.window + 1) // self.block_size
+
+    def longest(self, held: bytes, start: int, blocks: int, step: int) -> int:
+        """The largest multiple of ``step`` up to ``blocks`` at which everything needed from ``start`` on is held.
+
+        ``held[i]`` says whether block ``start + i`` is.  ``start`` if there is none: those before it are on the GPU.
+        """
+        if self.is_full:
+            missing = held.find(b"\0", 0, blocks - start)
+            end = blocks if missing < 0 else start + missing
+            return max(start, end // step * step)
+        end = blocks // step * step
+        while end > start:
+            if self.is_state:
+                found = held.rfind(b"\1", 0, end - start) + 1 + start
+                if found == end:
+                    return end
+                end = found // step * step
+                continue
+            first = max(start, self.first_needed(end * self.block_size))
+            missing = held.rfind(b"\0", first - start, end - start)
+            if missing < 0:
+                return end
+            end = (start + missing) // step * step
+        return start
+
+
+class HitSearch:
+    """Finds hits over all groups of an engine.  A hit ends where a block ends in every group."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+        self.needs = [GroupNeeds(group) for group in groups]
+        self.alignment = lcm(*(need.block_size for need in self.needs))
+        self._order = sorted(range(len(groups)), key=lambda index: not self.needs[index].is_full)
+
+    def longest(self, keys: Keys, computed: int, limit: int, is_held: Callable[[OffloadKey], bool]) -> int:
+        """The end, in tokens, of the longest prefix of at most ``limit`` tokens that can be had; ``computed`` if none goes beyond.
+
+        The first ``computed`` tokens are on the GPU already.
+        """
+        end = min(limit, *(len(names) * need.block_size for names, need in zip(keys, self.needs, strict=True)))
+        end = end // self.alignment * self.alignment
+        if end <= computed or computed % self.alignment:
+            return computed
+        held: dict[int, bytes] = {}
+        settled = 0
+        # Every group can only shorten the hit, so this ends; it is over when all of them agree in a row.
+        while settled < len(self._order):
+            for group in self._order:
+                need = self.needs[group]
+                size = need.block_size
+                if group not in held:
+                    held[group] = bytes(map(is_held, keys[group][computed // size : end // size]))
+                found = need.longest(held[group], computed // size, end // size, self.alignment // size) * size
+                if found <= computed:
+                    return computed
+                settled = settled + 1 if found == end else 1
+                end = found
+                if settled >= len(self._order):
+                    break
+        return end
