@@ -104,7 +104,8 @@ class BlockTable:
             self.evictable -= count - take
             rows = np.concatenate((rows, victims)) if take else victims
         self.refs[rows] = WRITING
-        self.keys[rows] = keys
+        # An array, because numpy would hand the interpreter lock to others while it assigns a list.
+        self.keys[rows] = np.fromiter(keys, object, count)
         self.pending.update(zip(keys, rows.tolist(), strict=True))
         return rows, evicted
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count, islice, takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -31,29 +31,23 @@ from tiering.base import (
 )
 from tiering.errors import ConfigError
 from tiering.manager_stats import ManagerStats
+from tiering.prefix_search import PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
-from tiering.requests import Request, TierState
+from tiering.requests import Request, Shares, TierState
 from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 
 _log = logging.getLogger("kv_tiering.manager")
 
 
-_NONE: frozenset[OffloadKey] = frozenset()
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion."""
+    """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion.  ``deadline``: of its tier's jobs."""
 
     state: TierState
     rows: Rows
+    deadline: float
     promotion: Promotion | None = None
-
-
-def _leading_outside(keys: Sequence[OffloadKey], one: Container[OffloadKey], other: Container[OffloadKey]) -> list[OffloadKey]:
-    """The leading keys that are in neither container."""
-    return list(takewhile(lambda key: key not in one and key not in other, keys))
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -98,6 +92,7 @@ class TieringOffloadingManager(OffloadingManager):
             TierState(tier, rank, max(1, int(tier.primary_share * rows))) for rank, tier in enumerate(self.secondary_tiers)
         ]
         self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
+        self._search = PrefixSearch(self._table, self._promotions, self._call)
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._job_ids = count(1)
@@ -133,63 +128,7 @@ class TieringOffloadingManager(OffloadingManager):
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
             return PrefixMatch(hits, False)
-        return self._match_beyond(self._request(req_context), keys, hits)
-
-    def _match_beyond(self, request: Request, keys: Sequence[OffloadKey], position: int) -> PrefixMatch:
-        """Go on from the first key that is not readable: through what is in flight, and what the tiers hold."""
-        pending = False
-        while position < len(keys):
-            key = keys[position]
-            if key in self._readable:
-                position += sum(1 for _ in takewhile(self._readable.__contains__, islice(keys, position, None)))
-            elif key in request.refused:
-                break
-            elif key in self._pending:
-                run = list(takewhile(self._pending.__contains__, islice(keys, position, None)))
-                if request.refused:
-                    run = list(takewhile(lambda other: other not in request.refused, run))
-                self._promotions.join(request, run)
-                pending = True
-                position += len(run)
-            else:
-                promoted, undecided = self._ask_tiers(request, keys, position)
-                if undecided:
-                    return PrefixMatch(position, True)
-                if not promoted:
-                    break
-                pending = True
-                position += promoted
-        return PrefixMatch(position, pending)
-
-    def _ask_tiers(self, request: Request, prefix: Sequence[OffloadKey], position: int) -> tuple[int, bool]:
-        """How many keys from ``position``, which the primary tier lacks, are being promoted now; else, is that one undecided."""
-        undecided = False
-        keys = prefix[position:]
-        for state in request.tiers:
-            if not state.in_service:
-                continue
-            answer = self._call(state, state.tier.lookup_prefix, keys, request.ctx)
-            if answer is None:
-                continue
-            held: list[OffloadKey] = list(islice(keys, answer.held))
-            refused, failed = request.refused, request.failed.get(state.rank, _NONE)
-            if refused or failed:
-                held = _leading_outside(held, refused, failed)
-            if held and len(held) >= state.tier.min_prefix_blocks:
-                return self._promote_behind(
-                    prefix[:position], state, request, _leading_outside(held, self._readable, self._pending)
-                ), False
-            undecided = undecided or (answer.undecided and not answer.held)
-        return 0, undecided
-
-    def _promote_behind(self, head: Sequence[OffloadKey], state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
-        """Promote ``keys`` without evicting the readable blocks of the same prefix, which they would be worthless without."""
-        rows = np.array([row for row in map(self._readable.get, head) if row is not None], np.int64)
-        self._table.pin(rows)
-        try:
-            return self._promotions.start(state, request, keys)
-        finally:
-            self._table.unpin(rows)
+        return self._search.match(self._request(req_context), keys, hits)
 
     # ------------------------------------------------------------------------------------------------------- load and touch
 
@@ -251,8 +190,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._table.pin(rows, len(serving))
         for state in serving:
             job_id = next(self._job_ids)
-            self._jobs[job_id] = _Job(state, rows)
-            self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, self._clock()))
+            now = self._clock()
+            self._jobs[job_id] = _Job(state, rows, state.deadline(now))
+            self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, now))
 
     # ------------------------------------------------------------------------------------------------------------ requests
 
@@ -346,8 +286,9 @@ class TieringOffloadingManager(OffloadingManager):
         for promotion in self._promotions.take_queued():
             job_id = next(self._job_ids)
             rows = np.array(promotion.rows, np.int64)
-            self._jobs[job_id] = _Job(promotion.state, rows, promotion)
-            job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, self._clock())
+            now = self._clock()
+            self._jobs[job_id] = _Job(promotion.state, rows, promotion.state.deadline(now), promotion)
+            job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, now)
             self._submit(promotion.state, promotion.state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
@@ -391,7 +332,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._collected = False
 
     def has_pending_work(self) -> bool:
-        return self._promotions.queued or any(job.state.in_service for job in self._jobs.values())
+        """True while jobs are in flight, but for those that hang beyond their tier's deadline: an idle engine need not spin for them."""
+        if self._promotions.queued:
+            return True
+        now = self._clock()
+        return any(job.state.in_service and now < job.deadline for job in self._jobs.values())
 
     def take_events(self) -> list[OffloadingEvent]:
         if not self._enable_events:
@@ -417,10 +362,12 @@ class TieringOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------------ reset, shutdown
 
     def reset_cache(self) -> bool:
-        deadline = self._clock() + self._reset_deadline
+        turns = len(self._states) * (1 if self._keep_secondary else 2)
+        shares = Shares(self._clock, self._reset_deadline, turns)
         self._stats.resets += 1
         self._promotions.drop_queued()
         for state in self._states:
+            deadline = shares.next_deadline()
             if state.in_service:
                 self._call(state, state.tier.drain, deadline)
         self._collect()
@@ -432,12 +379,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.reset_cache()
         if self._keep_secondary:
             return True
-        promised = [self._reset_tier(state, deadline) for state in self._states]
+        promised = [self._reset_tier(state, shares.next_deadline()) for state in self._states]
         return all(promised)
 
     def _reset_tier(self, state: TierState, deadline: float) -> bool:
-        if not state.in_service and not state.resetting:
-            return True
         if self._call(state, state.tier.reset, deadline):
             return True
         if state.in_service or state.resetting:
@@ -450,11 +395,10 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._shut_down = True
         self._promotions.drop_queued()
-        deadline = self._clock() + self._shutdown_deadline
+        shares = Shares(self._clock, self._shutdown_deadline, len(self._states))
         stopped = True
-        for position, state in enumerate(self._states):
-            now = self._clock()
-            share = now + max(0.0, deadline - now) / (len(self._states) - position)
+        for state in self._states:
+            share = shares.next_deadline()
             self._call(state, state.tier.drain, share)
             stopped = bool(self._call(state, state.tier.shutdown, share)) and stopped
         self._collect()

@@ -106,7 +106,7 @@ class Promotions:
         queue_key = (state.rank, request.ctx.req_id)
         promotion = self._queued.get(queue_key)
         if promotion is None:
-            promotion = self._queued[queue_key] = Promotion(state, request, [], [], self._deadline(state))
+            promotion = self._queued[queue_key] = Promotion(state, request, [], [], state.deadline(self._clock()))
         promotion.keys += chosen
         promotion.rows += rows.tolist()
         self._in_flight.update(dict.fromkeys(chosen, promotion))
@@ -114,10 +114,6 @@ class Promotions:
         self.rows_promoting += count
         state.loading_rows += count
         return count
-
-    def _deadline(self, state: TierState) -> float:
-        limit = state.tier.load_deadline
-        return float("inf") if limit is None else self._clock() + limit
 
     # ------------------------------------------------------------------------------------------------------------ run, end
 
@@ -139,7 +135,8 @@ class Promotions:
         keys, rows = promotion.keys, as_rows(promotion.rows)
         promotion.ended = True
         promotion.state.loading_rows -= len(keys)
-        self.rows_promoting -= len(keys)
+        if promotion.awaited:
+            self.rows_promoting -= len(keys)
         good = np.ones(len(keys), np.bool_)
         if arrived is not None:
             arrived_set = frozenset(arrived)
@@ -200,7 +197,8 @@ class Promotions:
             for key, requests in promotion.others.items():
                 if key in row_of:
                     for request in requests:
-                        wanted.setdefault(request, []).append(key)
+                        if request is not promotion.owner:  # an heir is among those who asked
+                            wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
                 self._reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
 
@@ -253,9 +251,13 @@ class Promotions:
             self._stats.reservations_expired += self._unreserve(request, keys)
 
     def give_up(self, promotion: Promotion) -> None:
-        """Nobody waits for a running promotion any more: a miss for its askers; the rows stay away until its job has ended."""
+        """Nobody waits for a running promotion any more: a miss for its askers; the rows stay away until its job has ended.
+
+        Until then they count against the tier's own share only: a tier that hangs must not keep the others from promoting.
+        """
         self._forget(promotion)
         promotion.awaited = False
+        self.rows_promoting -= len(promotion.keys)
         promotion.owner.refused.update(promotion.keys)
         for key, requests in promotion.others.items():
             for request in requests:
@@ -271,24 +273,28 @@ class Promotions:
 
     def _pass_on(self, promotion: Promotion) -> None:
         """A queued promotion without its owner: each key goes to the first other asker that is still there."""
+        heirs: dict[Request, list[int]] = {}
         dropped: list[int] = []
         for index, key in enumerate(promotion.keys):
-            heirs = [request for request in promotion.others.get(key, ()) if not request.finished]
-            if not heirs:
-                dropped.append(index)
-                continue
-            heir = heirs[0]
-            queue_key = (promotion.state.rank, heir.ctx.req_id)
-            inherited = self._queued.get(queue_key)
-            if inherited is None:
-                inherited = self._queued[queue_key] = Promotion(promotion.state, heir, [], [], promotion.deadline)
-            inherited.keys.append(key)
-            inherited.rows.append(promotion.rows[index])
-            inherited.others[key] = heirs[1:]
-            self._in_flight[key] = inherited
+            others = promotion.others.get(key, ())
+            heir = next((request for request in others if not request.finished), None)
+            (dropped if heir is None else heirs.setdefault(heir, [])).append(index)
+        for heir, indices in heirs.items():
+            self._inherit(promotion, heir, indices)
         if dropped:
             keys = [promotion.keys[index] for index in dropped]
             self._drop(promotion, keys, as_rows([promotion.rows[index] for index in dropped]))
+
+    def _inherit(self, promotion: Promotion, heir: Request, indices: Sequence[int]) -> None:
+        queue_key = (promotion.state.rank, heir.ctx.req_id)
+        inherited = self._queued.get(queue_key)
+        if inherited is None:
+            inherited = self._queued[queue_key] = Promotion(promotion.state, heir, [], [], promotion.deadline)
+        keys = [promotion.keys[index] for index in indices]
+        inherited.keys += keys
+        inherited.rows += [promotion.rows[index] for index in indices]
+        inherited.others.update((key, promotion.others[key]) for key in keys)
+        self._in_flight.update(dict.fromkeys(keys, inherited))
 
     def _drop(self, promotion: Promotion, keys: Sequence[OffloadKey], rows: Rows) -> None:
         for key in keys:

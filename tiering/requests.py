@@ -1,7 +1,9 @@
-"""What the manager remembers of one request, and of one secondary tier."""
+"""What the manager remembers of one request, and of one secondary tier; and how tiers share time."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiering.base import OffloadKey, ReqContext
@@ -22,6 +24,29 @@ class TierState:
     in_service: bool = True
     resetting: bool = False
     loading_rows: int = 0
+
+    def deadline(self, now: float) -> float:
+        """Until when a job that the tier is given ``now`` should have ended."""
+        limit = self.tier.load_deadline
+        return math.inf if limit is None else now + limit
+
+
+class Shares:
+    """Time that is shared out in turns: each may use an equal part of what is left, so that one that hangs leaves the others theirs."""
+
+    __slots__ = ("_clock", "_deadline", "_turns")
+
+    def __init__(self, clock: Callable[[], float], seconds: float, turns: int) -> None:
+        self._clock = clock
+        self._deadline = clock() + seconds
+        self._turns = turns
+
+    def next_deadline(self) -> float:
+        """Until when the next turn may last."""
+        now = self._clock()
+        deadline = now + max(0.0, self._deadline - now) / max(1, self._turns)
+        self._turns -= 1
+        return deadline
 
 
 @dataclass(slots=True, eq=False)

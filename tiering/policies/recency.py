@@ -21,6 +21,8 @@ _NO_ROWS: Rows = np.empty(0, np.int64)
 
 Stamps = NDArray[np.int64]
 
+_COUNTING: Stamps = np.arange(_CHUNK)
+
 
 class StampClock:
     """The stamps of all rows of a table, and the clock they come from; shared by the logs of one policy."""
@@ -79,9 +81,11 @@ class RecencyLog:
         """``rows`` are in the list (new, or moved to its end), the first the most recent."""
         count = len(rows)
         clock = self._clock
-        stamps = np.arange(clock.now, clock.now + count)
+        # Both ways around numpy's release of the interpreter lock (arange, and assignments by a reversed index), which would hand it
+        # to a tier's I/O threads in the middle of a step.
+        stamps = _COUNTING[:count] + clock.now if count <= _CHUNK else np.arange(clock.now, clock.now + count)
         clock.now += count
-        rows = rows[::-1]
+        rows = rows[::-1].copy()
         if self._parked_rows:
             self._unpark(rows)
         clock.stamps[rows] = stamps

@@ -1,0 +1,102 @@
+"""What a search for a prefix costs and leaves behind, whatever holes the prefix has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from tests.manager.fakes import FakeTier, Rig, make_keys
+from tiering.base import OffloadKey, ReqContext
+from tiering.prefix_search import MAX_RUNS
+from tiering.secondary.base import PrefixAnswer
+
+
+class CountingTier(FakeTier):
+    """Counts how many keys it has answered for."""
+
+    answered = 0
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        held = sum(1 for _ in takewhile(self.held.__contains__, keys))
+        self.answered += held
+        undecided = held < len(keys) and keys[held] in self.unknown
+        return PrefixAnswer(held, undecided)
+
+
+def holed(rig: Rig, keys: list[OffloadKey]) -> None:
+    """Every second block is in the primary tier, the first is not."""
+    rig.store(keys[1::2])
+
+
+def test_a_tier_is_asked_once_about_a_prefix_with_many_holes() -> None:
+    keys = make_keys(0, 100)
+    tier = CountingTier(held=set(keys))
+    rig = Rig(200, [tier], promotion_share=1.0)
+    holed(rig, keys)
+    assert rig.manager.match_prefix(keys, rig.ctx) == (100, True)
+    assert tier.answered == 100
+    rig.step()
+    assert [list(job.keys) for job in tier.loads] == [keys[0::2]]
+
+
+def test_more_holes_than_one_search_fills_are_left_to_the_next_step() -> None:
+    keys = make_keys(0, 4 * MAX_RUNS)
+    tier = CountingTier(held=set(keys))
+    rig = Rig(2 * len(keys), [tier], promotion_share=1.0)
+    holed(rig, keys)
+    assert rig.manager.match_prefix(keys, rig.ctx) == (2 * MAX_RUNS, True)
+    rig.step()
+    tier.finish_all()
+    rig.step()
+    assert rig.manager.match_prefix(keys, rig.ctx) == (4 * MAX_RUNS, True)
+    rig.step()
+    tier.finish_all()
+    rig.step()
+    assert rig.manager.match_prefix(keys, rig.ctx) == (4 * MAX_RUNS, False)
+
+
+def test_a_search_leaves_no_pin_behind() -> None:
+    keys = make_keys(0, 20)
+    tier = CountingTier(held=set(keys))
+    rig = Rig(40, [tier], promotion_share=1.0)
+    holed(rig, keys)
+    rig.manager.match_prefix(keys, rig.ctx)
+    assert rig.stat("rows_evictable") == 10
+
+
+def test_the_readable_part_of_a_prefix_is_not_evicted_for_its_holes() -> None:
+    keys = make_keys(0, 6)
+    tier = CountingTier(held=set(keys))
+    rig = Rig(4, [tier], promotion_share=1.0)
+    rig.store([keys[0], keys[2], keys[3]])
+    assert rig.manager.match_prefix(keys, rig.ctx).hits == 4
+    rig.step()
+    assert [list(job.keys) for job in tier.loads] == [[keys[1]]]
+
+
+def test_a_run_that_may_still_grow_to_the_least_worth_loading_is_waited_for() -> None:
+    keys = make_keys(0, 4)
+    tier = CountingTier(held={keys[0]}, unknown={keys[1]}, min_prefix_blocks=2)
+    rig = Rig(8, [tier])
+    assert rig.manager.match_prefix(keys, rig.ctx) == (0, True)
+    tier.unknown.clear()
+    assert rig.manager.match_prefix(keys, rig.ctx) == (0, False)
+
+
+def test_an_heir_of_a_promotion_holds_one_reservation() -> None:
+    keys = make_keys(0, 2)
+    tier = FakeTier(held=set(keys))
+    rig = Rig(4, [tier], promotion_share=1.0)
+    heir, third = rig.request("heir"), rig.request("third")
+    for ctx in (rig.ctx, heir, third):
+        rig.manager.match_prefix(keys, ctx)
+    rig.manager.on_request_finished(rig.ctx)
+    rig.step()
+    assert [job.req_context.req_id for job in tier.loads] == ["heir"]
+    tier.finish_all()
+    rig.step()
+    assert rig.stat("rows_evictable") == 0
+    rig.manager.on_request_finished(third)
+    rig.manager.on_request_finished(heir)
+    assert rig.stat("rows_evictable") == 2
+    assert rig.stat("rows_reserved") == 0
