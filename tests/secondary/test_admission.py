@@ -61,6 +61,16 @@ def test_wanted_blocks_are_bounded() -> None:
     assert len(admission.take_wanted()) <= MAX_WANTED
 
 
+def test_what_is_remembered_of_requests_is_bounded() -> None:
+    """A block that arrives for a request after its end is offered all the same, and no second end follows."""
+    admission = AdmitSecondTouch(own_requests=2)
+    for number, req_id in enumerate(("r1", "r2", "r3", "")):
+        admission.admit([K[number]], req_id)
+    for number in range(4):
+        admission.touch([K[number]], f"r{number + 1}")
+    assert admission.take_wanted() == [K[0], K[3]]
+
+
 def test_clear_forgets_everything() -> None:
     admission = AdmitSecondTouch()
     admission.admit(K[:2], "r1")

@@ -11,9 +11,12 @@ import pytest
 from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, FakeIo, FakeStore, keys_of, make_context
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext
 from tiering.block_store import Done
-from tiering.errors import CorruptBlockError, OverdueError, TemporaryStoreError
+from tiering.errors import CorruptBlockError, OutOfSpaceError, OverdueError, TemporaryStoreError
+from tiering.manager import TieringOffloadingManager
 from tiering.namespace import Namespace
 from tiering.options import TierOptions
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.primary.region import SharedRegion
 from tiering.secondary.base import JobResult, PrefixAnswer, TransferJob
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.index.shared import SharedIndex
@@ -118,6 +121,28 @@ def test_blocks_already_held_are_not_written_again_and_count_as_stored() -> None
     assert rig.finished() == [JobResult(job_id, True, None, BLOCK_BYTES, 0.5)]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_whose_write_is_under_way_is_not_reported_stored_by_another_job(shared: bool) -> None:
+    rig = Rig(shared=shared).opened()
+    first = rig.submit_store(K[:1])
+    second = rig.submit_store(K[:1])
+    assert rig.finished() == [JobResult(second, False, [])]
+    rig.io.finish(first, [TemporaryStoreError("no")])
+    assert rig.finished()[0].success is False
+
+
+def test_the_first_block_in_the_queue_is_never_too_large_for_it() -> None:
+    rig = Rig(max_queued=BLOCK_BYTES - 1).opened()
+    first = rig.submit_store(K[:2])
+    assert [list(job.keys) for job in rig.io.jobs] == [[K[0]]]
+    rig.submit_store(K[2:3])
+    assert len(rig.io.jobs) == 1
+    rig.io.finish(first)
+    rig.finished()
+    rig.submit_store(K[3:4])
+    assert [list(job.keys) for job in rig.io.jobs] == [[K[3]]]
+
+
 def test_a_store_of_held_blocks_only_ends_without_io() -> None:
     rig = Rig().opened()
     rig.store_blocks(K[:2])
@@ -219,22 +244,23 @@ def test_the_tail_of_what_exceeds_the_queue_is_dropped() -> None:
     assert list(rig.io.jobs[-1].keys) == K[6:9]
 
 
-def test_rows_of_overdue_loads_open_the_breaker_when_they_exceed_their_share() -> None:
+def test_rows_of_overdue_loads_open_the_breaker_when_they_have_spent_their_share() -> None:
+    """As many rows as that are the most that a manager lets a tier load into: more there are never."""
     rig = Rig(slots=NUM_ROWS, primary_share=0.1, deadline=5).opened()
     rig.store_blocks(K[:10])
-    small = rig.submit_load(K[:6])
+    large = rig.submit_load(K[:5])
+    rig.clock.advance(5)
+    rig.finished()
+    assert rig.tier.get_stats().loads_overdue == 5
+    assert rig.tier.lookup(K[0], CTX) is True
+    small = rig.submit_load(K[5:6])
     rig.clock.advance(5)
     rig.finished()
     assert rig.tier.get_stats().loads_overdue == 6
-    assert rig.tier.lookup(K[0], CTX) is True
-    large = rig.submit_load(K[6:8])
-    rig.clock.advance(5)
-    rig.finished()
-    assert rig.tier.get_stats().loads_overdue == 8
     assert rig.tier.get_stats().breaker_state == 2
     assert rig.tier.lookup(K[0], CTX) is False
-    rig.io.finish(small, [OverdueError("late")] * 6)
-    rig.io.finish(large, [OverdueError("late")] * 2)
+    rig.io.finish(large, [OverdueError("late")] * 5)
+    rig.io.finish(small, [OverdueError("late")])
     assert [result.success for result in rig.finished()] == [False, False]
 
 
@@ -257,6 +283,19 @@ def test_loads_that_do_not_end_count_as_failures_of_the_medium() -> None:
     rig.clock.advance(5)
     rig.finished()
     assert rig.tier.get_stats().breaker_state == 2
+
+
+def test_loads_that_nobody_takes_up_in_time_count_as_failures_of_the_medium() -> None:
+    """All threads hang: every request would wait for the whole deadline, one after the other, for ever."""
+    rig = Rig(slots=NUM_ROWS, deadline=5, breaker={"failures": 3}).opened()
+    rig.store_blocks(K[:4])
+    for _ in range(3):
+        assert rig.tier.get_stats().breaker_state == 0
+        rig.io.finish(rig.submit_load(K[:2]), [OverdueError("waited")] * 2)
+        rig.io.finish(rig.submit_store(K[10:12]), [OverdueError("waited")] * 2)
+        rig.finished()
+    assert rig.tier.get_stats().breaker_state == 2
+    assert rig.tier.get_stats().loads_overdue == 6
 
 
 def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answers() -> None:
@@ -309,6 +348,19 @@ def test_a_tier_comes_back_when_a_probe_of_its_medium_succeeds() -> None:
     rig.store.failure = None
     rig.clock.advance(2 * rig.options.breaker.probe_after)
     rig.tier.on_schedule_end()
+    rig.io.run_tasks()
+    rig.finished()
+    assert rig.tier.lookup(K[0], CTX) is True
+
+
+def test_a_full_medium_that_answers_is_no_outage() -> None:
+    """What it holds can be read all the same; a probe that writes must not keep the tier out of service."""
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    rig.io.breaker.trip("test")
+    rig.clock.advance(rig.options.breaker.probe_after)
+    rig.tier.on_schedule_end()
+    rig.store.failure = OutOfSpaceError("no space left on device")
     rig.io.run_tasks()
     rig.finished()
     assert rig.tier.lookup(K[0], CTX) is True
@@ -481,6 +533,14 @@ def test_an_end_that_cannot_be_prepared_is_an_end_all_the_same() -> None:
     assert rig.store.closed == 1
 
 
+def test_preparing_the_end_leaves_time_for_the_end() -> None:
+    rig = Rig().opened()
+    given: list[float] = []
+    rig.tier.before_close = given.append  # type: ignore[method-assign]
+    assert rig.tier.shutdown(rig.clock() + 100)
+    assert given[0] < rig.clock() + 100
+
+
 def test_a_tier_that_stores_nothing_writes_nothing_to_its_medium() -> None:
     rig = Rig(admission="none").opened()
     rig.io.breaker.trip("test")
@@ -559,6 +619,24 @@ def test_a_reset_whose_epoch_cannot_be_written_takes_the_tier_out_of_service_unt
     assert rig.tier.lookup(K[0], CTX) is False
     rig.store_blocks(K[:1])
     assert rig.store.documents[f"epoch-{rig.context.namespace.directory}"] == private_epoch(rig.tier.namespace.epoch)  # type: ignore[union-attr]
+
+
+def test_a_manager_takes_a_tier_back_when_its_reset_could_be_completed() -> None:
+    rig = Rig().opened()
+    region = SharedRegion.create(NUM_ROWS, BLOCK_BYTES)
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(region), [rig.tier], clock=rig.clock)
+    rig.store.failure = TemporaryStoreError("no")
+    assert manager.reset_cache() is False
+    rig.store.failure = None
+    rig.clock.advance(100)
+    for _ in range(3):
+        manager.on_schedule_end()
+        rig.io.run_tasks()
+    manager.prepare_store(K[:1], CTX)
+    manager.complete_store(K[:1], CTX)
+    assert [list(job.keys) for job in rig.io.jobs] == [K[:1]]
+    rig.io.finish_all()
+    manager.shutdown()
 
 
 def test_a_reset_before_the_medium_could_be_opened_holds_when_it_is() -> None:

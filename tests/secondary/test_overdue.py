@@ -6,7 +6,7 @@ from tiering.secondary.overdue import OverdueLoads
 
 
 def test_rows_count_from_the_deadline_to_the_end_of_the_io() -> None:
-    overdue = OverdueLoads(limit_rows=4)
+    overdue = OverdueLoads(limit_rows=5)
     overdue.begin(1, deadline=10, rows=3)
     overdue.begin(2, deadline=5, rows=2)
     assert overdue.expire(4.9) == []
@@ -19,8 +19,16 @@ def test_rows_count_from_the_deadline_to_the_end_of_the_io() -> None:
     assert overdue.rows == 0
 
 
-def test_loads_that_end_in_time_never_count() -> None:
+def test_a_share_below_one_row_is_one_row() -> None:
     overdue = OverdueLoads(limit_rows=0)
+    assert not overdue.spent
+    overdue.begin(1, deadline=10, rows=1)
+    overdue.expire(10)
+    assert overdue.spent
+
+
+def test_loads_that_end_in_time_never_count() -> None:
+    overdue = OverdueLoads(limit_rows=1)
     overdue.begin(1, deadline=10, rows=3)
     assert overdue.end(1) is False
     assert overdue.expire(20) == []

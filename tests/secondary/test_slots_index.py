@@ -10,7 +10,7 @@ import pytest
 
 from tiering.base import OffloadKey
 from tiering.secondary.index.base import StorePlan
-from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.index.slots import EVICT_AT_ONCE, SlotIndex
 from tiering.testing.frames import key_of
 
 NOW = 0.0
@@ -80,7 +80,7 @@ def test_what_is_held_or_being_written_is_not_written_again() -> None:
     store(index, K[:2])
     index.plan_store([K[2]], NOW)
     plan = index.plan_store(K[:4], NOW)
-    assert plan.already_held == [0, 1, 2]
+    assert plan.already_held == [0, 1]
     assert plan.positions == [3]
 
 
@@ -122,6 +122,18 @@ def test_eviction_begins_at_the_high_watermark_and_ends_at_the_low_one() -> None
     plan = store(index, [K[90]])
     assert len(plan.evicted) == 41
     assert index.blocks == 50
+
+
+def test_a_large_medium_is_evicted_in_bounded_pieces() -> None:
+    """The scheduler waits for an eviction: what is between the watermarks may be a million blocks."""
+    keys = [key_of(number) for number in range(3 * EVICT_AT_ONCE + 64)]
+    index = make_index(3 * EVICT_AT_ONCE, high_watermark=1.0, low_watermark=0.25)
+    store(index, keys[: 3 * EVICT_AT_ONCE])
+    pieces = [len(store(index, [key]).evicted) for key in keys[3 * EVICT_AT_ONCE :]]
+    assert pieces[:2] == [EVICT_AT_ONCE] * 2
+    assert 0 < pieces[2] < EVICT_AT_ONCE
+    assert not any(pieces[3:])
+    assert index.blocks == 3 * EVICT_AT_ONCE // 4 + len(pieces) - 3
 
 
 # -------------------------------------------------------------------------------------------------------------------- loads

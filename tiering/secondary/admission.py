@@ -22,6 +22,9 @@ GHOST_SLOTS = 1 << 20
 MAX_WANTED = 1 << 14
 """Blocks that may wait to be asked for again; what is touched beyond that in one step is not."""
 
+MAX_OWN_REQUESTS = 1 << 12
+"""Requests of which is remembered which blocks they brought; those whose end is not announced must not stay for ever."""
+
 
 class Admission(ABC):
     """Decides on the scheduler's thread, for whole batches, from memory."""
@@ -100,11 +103,12 @@ class AdmitSecondTouch(Admission):
     """Takes a block at its second touch while resident, or when it is stored again within the ghost filter's memory.
 
     The first store of a block is its first touch and is declined.  Touches by the request that brought the block do not count: a
-    request touches its own blocks at every step.
+    request touches its own blocks at every step.  (A request without a name is nobody's.)
     """
 
-    def __init__(self, slots: int = GHOST_SLOTS) -> None:
+    def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
         self._ghost = GhostFilter(slots)
+        self._own_requests = own_requests
         self._own: dict[str, set[int]] = {}
         self._wanted: dict[OffloadKey, None] = {}
 
@@ -115,7 +119,10 @@ class AdmitSecondTouch(Admission):
         new = hashes[~known]
         if len(new):
             self._ghost.add(new)
-            self._own.setdefault(req_id, set()).update(new.tolist())
+            if req_id:
+                self._own.setdefault(req_id, set()).update(new.tolist())
+                if len(self._own) > self._own_requests:
+                    del self._own[next(iter(self._own))]
         admitted: list[int] = np.flatnonzero(known).tolist()
         return admitted
 

@@ -45,6 +45,9 @@ _WAIT_SLICE = 0.1
 _DRAIN_SHARE = 0.75
 """Of the time for a shutdown, what jobs may take: one that hangs must not cost the rest of it."""
 
+_PREPARE_SHARE = 0.9
+"""Of the time for a shutdown, when preparing the end must be over, so that there is some left for the end itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -133,7 +136,7 @@ class BlockTier(SecondaryTierManager):
         """A job has ended, and the index has not been told yet."""
 
     def before_close(self, deadline: float) -> None:
-        """Jobs have ended or ``deadline`` has passed, and the store is still open.  May block until then."""
+        """Jobs have ended, or their time has, and the store is still open.  May block until ``deadline``."""
 
     def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
         """For subclasses: ``keys`` became held without a job (recovery)."""
@@ -296,7 +299,10 @@ class BlockTier(SecondaryTierManager):
 
     def _end_load(self, io_job: IoJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float) -> None:
         if not self._overdue.end(io_job.job_id):
-            self.stats.loads_overdue += sum(isinstance(outcome, OverdueError) for outcome in outcomes)
+            waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
+            self.stats.loads_overdue += waited
+            if waited == len(outcomes):
+                self.io.breaker.record_failure(f"a load of {waited} blocks was not taken up within {self.options.deadline:g} s")
         lost = [outcome is Done.ABSENT or isinstance(outcome, CorruptBlockError) for outcome in outcomes]
         self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
         if self.index.shared and any(lost):
@@ -421,6 +427,9 @@ class BlockTier(SecondaryTierManager):
         self._refresh()
         return self._service.in_service
 
+    def reset_done(self) -> bool:
+        return self._service.in_service
+
     def shutdown(self, deadline: float) -> bool:
         if self._closed:
             return True
@@ -432,7 +441,7 @@ class BlockTier(SecondaryTierManager):
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
         if first:
             try:
-                self.before_close(deadline)
+                self.before_close(now + (deadline - now) * _PREPARE_SHARE)
             except Exception:
                 logger.exception("tier %s: preparing the end failed; closing all the same", self.name)
         self._closed = self.io.close(deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiering.block_store import BlockStore
-from tiering.errors import TemporaryStoreError
+from tiering.errors import OutOfSpaceError, TemporaryStoreError
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import Breaker, BreakerState
 from tiering.secondary.messages import IoTask
@@ -39,6 +39,10 @@ class HealthCheck:
                 self._store.write_document(HEALTH_DOCUMENT, _PROOF)
             elif self._store.read_document(HEALTH_DOCUMENT) not in {None, _PROOF}:
                 raise TemporaryStoreError(f"document {HEALTH_DOCUMENT} is not what was written")
+        except OutOfSpaceError:
+            # It answers, and what it holds can be read.
+            breaker.record_success()
+            return
         except BaseException as error:
             breaker.record_failure(error)
             raise

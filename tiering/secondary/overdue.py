@@ -6,10 +6,10 @@ import heapq
 
 
 class OverdueLoads:
-    """Counts the rows of overdue loads.  ``limit_rows``: how many of the primary rows may be held by them."""
+    """Counts the rows of overdue loads.  ``limit_rows``: their share of the primary rows, one at least."""
 
     def __init__(self, limit_rows: int) -> None:
-        self.limit_rows = limit_rows
+        self.limit_rows = max(1, limit_rows)
         self.rows = 0
         self._heap: list[tuple[float, int]] = []
         self._running: dict[int, int] = {}
@@ -41,5 +41,5 @@ class OverdueLoads:
 
     @property
     def spent(self) -> bool:
-        """Whether overdue loads hold more rows than they may."""
-        return self.rows > self.limit_rows
+        """Whether overdue loads hold all of their share: nobody loads into more rows than that, so more it never becomes."""
+        return self.rows >= self.limit_rows

@@ -27,9 +27,13 @@ class StoreBudget:
         return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
 
     def fitting(self, keys: Sequence[OffloadKey]) -> int:
-        """How many leading ``keys`` there is room for: a prefix without its tail is of use, a tail without its head is not."""
+        """How many leading ``keys`` there is room for: a prefix without its tail is of use, a tail without its head is not.
+
+        With nothing in flight there is room for one block, however small the limit is.
+        """
         room = self._limit - self.used
         sizes = self.sizes(keys)
         if sum(sizes) <= room:
             return len(keys)
-        return len(list(takewhile(room.__ge__, accumulate(sizes))))
+        fitting = len(list(takewhile(room.__ge__, accumulate(sizes))))
+        return fitting or int(not self.used)

@@ -95,7 +95,7 @@ class CheckpointBuilder:
         keys: list[NDArray[np.uint8]] = []
         lengths: list[NDArray[np.uint16]] = []
         slots: list[NDArray[np.int64]] = []
-        used: list[NDArray[np.uint32]] = []
+        used: list[NDArray[np.int64]] = []
         written: list[NDArray[np.int64]] = []
         foreign: list[NDArray[np.int64]] = []
         self.slices.reverse()
@@ -111,8 +111,7 @@ class CheckpointBuilder:
             written.append(np.flatnonzero(part.written) + part.start)
             foreign.append(np.flatnonzero(part.foreign) + part.start)
         all_slots = _join(slots)
-        # Of one batch, the lower slots are the head of the prefix, which is the more recent end.
-        order = np.lexsort((-all_slots, np.concatenate(used) if used else np.empty(0, np.uint32)))
+        order = np.argsort(np.concatenate(used) if used else np.empty(0, np.int64))
         ordered_lengths = (np.concatenate(lengths) if lengths else np.empty(0, np.uint16))[order]
         matrix = _stack(keys)[order]
         if len(matrix) and ordered_lengths.min() < matrix.shape[1]:
@@ -165,8 +164,8 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> N
     files.replace(directory / CHECKPOINT_NAME, [header, digest.digest(), *body])
 
 
-def read_checkpoint(directory: Path, geometry: Geometry, fingerprint: bytes) -> Checkpoint | str:
-    """The checkpoint in ``directory``, or why it cannot be used.  Never raises, whatever the file holds."""
+def read_checkpoint(directory: Path, geometry: Geometry) -> Checkpoint | str:
+    """The checkpoint in ``directory``, of whatever namespace, or why it cannot be used.  Never raises, whatever the file holds."""
     try:
         data = (directory / CHECKPOINT_NAME).read_bytes()
     except FileNotFoundError:
@@ -185,8 +184,6 @@ def read_checkpoint(directory: Path, geometry: Geometry, fingerprint: bytes) -> 
         return "its checksum is wrong"
     if (slot_bytes, slots) != (geometry.slot_bytes, geometry.slots_per_segment):
         return "it is of another slot size"
-    if owner != fingerprint:
-        return "it is of another namespace or epoch"
     position = 0
 
     def take(dtype: type[np.generic], count: int) -> NDArray[np.generic]:

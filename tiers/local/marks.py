@@ -67,6 +67,8 @@ class WrittenMarks:
 
     def resume(self, generation: int) -> set[int] | None:
         """The segments written since ``generation`` began, going on marking from there; None if that cannot be known."""
+        # Whatever begins next is later than what is asked for, also if that is lost.
+        self.generation = max(self.generation, generation)
         later = [number for number in self._numbers() if number >= generation]
         if generation not in later:
             return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -18,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.policies.base import Rows
-from tiering.secondary.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
+from tiering.secondary.files import store_error
+from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.index.slots import Sequences
+from tiering.secondary.ratelimit import RateLimit
 from tiers.local.checkpoint import Checkpoint, read_checkpoint
 from tiers.local.layout import PAGE
 from tiers.local.marks import WrittenMarks
@@ -33,6 +36,7 @@ SCAN_THREADS = 8
 _PIECE_SLOTS = 256
 _FREE_AT_ONCE = 65536
 _GROUP_SLOTS = 65536
+_LOG_PERIOD = 30.0
 _NO_SLOTS: Rows = np.empty(0, np.int64)
 
 
@@ -51,48 +55,64 @@ class RecoveredBatch:
     scanned: bool = False
 
 
-def recover(
-    segments: Segments, marks: WrittenMarks, fingerprint: bytes, numbers: Sequence[int], stop: threading.Event
-) -> Iterator[RecoveredBatch]:
-    """What is there of the namespace ``fingerprint`` in ``numbers``, the segments that were there when the directory was opened.
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What a directory says of itself when it is opened, before anything is written there.
 
-    ``stop`` ends it early: what is left stays unseen.  A header that the device cannot read counts as none.
+    ``segments``: their numbers.  ``checkpoint``: the last one, or why there is none.  ``marked``: the segments written since, in which
+    marking goes on; None if that is not known.
     """
-    return _Recovery(segments, marks, fingerprint, numbers, stop).batches()
+
+    segments: tuple[int, ...] = ()
+    checkpoint: Checkpoint | str = "there is none"
+    marked: frozenset[int] | None = None
+
+
+def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
+    """Read the checkpoint, and go on marking from there.  To be called before the first write; raises :class:`OSError`.
+
+    New frames have higher sequence numbers than the checkpoint from then on, also if the clock was set back.
+    """
+    checkpoint = read_checkpoint(segments.directory, segments.geometry)
+    marked = None
+    if isinstance(checkpoint, Checkpoint):
+        SEQUENCE.advance_past(checkpoint.sequence)
+        marked = marks.resume(checkpoint.generation)
+    return Remembered(tuple(segments.existing()), checkpoint, None if marked is None else frozenset(marked))
+
+
+def recover(segments: Segments, remembered: Remembered, fingerprint: bytes, stop: threading.Event) -> Iterator[RecoveredBatch]:
+    """The blocks of the namespace ``fingerprint`` in the segments that were there when the directory was opened.
+
+    ``stop`` ends it early: what is left stays unseen.  A header that the device cannot read counts as none; it raises
+    :class:`tiering.errors.TemporaryStoreError` for what may pass, such as too many open files.
+    """
+    recovery = _Recovery(segments, remembered.segments, fingerprint, stop)
+    checkpoint = remembered.checkpoint
+    if isinstance(checkpoint, Checkpoint):
+        if checkpoint.fingerprint != fingerprint:
+            checkpoint = "it is of another namespace or epoch"
+        elif remembered.marked is None:
+            checkpoint = "what was written since is not known"
+        else:
+            return recovery.from_checkpoint(checkpoint, remembered.marked)
+    if remembered.segments:
+        logger.info("%s: the checkpoint is not used (%s); reading all headers", segments.directory, checkpoint)
+    return recovery.scan_all()
 
 
 class _Recovery:
-    def __init__(
-        self, segments: Segments, marks: WrittenMarks, fingerprint: bytes, numbers: Sequence[int], stop: threading.Event
-    ) -> None:
+    def __init__(self, segments: Segments, numbers: Sequence[int], fingerprint: bytes, stop: threading.Event) -> None:
         self._segments = segments
         self._geometry = segments.geometry
-        self._marks = marks
         self._fingerprint = fingerprint
-        self._numbers = list(numbers)
+        self._numbers = numbers
         self._stop = stop
-
-    def batches(self) -> Iterator[RecoveredBatch]:
-        checkpoint = read_checkpoint(self._segments.directory, self._geometry, self._fingerprint)
-        if isinstance(checkpoint, str):
-            if self._numbers:
-                logger.info("%s: no checkpoint to start from (%s); reading all headers", self._segments.directory, checkpoint)
-            yield from self._scan_all(self._oldest_first(self._numbers))
-            return
-        marked = self._marks.resume(checkpoint.generation)
-        if marked is None:
-            logger.warning("%s: what was written since the checkpoint is not known; reading all headers", self._segments.directory)
-            yield from self._scan_all(self._oldest_first(self._numbers))
-            return
-        yield from self._from_checkpoint(checkpoint, marked)
-
-    def _oldest_first(self, numbers: Sequence[int]) -> list[int]:
-        """The last written segment comes last, and so its blocks are the most recent."""
-        return sorted(numbers, key=self._segments.written_at)
+        self._lines = RateLimit(_LOG_PERIOD, time.monotonic)
 
     # --------------------------------------------------------------------------------------------------------- checkpoint
 
-    def _from_checkpoint(self, checkpoint: Checkpoint, marked: set[int]) -> Iterator[RecoveredBatch]:
+    def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int]) -> Iterator[RecoveredBatch]:
         per_segment = self._geometry.slots_per_segment
         clean = np.zeros(self._geometry.num_slots, np.bool_)
         for number in self._numbers:
@@ -109,9 +129,8 @@ class _Recovery:
 
         again = [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked)]
         found = _Found()
-        with _Scanner(self._segments, self._stop) as scanner:
-            for unsure in again:
-                found.add(unsure, scanner.scan(unsure), self._fingerprint)
+        for unsure in again:
+            found.add(unsure, self._scan(unsure), self._fingerprint)
         if self._stop.is_set():
             return
         unchanged = found.take_unchanged(checkpoint)
@@ -131,19 +150,71 @@ class _Recovery:
 
     # --------------------------------------------------------------------------------------------------------------- scan
 
-    def _scan_all(self, numbers: Sequence[int]) -> Iterator[RecoveredBatch]:
-        """Everything in ``numbers``, sorted within groups of segments: the first blocks serve before the last header is read."""
-        with _Scanner(self._segments, self._stop) as scanner:
-            found = _Found()
-            for number in numbers:
-                slots = self._slots_of(number)
-                found.add(slots, scanner.scan(slots), self._fingerprint)
-                if self._stop.is_set():
+    def scan_all(self) -> Iterator[RecoveredBatch]:
+        """Everything, sorted within groups of segments, those written last coming last: the first blocks serve long before the end."""
+        found = _Found()
+        for number in sorted(self._numbers, key=self._segments.written_at):
+            slots = self._slots_of(number)
+            found.add(slots, self._scan(slots), self._fingerprint)
+            if self._stop.is_set():
+                return
+            if found.slots >= _GROUP_SLOTS:
+                yield from found.batches()
+                found = _Found()
+        yield from found.batches()
+
+    def _scan(self, slots: Rows) -> list[FrameHeader | None]:
+        """The headers in ``slots``, in their order, None where there is no block of this format; short if it was told to stop.
+
+        Several at a time, to keep the device busy.  The threads are daemons: one that hangs in the device must not hold up the end of
+        the process.
+        """
+        pieces = [slots[start : start + _PIECE_SLOTS] for start in range(0, len(slots), _PIECE_SLOTS)]
+        found: list[list[FrameHeader | None]] = [[] for _ in pieces]
+        waiting = deque(enumerate(pieces))
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            while not self._stop.is_set():
+                try:
+                    position, piece = waiting.popleft()
+                except IndexError:
                     return
-                if found.slots >= _GROUP_SLOTS:
-                    yield from found.batches()
-                    found = _Found()
-            yield from found.batches()
+                try:
+                    found[position] = self._scan_piece(piece)
+                except BaseException as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=work, name="kv-scan", daemon=True) for _ in pieces[:SCAN_THREADS]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return [header for part in found for header in part]
+
+    def _scan_piece(self, slots: Rows) -> list[FrameHeader | None]:
+        locate = self._geometry.locate
+        headers: list[FrameHeader | None] = []
+        page = memoryview(mmap.mmap(-1, PAGE))
+        start = page[:HEADER_BYTES]
+        unreadable: OSError | None = None
+        for slot in slots.tolist():
+            segment, offset = locate(slot)
+            complete = False
+            try:
+                complete = self._segments.read(segment, offset, [page]) == PAGE
+            except OSError as error:
+                # What passes must not turn blocks into free slots: recovery ends here, and what was not read stays unseen.
+                if store_error(error, "").temporary:
+                    raise store_error(error, f"cannot read headers in {self._segments.directory}") from error
+                unreadable = error
+            header = parse_header(start) if complete else CorruptReason.LENGTH
+            headers.append(None if isinstance(header, CorruptReason) else header)
+        if unreadable is not None and self._lines.admit():
+            logger.warning("%s: headers cannot be read, the last because: %s", self._segments.directory, unreadable)
+        return headers
 
 
 class _Found:
@@ -220,44 +291,3 @@ def _within(slots: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.boo
     inside = slots < len(mask)
     inside[inside] = mask[slots[inside]]
     return inside
-
-
-class _Scanner:
-    """Reads headers, several at a time, to keep the device busy.  None: the slot holds no block of this format."""
-
-    def __init__(self, segments: Segments, stop: threading.Event) -> None:
-        self._segments = segments
-        self._stop = stop
-        self._pool = ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kv-scan")
-
-    def __enter__(self) -> _Scanner:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def scan(self, slots: Rows) -> list[FrameHeader | None]:
-        """The headers in ``slots``, in their order; short if it was told to stop."""
-        pieces = [slots[start : start + _PIECE_SLOTS] for start in range(0, len(slots), _PIECE_SLOTS)]
-        return [header for part in self._pool.map(self._scan_piece, pieces) for header in part]
-
-    def _scan_piece(self, slots: Rows) -> list[FrameHeader | None]:
-        if self._stop.is_set():
-            return []
-        locate = self._segments.geometry.locate
-        headers: list[FrameHeader | None] = []
-        page = memoryview(mmap.mmap(-1, PAGE))
-        start = page[:HEADER_BYTES]
-        unreadable: OSError | None = None
-        for slot in slots.tolist():
-            segment, offset = locate(slot)
-            complete = False
-            try:
-                complete = self._segments.read(segment, offset, [page]) == PAGE
-            except OSError as error:
-                unreadable = error
-            header = parse_header(start) if complete else CorruptReason.LENGTH
-            headers.append(None if isinstance(header, CorruptReason) else header)
-        if unreadable is not None:
-            logger.warning("%s: headers cannot be read, the last because: %s", self._segments.directory, unreadable)
-        return headers

@@ -18,6 +18,7 @@ from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiers.local.layout import PAGE, Geometry
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
+from tiers.local.recovery import Remembered, remember
 from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Pace, Segments, probe_direct
 
 logger = logging.getLogger("kv_tiering.local")
@@ -53,8 +54,8 @@ class LocalStore(BlockStore):
         self.capacity = capacity
         self.durable = durable
         self.files = files or Files()
-        self.recovered: list[int] = []
-        """Segments that were there at :meth:`open`."""
+        self.remembered = Remembered()
+        """What was there at :meth:`open`."""
         self.fresh: list[int] = []
         """Segments that :meth:`open` made."""
         self._try_direct = direct
@@ -89,10 +90,10 @@ class LocalStore(BlockStore):
         try:
             self._open_segments()
         except OSError as error:
-            self._lock.release()
+            self.close()
             raise store_error(error, f"cannot open {self.directory}") from error
         except StoreError:
-            self._lock.release()
+            self.close()
             raise
 
     def _make_directory(self, path: Path) -> None:
@@ -113,15 +114,15 @@ class LocalStore(BlockStore):
         segments = Segments(self.directory, self.geometry, self.files, direct=direct)
         segments.remove_leftovers()
         segments.make_room(self.capacity, 0)
-        self.recovered, self.fresh = segments.existing(), []
-        if not self.recovered:
+        self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
+        self.remembered, self.fresh = remember(segments, self._marks), []
+        if not self.remembered.segments:
             if not segments.make_room(self.capacity, self.geometry.segment_bytes):
                 raise OutOfSpaceError(
                     f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes does not fit into "
                     f"the capacity of {self.capacity} beside them; remove them, or raise the capacity"
                 )
             self.fresh = self._create_first(segments)
-        self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
         self._segments = segments
 
     def _create_first(self, segments: Segments) -> list[int]:

@@ -27,7 +27,7 @@ from tiering.secondary.messages import IoKind, IoResult, IoTask
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.layout import Geometry, tier_directory
 from tiers.local.options import LocalOptions
-from tiers.local.recovery import RecoveredBatch, recover
+from tiers.local.recovery import RecoveredBatch, Remembered, recover
 from tiers.local.segments import Pace
 from tiers.local.store import LocalStore
 
@@ -129,8 +129,9 @@ class LocalTier(BlockTier):
             self.index.add_free(number * per_segment + np.arange(per_segment))
         self._recovery_began = self.context.clock()
         self._checkpoint_due = self._recovery_began + self.options.checkpoint_interval
-        if store.recovered:
-            self._recovery = recover(store.segments, store.marks, namespace.fingerprint, store.recovered, self._stop)
+        remembered, store.remembered = store.remembered, Remembered()
+        if remembered.segments:
+            self._recovery = recover(store.segments, remembered, namespace.fingerprint, self._stop)
             self.index.begin_recovery()
             self._fetch()
         self._grow()
@@ -350,8 +351,8 @@ class LocalTier(BlockTier):
             logger.debug("tier %s: checkpoint of %d blocks", self.name, blocks)
 
     def _advance_checkpoint(self) -> bool:
-        """Push the checkpoint on; True when it has ended."""
-        if self._builder is not None:
+        """Push the checkpoint on, without sparing anybody (the end has come); True when it has ended."""
+        while self._builder is not None:
             self._copy_slice(self._builder)
         return not self._checkpointing
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 from tiering.definition import TierDefinition
-from tiering.errors import ConfigError, CorruptBlockError
+from tiering.errors import ConfigError
 from tiering.namespace import Namespace
 from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.messages import IoKind, IoResult, IoTask
 from tiering.secondary.stats import TierStats
 from tiers.s3.credentials import import_boto3
 from tiers.s3.options import S3Options, small_block_warning
@@ -38,22 +36,6 @@ class S3Tier(BlockTier):
         warning, self._warning = self._warning, None
         if warning is not None:
             logger.warning("tier %s: %s", self.name, warning)
-
-    def on_result(self, result: IoResult) -> None:
-        """Remove what was refused: an object that is there is not uploaded again, so a broken one would stay a miss for ever."""
-        super().on_result(result)
-        if result.job.kind is IoKind.LOAD:
-            broken = [
-                place
-                for place, outcome in zip(result.job.places, result.outcomes, strict=True)
-                if isinstance(outcome, CorruptBlockError)
-            ]
-            if broken:
-                self.io.run(IoTask("drop", partial(self.io.store.delete, broken), self._dropped))
-
-    def _dropped(self, result: None, error: BaseException | None) -> None:
-        if error is not None:
-            logger.warning("tier %s: broken blocks could not be removed, they stay misses: %s", self.name, error)
 
     def get_stats(self) -> TierStats:
         stats = super().get_stats()

@@ -17,6 +17,7 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
+from tiers.local import LocalTier
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
 from tiers.local.layout import PAGE, Geometry
@@ -107,6 +108,44 @@ def test_writes_during_recovery_are_marked_for_the_next_restart(tmp_path: Path) 
         rig.abandon()
     with opened(tmp_path) as rig:
         assert rig.load(K[:50]) == K[:50]
+
+
+def test_writes_before_recovery_has_begun_are_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, segment_size="128KiB") as rig:
+        rig.store(K[:20])
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+        patch.setattr(LocalTier, "_fetch", lambda tier: None)
+        rig = LocalRig(tmp_path, capacity="2MiB", segment_size="128KiB")
+        super(LocalRig, rig).open()
+        rig.wait(lambda: rig.tier.index.free >= 10)
+        assert rig.store(K[20:30]) == K[20:30]
+        rig.abandon()
+    with opened(tmp_path, capacity="2MiB", segment_size="128KiB") as rig:
+        assert rig.held(K[:30]) == K[:30]
+        assert rig.load(K[:30]) == K[:30]
+
+
+def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:
+    """Also that of blocks in segments that were written since the checkpoint, for other blocks' sake."""
+    rig = LocalRig(tmp_path).open()
+    slots = rig.tier.store.geometry.num_slots
+    keys = [key_of(number) for number in range(slots)]
+    for start in range(0, slots, 8):
+        rig.store(keys[start : start + 8])
+    rig.tier.touch(keys[:8], REQUEST)
+    rig.checkpoint()
+    for start in range(0, 24, 8):
+        rig.store([key_of(7000 + start + n) for n in range(8)])
+    rig.abandon()
+    for _ in range(3):
+        LocalRig(tmp_path).open().close()
+    with opened(tmp_path) as rig:
+        new = [key_of(5000 + number) for number in range(slots - 40)]
+        for start in range(0, len(new), 8):
+            rig.store(new[start : start + 8])
+        assert rig.held(keys[:8]) == keys[:8]
+        assert rig.held([key_of(7000 + n) for n in range(24)]) == [key_of(7000 + n) for n in range(24)]
 
 
 def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: Path) -> None:
@@ -384,7 +423,7 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     for start in range(0, 16, 5):
         builder.add(index.slice(start, min(start + 5, 16)))
     write_checkpoint(tmp_path, builder.finish(), Files())
-    checkpoint = read_checkpoint(tmp_path, geometry, bytes(16))
+    checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     found = {key: slot for batch, slots in checkpoint.key_batches(2) for key, slot in zip(batch, slots.tolist(), strict=True)}
     assert found == dict(zip(keys, plan.places, strict=True))
@@ -395,7 +434,7 @@ def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
     builder.add(SlotIndex(16).slice(0, 16))
     write_checkpoint(tmp_path, builder.finish(), Files())
-    checkpoint = read_checkpoint(tmp_path, geometry, bytes(16))
+    checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     assert len(checkpoint) == 0
     assert list(checkpoint.key_batches(10)) == []

@@ -276,7 +276,7 @@ def test_a_smaller_capacity_gives_segments_back(tmp_path: Path) -> None:
     small = LocalStore(tmp_path, Geometry.plan(2 << 20, BLOCK_BYTES, 256 << 10), 2 << 20)
     small.open()
     assert used_bytes(tmp_path) <= 2 << 20
-    assert small.recovered
+    assert small.remembered.segments
     small.close()
 
 

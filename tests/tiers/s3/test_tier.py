@@ -115,6 +115,17 @@ class TestOutages:
         fake.fail(Trouble.HANG, method="GET", part="blocks/", times=1 << 30)
         assert rig.load(K[:1]) == []
 
+    def test_a_broken_block_is_removed_by_one_request(self, fake: FakeS3, make: Make) -> None:
+        """A second one could come after the good block that was stored in its place."""
+        rig = make(bulk_delete=False).open()
+        rig.store(K[:1])
+        (name,) = [name for name in fake.objects if "/blocks/" in name]
+        fake.objects[name] = fake.objects[name][:-1] + bytes([fake.objects[name][-1] ^ 1])
+        assert rig.load(K[:1]) == []
+        rig.wait(lambda: name not in fake.objects)
+        assert rig.close()
+        assert len(fake.asked("DELETE") + fake.asked("POST")) == 1
+
 
 class TestSharing:
     def test_a_block_another_engine_has_stored_is_not_uploaded_again(self, fake: FakeS3, make: Make) -> None:

@@ -21,7 +21,8 @@ from tiering.secondary.base import PrefixAnswer
 class StorePlan:
     """Which of the offered blocks to write, by position in the offered sequence, and where; and what made room for them.
 
-    ``already_held``: positions of keys that the medium holds or is writing already.  Positions in neither are declined (no room).
+    ``already_held``: positions of keys that the medium holds.  Positions in neither are declined: no room, or their write is under way
+    (for another job, which may fail).
     """
 
     positions: list[int]

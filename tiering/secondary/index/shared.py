@@ -105,9 +105,9 @@ class SharedIndex(TierIndex):
         already_held: list[int] = []
         known = map(partial(lt, now), map(self._present.get, keys, repeat(0.0)))
         for position, (place, present) in enumerate(zip(map(self._place_of, keys), known, strict=True)):
-            if present or place in self._writing:
+            if present:
                 already_held.append(position)
-            else:
+            elif place not in self._writing:
                 positions.append(position)
                 places.append(place)
         self._writing.update(places)

@@ -29,6 +29,9 @@ from tiering.secondary.index.base import StorePlan, TierIndex
 Sequences = NDArray[np.uint64]
 """Sequence numbers of frames: the larger was written later."""
 
+EVICT_AT_ONCE = 4096
+"""Blocks evicted ahead of need in one call: the scheduler waits for it."""
+
 _WRITTEN_NOW = np.uint64(0)
 """In place of a sequence number: newer than every block that was there before."""
 
@@ -38,13 +41,13 @@ class SlotsSlice:
     """What the index knows of the slots from ``start`` on, one entry per slot, copied.
 
     ``keys[i]`` is None where no block is held or written; ``written[i]``: a write is under way, so only the medium knows what is
-    there; ``used[i]`` grows with the last use (blocks of one batch share a number); ``foreign[i]``: see the module.
+    there; ``used[i]`` grows with the last use; ``foreign[i]``: see the module.
     """
 
     start: int
     keys: RowKeys
     written: NDArray[np.bool_]
-    used: NDArray[np.uint32]
+    used: NDArray[np.int64]
     foreign: NDArray[np.bool_]
 
 
@@ -52,7 +55,7 @@ class SlotIndex(TierIndex):
     """Keys and slots of one medium.  Owned by the scheduler's thread.
 
     ``num_slots``: slots there can ever be.  Eviction begins when more than ``high_watermark`` of the slots in use would be occupied,
-    and then goes on, in one batch, until ``low_watermark`` is reached: neighbours that leave together are written together.
+    and then goes on until ``low_watermark`` is reached, in large batches: neighbours that leave together are written together.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class SlotIndex(TierIndex):
         self._readable = self._table.readable
         self._high = high_watermark
         self._low = low_watermark
-        self._used: NDArray[np.uint32] = np.zeros(num_slots, np.uint32)
+        self._shrinking = False
+        self._used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._tick = 0
         self._is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._foreign: Rows = np.empty(0, np.int64)
@@ -113,10 +117,9 @@ class SlotIndex(TierIndex):
         already_held: list[int] = []
         positions = list(range(len(keys)))
         if not (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
-            known = [key in self._readable or key in table.pending for key in keys]
-            already_held = [position for position in positions if known[position]]
-            positions = [position for position in positions if not known[position]]
-        held = np.array([self._readable[keys[position]] for position in already_held if keys[position] in self._readable], np.int64)
+            already_held = [position for position, key in enumerate(keys) if key in self._readable]
+            positions = [position for position, key in enumerate(keys) if key not in self._readable and key not in table.pending]
+        held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
         if len(held):
             table.pin(held)
         del positions[table.room + len(self._foreign) :]
@@ -158,14 +161,17 @@ class SlotIndex(TierIndex):
         """See to it that ``count`` slots are free, as far as possible, and that the high watermark is kept; what was evicted."""
         table = self._table
         occupied = self.slots - table.free - len(self._foreign)
-        excess = 0
         if occupied + count > self._high * self.slots:
-            excess = occupied + count - int(self._low * self.slots)
+            self._shrinking = True
+        excess = occupied + count - int(self._low * self.slots) if self._shrinking else 0
+        if excess <= EVICT_AT_ONCE:
+            self._shrinking = False
         missing = count - table.free
         if missing > 0 and len(self._foreign):
             self._use_foreign(missing)
             missing = count - table.free
-        return table.evict(max(excess, missing, 0)) if max(excess, missing) > 0 else []
+        needed = max(min(excess, EVICT_AT_ONCE), missing)
+        return table.evict(needed) if needed > 0 else []
 
     def _use_foreign(self, count: int) -> None:
         rows, self._foreign = self._foreign[:count], self._foreign[count:]
@@ -173,8 +179,8 @@ class SlotIndex(TierIndex):
         self._table.add_free(rows)
 
     def _stamp(self, rows: Rows) -> None:
-        self._tick += 1
-        self._used[rows] = self._tick & 0xFFFF_FFFF
+        self._tick += len(rows)
+        self._used[rows] = np.arange(self._tick, self._tick - len(rows), -1)
 
     # -------------------------------------------------------------------------------------------------------------- loads
 
@@ -253,9 +259,7 @@ class SlotIndex(TierIndex):
         if not len(slots):
             return
         self._table.insert(keys, slots)
-        # Not one number for all: a batch is thousands of blocks, and its order must survive the next checkpoint.
-        self._tick += len(slots)
-        self._used[slots] = (self._tick - np.arange(len(slots))) & 0xFFFF_FFFF
+        self._stamp(slots)
         if self._sequences is not None:
             self._sequences[slots] = sequences
 

@@ -1,0 +1,60 @@
+"""The end of a local tier, whatever it is in the middle of; and what is there for the next one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
+from tiering.secondary.files import Files
+from tiering.testing.frames import key_of
+from tiers.local import recovery as recovery_module
+from tiers.local import tier as tier_module
+from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
+from tiers.local.layout import Geometry
+from tiers.local.marks import WrittenMarks
+
+K = [key_of(number) for number in range(64)]
+
+
+def test_a_checkpoint_of_many_slices_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "SLICE_SLOTS", 1)
+    rig = LocalRig(tmp_path).open()
+    rig.store(K[:10])
+    assert rig.tier.shutdown(rig.context.clock() + 4)
+    checkpoint = read_checkpoint(tmp_path, rig.tier.store.geometry)
+    assert not isinstance(checkpoint, str)
+    assert len(checkpoint) == 10
+
+
+def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:30])
+    (tmp_path / CHECKPOINT_NAME).unlink()
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(tier_module, "MERGE_SECONDS", 0.0)
+    monkeypatch.setattr(tier_module, "MERGE_BLOCKS", 1)
+    monkeypatch.setattr(recovery_module, "BATCH_BLOCKS", 4)
+    rig = LocalRig(tmp_path)
+    assert rig.tier.open(rig.context.clock() + 20)
+    rig.wait(lambda: rig.tier.index.blocks > 0)
+    assert rig.tier.recovering
+    assert rig.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")] == []
+    with opened(tmp_path) as again:
+        assert again.load(K[:30]) == K[:30]
+
+
+def test_marks_that_are_lost_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+    geometry = Geometry(SLOT_BYTES, 16, 2)
+    marks = WrittenMarks(tmp_path, geometry, Files(), durable=False)
+    generation = marks.begin()
+    marks.close()
+    (path,) = tmp_path.glob("written-*")
+    path.unlink()
+    marks = WrittenMarks(tmp_path, geometry, Files(), durable=False)
+    assert marks.resume(generation) is None
+    assert marks.begin() > generation
+    marks.close()
