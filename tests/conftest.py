@@ -6,10 +6,12 @@ may own some (a server, say): what exists when the test's own fixtures are set u
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,6 +66,11 @@ def _children() -> set[int]:
     return {pid for pid in pids if not any(helper in _command(pid) for helper in _HELPERS)}
 
 
+def _processes() -> set[BaseProcess]:
+    """Those of multiprocessing.  Children of a fork server are nobody else's, and are waited for at the end, perhaps for ever."""
+    return set(multiprocessing.active_children())
+
+
 def _shm_files() -> set[str]:
     return {file.name for file in _SHM.glob(f"{_PREFIX}*")}
 
@@ -94,10 +101,14 @@ def _left_after(now: Callable[[], set[T]], before: set[T]) -> set[T]:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    threads, children, files = _threads(), _children(), _shm_files()
+    threads, children, files, processes = _threads(), _children(), _shm_files(), _processes()
     yield
     problems = [f"thread {thread.name!r} still runs" for thread in _left_after(_threads, threads)]
     problems += [f"child process {pid} is still there: {_command(pid).decode()!r}" for pid in _left_after(_children, children)]
     problems += [f"/dev/shm/{name} was not removed" for name in _left_after(_shm_files, files) if not _in_use_elsewhere(name)]
+    for process in _left_after(_processes, processes):
+        problems.append(f"process {process.name!r} ({process.pid}) still runs, and was killed")
+        process.kill()
+        process.join()
     if problems:
         pytest.fail("the test left something behind: " + "; ".join(sorted(problems)), pytrace=False)

@@ -163,7 +163,11 @@ def _flag(params: Mapping[str, Any], word: str) -> bool:
 
 def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> RequestPolicy:
     """Read a request's ``kv_tiering`` parameters.  Raises :class:`ConfigError` naming the field that is wrong."""
-    params = (kv_transfer_params or {}).get(_POLICY_KEY)
+    if kv_transfer_params is None:
+        return DEFAULT_REQUEST_POLICY
+    if not isinstance(kv_transfer_params, Mapping):
+        raise ConfigError(f"kv_transfer_params: {kv_transfer_params!r} is not a mapping")
+    params = kv_transfer_params.get(_POLICY_KEY)
     if params is None:
         return DEFAULT_REQUEST_POLICY
     allowed = ("load", "store", "max_load_tokens", "max_store_tokens", "tiers")
@@ -173,7 +177,9 @@ def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> Reques
         if word not in allowed:
             raise ConfigError(f"kv_transfer_params.{_POLICY_KEY}.{word}: unknown; allowed are {', '.join(allowed)}")
     tiers = params.get("tiers")
-    if tiers is not None and (isinstance(tiers, str) or not all(isinstance(name, str) for name in tiers)):
+    if tiers is not None and not (
+        isinstance(tiers, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in tiers)
+    ):
         raise ConfigError(f"kv_transfer_params.{_POLICY_KEY}.tiers: {tiers!r} is not a list of tier names")
     return RequestPolicy(
         load=_flag(params, "load"),

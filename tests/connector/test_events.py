@@ -205,6 +205,18 @@ class TestInTheScheduler:
         scheduler.reset_cache()
         assert len(scheduler._events) == 0
 
+    def test_what_a_reset_removes_is_described_to_the_end(self) -> None:
+        scheduler, manager = self.make(block_size=8)
+        request = prompt(24)
+        job = run_prompt(scheduler, request, ids(6)).reqs_to_store["r1"].job_id
+        scheduler.update_connector_output(finished(job))
+        manager.events = [stored(request.key(1)), removed(request.key(1))]
+        scheduler.reset_cache()
+        taken = scheduler.take_events()
+        assert [event.block_hashes for event in taken] == [request.block_hashes[:2]] * 2
+        assert [type(event) for event in taken] == [BlockStored, BlockRemoved]
+        assert scheduler.take_events() == []
+
     def test_snapshots_need_both_switches(self) -> None:
         scheduler, _ = make_scheduler(self_describing_kv_events=True)
         run_prompt(scheduler, prompt(24), ids(6))

@@ -298,6 +298,19 @@ class TestLoad:
         assert set(manager.refs.values()) == {0}
         assert not scheduler.has_pending_work()
 
+    def test_a_request_received_without_a_load_does_not_end_that_of_another_of_its_name(self) -> None:
+        """An aborted request's load may still run when a new one of the same id finds that its hit is gone."""
+        scheduler, manager = make_scheduler()
+        request, later = prompt(33), prompt(33)
+        manager.hold(request.keys())
+        start_load(scheduler, request, ids(8))
+        scheduler.request_finished(request, ids(8))
+        scheduler.update_connector_output(finished())
+        scheduler.on_new_request(later)
+        scheduler.update_connector_output(FakeConnectorOutput(finished_recving={"r1"}, kv_connector_worker_meta=None))
+        assert set(manager.refs.values()) == {1}
+        assert scheduler.has_pending_work()
+
     def test_an_aborted_request_keeps_the_pins_until_the_copy_has_ended(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(33)

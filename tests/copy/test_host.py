@@ -11,6 +11,7 @@ from tests.copy import kv
 from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
+from tiering.errors import ConfigError
 
 
 class Blocked(HostCopyHandler):
@@ -125,3 +126,26 @@ def test_rows_outlive_the_one_who_gave_them() -> None:
     handler.wait([1])
     assert handler.get_finished()[0].success
     handler.shutdown()
+
+
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_machine_that_starts_no_more_threads_does_not_fail_a_transfer_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = blocked()
+    no_more_threads(monkeypatch)
+    assert handler.transfer_async(1, spec())
+    handler.gate.set()
+    handler.wait([1])
+    assert [result.success for result in handler.get_finished()] == [True]
+    handler.shutdown()
+
+
+def test_without_threads_there_is_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_more_threads(monkeypatch)
+    with pytest.raises(ConfigError, match="pids-limit"):
+        blocked()

@@ -44,7 +44,7 @@ class RequestState:
     ``invalid_from``: first token that a failed load did not fill, until the engine goes back to it; nothing is stored meanwhile.
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
     it got its first blocks.  ``stale``: its KV is from before a
-    reset, so that nothing more of it is stored.
+    reset, so that nothing more of it is stored.  ``untouched_blocks`` were stored since its stored blocks were touched last.
     """
 
     request: EngineRequest
@@ -66,6 +66,7 @@ class RequestState:
     retry_at_step: int = 0
     backoff_steps: int = 1
     batch_tokens: int = NEVER
+    untouched_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.keys = [group.keys for group in self.groups]
@@ -123,6 +124,17 @@ class RequestState:
         self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
         self.may_load = False
         self.rewind()
+
+    def note_stored(self, blocks: int) -> bool:
+        """``blocks`` have become readable; whether it is time to touch all that is stored.
+
+        Which is at the end of the prompt, and before whenever a quarter is new, so that a block is touched a few times at most.
+        """
+        stored = sum(group.cursor for group in self.groups)
+        if blocks >= stored:
+            return False  # one job, in its order
+        self.untouched_blocks += blocks
+        return self.next_store_at == NEVER or 4 * self.untouched_blocks >= stored
 
     def rewind(self) -> None:
         """Offer every block again."""

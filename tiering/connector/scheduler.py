@@ -93,6 +93,8 @@ class OffloadingConnectorScheduler:
         self._states: dict[ReqId, RequestState] = {}
         self._step = 0
         self._orphans: set[int] = set()
+        self._untaken_events: list[KVCacheEvent] = []
+        self._workers_report_jobs = False
         self._counters = SchedulerCounters()
         self._warn_policy = LimitedWarning(logger, clock)
         self._warn_failed = LimitedWarning(logger, clock)
@@ -193,6 +195,9 @@ class OffloadingConnectorScheduler:
         """Take in what the workers reported.  Engines may skip it when there is nothing to report."""
         invalid = connector_output.invalid_block_ids or ()
         report: OffloadingWorkerMetadata | None = connector_output.kv_connector_worker_meta
+        self._workers_report_jobs = self._workers_report_jobs or report is not None
+        if report is None and self._workers_report_jobs:
+            return  # no job has ended: what is received now had nothing to load
         if report is None:
             loads = self._jobs.take_loads_of(connector_output.finished_recving or ())
             unfilled = set(invalid)
@@ -210,7 +215,8 @@ class OffloadingConnectorScheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The KV events since the last call, in an order that a consumer can apply."""
-        return self._events.take_events(self._manager.take_events())
+        untaken, self._untaken_events = self._untaken_events, []
+        return untaken + self._events.take_events(self._manager.take_events())
 
     def has_pending_work(self) -> bool:
         """True while jobs are in flight: the engine must keep stepping, also without requests, or they are never collected."""
@@ -229,8 +235,11 @@ class OffloadingConnectorScheduler:
         for state in self._states.values():
             state.stale = state.has_blocks
         self._loads.forget_keys()
+        complete = self._manager.reset_cache()
+        # What was stored and removed until now is described by snapshots that go with the reset.
+        self._untaken_events += self._events.take_events(self._manager.take_events())
         self._events.reset()
-        return self._manager.reset_cache()
+        return complete
 
     def get_stats(self) -> Mapping[str, Any]:
         """The manager's statistics, and under ``connector`` those of :class:`SchedulerCounters`."""
@@ -341,11 +350,24 @@ class OffloadingConnectorScheduler:
             return
         if job.failed:
             self._events.store_failed(job.keys)
-        self._manager.complete_store(job.keys, job.ctx, success=not (job.failed or job.orphan))
+        success = not (job.failed or job.orphan)
+        self._manager.complete_store(job.keys, job.ctx, success=success)
+        state = self._states.get(job.ctx.req_id)
+        if success and state is not None and state.ctx is job.ctx and state.note_stored(len(job.keys)):
+            self._touch_stored(state)
+
+    def _touch_stored(self, state: RequestState) -> None:
+        """A prompt is stored chunk by chunk, which leaves its tail more recent than its head: without the head it is worth nothing."""
+        state.untouched_blocks = 0
+        stored = [group.keys[: group.cursor] for group in state.groups]
+        if any(stored):
+            self._manager.touch(interleave(stored), state.ctx)
 
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
         state = self._states.pop(req_id, None)
         if state is not None:
+            if state.untouched_blocks:
+                self._touch_stored(state)
             self._manager.on_request_finished(state.ctx)
         return False, None
 

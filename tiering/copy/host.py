@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,26 @@ def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: R
     return views
 
 
+def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run.
+
+    One that starts them when needed may fail to in the middle of a transfer, with a copy in its queue that runs later all the same.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    together = Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(together.wait)
+    except RuntimeError as error:
+        together.abort()
+        pool.shutdown()
+        raise ConfigError(
+            f"cannot start {threads} threads for copies ({error}); raise the limit on processes (ulimit -u, docker: --pids-limit)"
+        ) from error
+    together.wait()
+    return pool
+
+
 class HostCopyHandler(OffloadingHandler):
     """Copies one way between a KV cache in host memory and the primary rows.
 
@@ -124,7 +145,7 @@ class HostCopyHandler(OffloadingHandler):
         self._num_rows = len(rows)
         self._num_blocks = blocks_per_group(kv_caches)
         self._threads = threads or min(2, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"kv-tiering-{direction.name.lower()}")
+        self._pool = _started_pool(self._threads, f"kv-tiering-{direction.name.lower()}")
         self._running: dict[int, _Running] = {}
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:

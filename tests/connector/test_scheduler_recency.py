@@ -1,0 +1,54 @@
+"""The head of a prompt outlives its tail, however its blocks came to be stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.connector.fakes import FakeSpec, finished, go_on, ids, make_spec, prompt, run_prompt
+from tiering.base import ReqContext
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+
+
+class RealManagerSpec(FakeSpec):
+    """A spec with a real manager of eight rows and no secondary tiers."""
+
+    def get_manager(self) -> TieringOffloadingManager:
+        self.real = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(memoryview(np.zeros((8, 16), np.uint8))))
+        return self.real
+
+
+def make() -> tuple[OffloadingConnectorScheduler, RealManagerSpec]:
+    plain = make_spec()
+    spec = RealManagerSpec(plain.engine, plain.extra_config)
+    return OffloadingConnectorScheduler(spec), spec
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["running", "finished"])
+def test_of_a_prompt_stored_chunk_by_chunk_the_tail_is_evicted_first(ends: bool) -> None:
+    scheduler, spec = make()
+    request, other = prompt(32), prompt(16, "other")
+    other.all_token_ids = [100 + token for token in other.all_token_ids]
+    other.update_hashes()
+    first = run_prompt(scheduler, request, ids(4), tokens=16).reqs_to_store["r1"].job_id
+    second = go_on(scheduler, request, 16, ids(4, 5)).reqs_to_store["r1"].job_id
+    scheduler.update_connector_output(finished(first))
+    scheduler.update_connector_output(finished(second))
+    if ends:
+        scheduler.request_finished(request, ids(8))
+    assert "other" in run_prompt(scheduler, other, ids(4, 9)).reqs_to_store
+    ctx, keys = ReqContext("r1"), request.keys()
+    assert [spec.real.lookup(key, ctx) for key in keys] == [True] * 4 + [False] * 4
+
+
+def test_blocks_stored_in_one_piece_are_not_touched_again() -> None:
+    scheduler, spec = make()
+    touched: list[int] = []
+    spec.real.touch = lambda keys, ctx: touched.append(len(keys))  # type: ignore[method-assign]
+    request = prompt(32)
+    job = run_prompt(scheduler, request, ids(8)).reqs_to_store["r1"].job_id
+    scheduler.update_connector_output(finished(job))
+    scheduler.request_finished(request, ids(8))
+    assert touched == [8], "when it was first seen"

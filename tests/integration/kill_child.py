@@ -1,0 +1,148 @@
+"""The engine that the kill loop kills: a whole stack through the public API, storing, loading and resetting until it dies.
+
+What a block contains depends on its number and on the weights that computed it.  A process starts with weights 0, as its identity says;
+a reset comes with other ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from tiering import ModelIdentity, OffloadKey, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+from tiering.primary.region import SharedRegion
+from tiering.testing.frames import random_bytes
+
+CAPACITY = 16 << 20
+GROUP_BYTES = (8192, 5000)
+ROWS = 24
+BATCH = 6
+PATIENCE_SECONDS = 30.0
+
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="kill loop")
+
+
+def key_of(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(32, "big"), number % len(GROUP_BYTES))
+
+
+def number_of(key: OffloadKey) -> int:
+    return int.from_bytes(key[:32], "big")
+
+
+def content(number: int, weights: int) -> bytes:
+    return random_bytes(GROUP_BYTES[number % len(GROUP_BYTES)], number * 1_000 + weights).tobytes()
+
+
+class Child:
+    """An engine around a manager.  The accelerator's side has its own mapping of the rows, as a worker has."""
+
+    def __init__(self, path: str, region: str, durability: str) -> None:
+        stack = load_stack(
+            {
+                "primary": {"capacity": ROWS * max(GROUP_BYTES)},
+                "secondary": [
+                    {
+                        "type": "local",
+                        "path": path,
+                        "capacity": CAPACITY,
+                        "durability": durability,
+                        "checkpoint_interval": "20ms",
+                        "required": True,
+                    }
+                ],
+            }
+        )
+        rows = SharedRegion.open_shared(region, ROWS, max(GROUP_BYTES), sides=2)
+        self.worker = SharedRegion.open_shared(region, ROWS, max(GROUP_BYTES), sides=2)
+        self.manager: TieringOffloadingManager = open_manager(stack, GROUP_BYTES, MODEL, region=rows, enable_events=True)
+        self.weights = 0
+        self._requests = 0
+
+    def close(self) -> None:
+        self.manager.shutdown()
+        self.worker.close()
+
+    def request(self) -> ReqContext:
+        self._requests += 1
+        ctx = ReqContext(f"r{self._requests}")
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def store(self, numbers: Sequence[int]) -> bool:
+        """Whether there was room to begin with it."""
+        ctx = self.request()
+        out = self.manager.prepare_store([key_of(number) for number in numbers], ctx)
+        if out is not None:
+            for key, row in zip(out.keys_to_store, out.store_spec.block_ids.tolist(), strict=True):  # type: ignore[attr-defined]
+                data = content(number_of(key), self.weights)
+                self.worker.array[row, : len(data)] = np.frombuffer(data, np.uint8)
+            self.manager.complete_store(out.keys_to_store, ctx)
+        self.manager.on_request_finished(ctx)
+        return out is not None
+
+    def load(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Of ``numbers``: those that are not there, and those that arrive with other bytes than they must have."""
+        missing: list[int] = []
+        wrong: list[int] = []
+        for number in numbers:
+            key, ctx = key_of(number), self.request()
+            end = time.monotonic() + PATIENCE_SECONDS
+            while (answer := self.manager.lookup(key, ctx)) is None and time.monotonic() < end:
+                self.manager.on_schedule_end()
+            if answer:
+                row = int(self.manager.prepare_load([key], ctx).block_ids[0])  # type: ignore[attr-defined]
+                expected = content(number, self.weights)
+                if self.worker.array[row, : len(expected)].tobytes() != expected:
+                    wrong.append(number)
+                self.manager.complete_load([key], ctx)
+            else:
+                missing.append(number)
+            self.manager.on_request_finished(ctx)
+        return missing, wrong
+
+    def news(self) -> list[tuple[str, list[int]]]:
+        """What came to the disk and left it since the last call."""
+        self.manager.on_schedule_end()
+        return [
+            ("removed" if event.removed else "stored", [number_of(key) for key in event.keys])
+            for event in self.manager.take_events()
+            if event.medium == "DISK"
+        ]
+
+
+def run(
+    path: str, region: str, seed: int, durability: str, first: int, held: list[int], others: list[int], pipe: Connection
+) -> None:
+    """Store until told to stop, or killed.
+
+    Sends ("checked", missing of ``held``, wrong of ``held`` and ``others``) first, then ("stored" or "removed", numbers) as the disk
+    tier reports them, ("reset", weights) before a reset, and ("wrong", numbers) if there are any.
+    """
+    rng = random.Random(seed)
+    child = Child(path, region, durability)
+    missing, wrong = child.load(held)
+    pipe.send(("checked", missing, wrong + child.load(others)[1]))
+    number = first
+    mine: list[int] = []
+    while not pipe.poll():
+        numbers = list(range(number, number + BATCH))
+        if child.store(numbers):
+            number += BATCH
+            mine += numbers
+        if rng.random() < 0.1:
+            _, wrong = child.load(rng.sample(mine, min(4, len(mine))))
+            if wrong:
+                pipe.send(("wrong", wrong))
+        if rng.random() < 0.004:
+            child.weights = rng.randrange(1, 1000)
+            pipe.send(("reset", [child.weights]))
+            child.manager.reset_cache()
+            mine.clear()
+        for message in child.news():
+            pipe.send(message)
+    child.close()

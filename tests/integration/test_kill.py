@@ -1,0 +1,148 @@
+"""kill -9 at any moment, over the whole stack: what was reported stored is there again, nothing is wrong, nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.integration import kill_child
+from tiering.primary.region import SHM, shared_path
+from tiers.local.layout import used_bytes
+
+NEWEST = 200
+"""Of some 1,300 slots: eviction cannot have reached the blocks that were reported last, with all that may have been written unreported."""
+
+OTHERS = 40
+"""Blocks of which it is only asked that they are not wrong, should they be there."""
+
+
+class Loop:
+    """Starts engines in one directory, one after the other, and keeps count of what they reported."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = path
+        self.rng = random.Random(seed)
+        self.region = f"kill-{os.getpid()}-{seed}"
+        self.stored: dict[int, None] = {}
+        """Blocks on the disk, the one reported last coming last."""
+        self.others: list[int] = []
+        """Blocks that were on the disk once."""
+        self.checked = 0
+        self.loaded = 0
+        self.resets = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.integration.kill_child"])
+        self._first = 0
+
+    def round(self, durability: str, *, kill: bool = True) -> None:
+        ours, theirs = self._context.Pipe()
+        held = list(self.stored)[-NEWEST:]
+        others = self.rng.sample(self.others, min(OTHERS, len(self.others)))
+        arguments = (str(self.path), self.region, self.rng.randrange(1 << 30), durability, self._first, held, others, theirs)
+        self._first += 1_000_000
+        process = self._context.Process(target=kill_child.run, args=arguments)
+        process.start()
+        theirs.close()
+        resets = self.resets
+        try:
+            if kill and self.rng.random() < 0.2:
+                process.join(self.rng.uniform(0.0, 0.2))
+            else:
+                self._check(ours, held)
+                for _ in range(self.rng.randrange(60)):
+                    assert self._note(ours, 60), "the engine ended by itself"
+                if kill:
+                    process.join(self.rng.uniform(0.0, 0.005))
+            if kill:
+                process.kill()
+            else:
+                ours.send("stop")
+                while self._note(ours, 60):
+                    pass
+                process.join(60)
+                assert process.exitcode == 0
+            while self._note(ours, 0):
+                pass
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            ours.close()
+        if self.resets > resets:
+            # What an engine stores after a reset, with weights that its identity does not name, is its own.
+            self._forget(list(self.stored))
+        assert used_bytes(self.path) <= kill_child.CAPACITY
+
+    def _check(self, pipe: Connection, held: list[int]) -> None:
+        for message in _messages(pipe, 60):
+            if message[0] == "checked":
+                assert message == ("checked", [], []), f"missing {message[1]}, wrong {message[2]}"
+                self.checked += 1
+                self.loaded += len(held)
+                return
+        pytest.fail("the engine ended before it had looked")
+
+    def _note(self, pipe: Connection, timeout: float) -> bool:
+        """Take one message; False if there is none in time, or the engine is gone."""
+        for word, numbers, *wrong in _messages(pipe, timeout):
+            if word == "stored":
+                self.stored.update(dict.fromkeys(numbers))
+            elif word == "removed":
+                self._forget(numbers)
+            elif word == "reset":
+                self.resets += 1
+                self._forget(list(self.stored))
+            elif word == "checked":
+                assert (numbers, wrong) == ([], [[]])
+            else:
+                pytest.fail(f"wrong KV: {numbers}")
+            return True
+        return False
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.stored.pop(number, None)
+        self.others += numbers
+
+
+def _messages(pipe: Connection, timeout: float) -> Iterator[tuple[object, ...]]:
+    """What comes, until nothing comes in time or the other side is gone."""
+    try:
+        while pipe.poll(timeout):
+            yield pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return
+
+
+def _run(path: Path, seed: int, rounds: int) -> Loop:
+    loop = Loop(path, seed)
+    for number in range(rounds):
+        try:
+            loop.round("none" if number % 3 else "fsync")
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, round {number}: {error}") from error
+    loop.round("none", kill=False)
+    assert not list(path.rglob("*.new"))
+    assert not shared_path(loop.region, SHM).exists()
+    return loop
+
+
+def test_15_kills(tmp_path: Path) -> None:
+    loop = _run(tmp_path, 1, 15)
+    assert loop.checked > 5
+    assert loop.loaded > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_hundreds_of_kills(tmp_path: Path, seed: int) -> None:
+    loop = _run(tmp_path, seed, 100)
+    assert loop.checked > 50
+    assert loop.loaded > 500
+    assert loop.resets > 0
