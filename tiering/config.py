@@ -9,7 +9,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValidator, model_validator
@@ -117,6 +117,10 @@ class StackConfig(Strict):
     """Whether a reset leaves the blocks of the secondary tiers valid (only right if the weights never change under a reset)."""
     events: bool = False
     """Whether stored and removed blocks are announced (an engine can ask for it too)."""
+    mode: Literal["tiering", "simple"] = "tiering"
+    """"simple": a CPU pool that mirrors the GPU's, without secondary tiers (:mod:`tiering.simple`)."""
+    lazy_offload: bool = False
+    """In mode simple: store blocks when they are about to leave the GPU, instead of all when they are computed."""
     open_deadline: Duration = 10.0
     """How long the start may wait for tiers to open; one that takes longer joins when it is ready."""
     reset_deadline: Duration = 10.0
@@ -152,9 +156,23 @@ class StackConfig(Strict):
             for other, outer in enumerate(places)
             if place and outer and place != outer and outer.startswith("/") and Path(place).is_relative_to(outer)
         ]
+        problems += self._check_mode()
         if problems:
             raise Problems(problems)
         return self
+
+    def _check_mode(self) -> list[Problem]:
+        if self.mode != "simple":
+            return [Problem(("lazy_offload",), "is for mode simple")] if self.lazy_offload else []
+        problems = [
+            Problem(("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering")
+            for index in range(len(self.secondary))
+        ]
+        unused = self.model_fields_set - {"primary", "secondary", "events", "mode", "lazy_offload"}
+        unused_primary = self.primary.model_fields_set - {"capacity"}
+        problems += [Problem((word,), "has no meaning in mode simple; leave it out") for word in sorted(unused)]
+        problems += [Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)]
+        return problems
 
     def describe(self) -> str:
         """The stack as YAML, as it is in effect, secrets masked."""

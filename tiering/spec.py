@@ -103,6 +103,11 @@ class TieringOffloadingSpec(OffloadingSpec):
             )
         yield from make_handlers(kv_caches, self._open_region().view, layout)
 
+    @property
+    def rows_are_shared(self) -> bool:
+        """Whether the scheduler and all workers have mapped the rows: what one of them writes, the others see."""
+        return self._region is not None and self._region.is_complete
+
     def close(self) -> None:
         """Release the rows, where no manager does (on a worker's side, or if it could not be built).  Harmless if repeated.
 

@@ -92,6 +92,8 @@ def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:
 def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None) -> None:
     """What can only be known with the engine's blocks and model at hand.  Opens nothing."""
     problems: list[Problem] = []
+    if stack.mode != "tiering":
+        problems.append(Problem(("mode",), f"is {stack.mode}, which has no manager of tiers; see tiering.simple"))
     if region is not None:
         if region.row_stride < block_bytes:
             raise ConfigError(f"region: its rows have {region.row_stride} bytes, a block has {block_bytes}")

@@ -8,7 +8,7 @@ that the store is complete.  Blocks are numbers and names are bytes: nothing her
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tiering.base import OffloadingEvent, OffloadKey
 from tiering.errors import ConfigError, TieringError
@@ -31,7 +31,19 @@ class CPUBlockPool:
     a microsecond per block.
     """
 
-    __slots__ = ("_blank", "_events", "_events_on", "_evictable", "_evicted", "_names", "_refs", "cached", "evictions", "num_blocks", "pending")
+    __slots__ = (
+        "_blank",
+        "_events",
+        "_events_on",
+        "_evictable",
+        "_evicted",
+        "_names",
+        "_refs",
+        "cached",
+        "evictions",
+        "num_blocks",
+        "pending",
+    )
 
     def __init__(self, num_blocks: int, enable_events: bool = False) -> None:
         if num_blocks < 1:
@@ -66,11 +78,11 @@ class CPUBlockPool:
 
     def ref_count(self, block: int) -> int:
         """References to ``block``."""
-        return self._refs[block] if block in self._refs else 0
+        return self._refs.get(block, 0)
 
-    def next_victim(self) -> OffloadKey | None:
-        """The name that the next allocation forgets; None if it would take a blank block, or fail."""
-        return None if self._blank or not self._evictable else next(iter(self._evictable.values()))
+    def victims(self) -> Iterator[OffloadKey]:
+        """The names that further allocations would forget, the next one first, once no block is blank."""
+        return iter(self._evictable.values())
 
     def get_new_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
         """One block for each of ``keys``, named so and with one reference; least recently used blocks are forgotten to make room.
@@ -130,7 +142,7 @@ class CPUBlockPool:
                 continue
             del refs[block]
             key = self._names.pop(block, None)
-            if key is None:
+            if key is None or self.cached.get(key) != block:  # never published
                 self._blank.append(block)
             else:
                 self._evictable[block] = key

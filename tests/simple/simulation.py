@@ -1,0 +1,283 @@
+"""The simple scheduler under the mini engine's scheduler, with memory that is only book-keeping and copies that end when a test says so.
+
+The KV of a token is a tag of its weights, its KV-cache group and everything before it.  Whatever is computed on must have the right tags,
+so a block that was reused too early, loaded from the wrong place or found under the wrong name shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from examples.mini_engine.kv_cache import KVCacheManager
+from examples.mini_engine.request import Request, Status
+from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
+from examples.mini_engine.simple import MirroredPool
+from tiering.base import EngineConfig, KVCacheGroup, OffloadKey, make_offload_key
+from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
+
+BLOCK = 4
+BLOCK_BYTES = 64
+
+Tag = tuple[int, int, int]
+"""Weights, group, digest of the tokens up to this one."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy that a worker was told to make."""
+
+    event: int
+    is_load: bool
+    gpu_blocks: list[int]
+    cpu_blocks: list[int]
+    req_ids: list[str]
+
+
+@dataclass(slots=True)
+class FakeWorker:
+    """One worker's memory: block → tags of its tokens."""
+
+    gpu: dict[int, list[Tag | None]] = field(default_factory=dict)
+    cpu: dict[int, list[Tag | None]] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)
+    unfilled: set[int] = field(default_factory=set)
+    report: SimpleCPUOffloadWorkerMetadata = field(default_factory=SimpleCPUOffloadWorkerMetadata)
+
+    def end(self, copy: Copy, *, fails: bool = False) -> None:
+        """Make ``copy`` now, or let it fail."""
+        self.copies.remove(copy)
+        if copy.is_load:
+            for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
+                if cpu == NOT_HELD or fails:
+                    self.unfilled.add(gpu)
+                else:
+                    self.gpu[gpu] = list(self.cpu[cpu])
+            self.received.update(copy.req_ids)
+            return
+        for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
+            self.cpu[cpu] = [None] * BLOCK if fails else list(self.gpu.get(gpu, [None] * BLOCK))
+        self.report.completed_store_events[failed(copy.event) if fails else copy.event] = 1
+
+
+def groups_of(windows: Sequence[int | None]) -> tuple[KVCacheGroup, ...]:
+    return tuple(
+        KVCacheGroup((f"layer{index}",), BLOCK, window, "full_attention" if window is None else "sliding_window")
+        for index, window in enumerate(windows)
+    )
+
+
+def make_scheduler(
+    gpu_blocks: int,
+    cpu_blocks: int,
+    windows: Sequence[int | None] = (None,),
+    *,
+    lazy: bool = False,
+    world_size: int = 1,
+    budget: int = 16,
+) -> SimpleCPUOffloadScheduler:
+    groups = groups_of(windows)
+    engine = EngineConfig((BLOCK,) * len(groups), BLOCK, groups, world_size=world_size, max_batch_tokens=budget)
+    layers = tuple(group.layer_names[0] for group in groups)
+    cache = KVCacheConfig(gpu_blocks, (KVCacheTensor(gpu_blocks * BLOCK_BYTES, layers),), groups)
+    return SimpleCPUOffloadScheduler(engine, cache, cpu_blocks * BLOCK_BYTES, lazy)
+
+
+class Simulation:
+    """An engine with ``world_size`` workers.  Copies are queued in ``workers[i].copies`` until :meth:`end_copies`."""
+
+    def __init__(
+        self,
+        *,
+        gpu_blocks: int = 24,
+        cpu_blocks: int = 32,
+        windows: Sequence[int | None] = (None,),
+        lazy: bool = False,
+        world_size: int = 1,
+        budget: int = 16,
+        max_running: int = 4,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.kv = KVCacheManager(gpu_blocks, BLOCK, windows, prefix_caching)
+        self.pool = MirroredPool(gpu_blocks)
+        self.kv.pool = self.pool  # type: ignore[assignment]
+        self.half = make_scheduler(gpu_blocks, cpu_blocks, windows, lazy=lazy, world_size=world_size, budget=budget)
+        self.half.bind_gpu_block_pool(self.pool)
+        self.scheduler = Scheduler(self.kv, self.half, max_batch_tokens=budget, max_running=max_running)
+        self.workers = [FakeWorker() for _ in range(world_size)]
+        self.weights = 0
+        self.finished: list[Request] = []
+        self.metadata: list[SimpleCPUOffloadMetadata] = []
+        self.under_way: dict[tuple[bool, int], Copy] = {}
+        """Copies that not all workers have reported, by (is load, event)."""
+        self._arrived: Counter[str] = Counter()
+        self._done: Counter[int] = Counter()
+        self._contents: dict[OffloadKey, list[Tag]] = {}
+
+    # ------------------------------------------------------------------------------------------------------------ driving
+
+    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 4) -> Request:
+        request = Request(name, tokens, max_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def run(self, name: str, tokens: Sequence[int], max_tokens: int = 4) -> Request:
+        """Run a request to its end, with copies that end at once."""
+        request = self.add(name, tokens, max_tokens)
+        while request.status not in {Status.FINISHED, Status.ABORTED}:
+            self.step()
+            self.end_copies()
+        return request
+
+    def end_copies(self) -> None:
+        for worker in self.workers:
+            for copy in list(worker.copies):
+                worker.end(copy)
+
+    def settle(self) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(2000):
+            if not self.scheduler.has_work():
+                return
+            self.end_copies()
+            self.step()
+        raise AssertionError("work never ended")
+
+    def reset(self) -> None:
+        """Other weights: nothing computed so far is right any more."""
+        self.weights += 1
+        self._contents.clear()
+        assert self.scheduler.reset()
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        meta: SimpleCPUOffloadMetadata = output.connector_metadata
+        self.metadata.append(meta)
+        self._order(meta)
+        sampled = {}
+        for req_id, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[req_id]
+            end = request.num_computed_tokens
+            self._compute(request, end - count, end)
+            if end == request.num_tokens:
+                sampled[req_id] = (hash(tuple(request.all_token_ids)) % 50, 0, 0.0)
+        known = dict(self.scheduler.requests)
+        ended = self.scheduler.update(output, sampled, self._collect())
+        self.finished += ended
+        assert all(request.request_id in known for request in ended)
+        return output
+
+    # ------------------------------------------------------------------------------------------------------------- checks
+
+    def check_references(self) -> None:
+        """Both pools have exactly the references of requests and of copies under way."""
+        gpu: Counter[int] = Counter()
+        cpu: Counter[int] = Counter()
+        for copy in self.under_way.values():
+            gpu.update(copy.gpu_blocks)
+            cpu.update(block for block in copy.cpu_blocks if block != NOT_HELD)
+        for gpu_blocks, cpu_blocks in self.half._ordered:
+            gpu.update(gpu_blocks)
+            cpu.update(cpu_blocks)
+        for req_id in self.kv._tables:
+            for table in self.kv._tables[req_id].blocks:
+                gpu.update(block.block_id for block in table if not block.is_null)  # type: ignore[attr-defined]
+        assert {block.block_id: block.ref_cnt for block in self.pool.blocks[1:] if block.ref_cnt} == dict(gpu)
+        pool = self.half.cpu_block_pool
+        assert {block: pool.ref_count(block) for block in range(pool.num_blocks) if pool.ref_count(block)} == dict(cpu)
+        free = [block.block_id for block in self.pool.free]
+        assert len(free) == len(self.pool.free) == len(set(free)) == self.kv.num_blocks - 1 - len(gpu)
+        assert pool.num_free_blocks + pool.num_held_blocks == pool.num_blocks
+
+    def check_contents(self) -> None:
+        """What can be found in the CPU pool is, on every worker, what its name says."""
+        for key, block in self.half.cpu_block_pool.cached.items():
+            for worker in self.workers:
+                assert worker.cpu[block] == self._contents[key]
+
+    def check_nothing_is_held(self) -> None:
+        """Nothing runs: the pools are what they were, but for what can be found in them."""
+        self.check_references()
+        self.check_contents()
+        pool = self.half.cpu_block_pool
+        assert len(self.pool.free) == self.kv.num_blocks - 1
+        assert (pool.num_held_blocks, len(pool.pending)) == (0, 0)
+        assert pool.num_blank_blocks + len(pool.cached) == pool.num_free_blocks == pool.num_blocks
+        assert not self.half.has_pending_work()
+        assert not self.half._states
+        assert not self.half._eager._running
+
+    # ---------------------------------------------------------------------------------------------------------- internals
+
+    def _order(self, meta: SimpleCPUOffloadMetadata) -> None:
+        if meta.need_flush:
+            for worker in self.workers:
+                for copy in [copy for copy in worker.copies if not copy.is_load]:
+                    worker.end(copy)
+        if meta.load_event >= 0:
+            req_ids = meta.load_event_to_reqs[meta.load_event]
+            self._order_one(Copy(meta.load_event, True, meta.load_gpu_blocks, meta.load_cpu_blocks, req_ids))
+        if meta.store_event >= 0:
+            self._order_one(Copy(meta.store_event, False, meta.store_gpu_blocks, meta.store_cpu_blocks, []))
+
+    def _order_one(self, copy: Copy) -> None:
+        assert len(copy.gpu_blocks) == len(copy.cpu_blocks) > 0
+        assert 0 not in copy.gpu_blocks, "the null block is never copied"
+        self.under_way[copy.is_load, copy.event] = copy
+        for worker in self.workers:
+            worker.copies.append(copy)
+
+    def _collect(self) -> ConnectorOutput:
+        invalid: set[int] = set()
+        report = SimpleCPUOffloadWorkerMetadata()
+        for worker in self.workers:
+            invalid |= worker.unfilled
+            report.aggregate(worker.report)
+            self._arrived.update(worker.received)
+            worker.unfilled, worker.received, worker.report = set(), set(), SimpleCPUOffloadWorkerMetadata()
+        received = {req_id for req_id, workers in self._arrived.items() if workers == len(self.workers)}
+        for req_id in received:
+            del self._arrived[req_id]
+        for key, copy in list(self.under_way.items()):
+            if key[0] and received.issuperset(copy.req_ids):
+                del self.under_way[key]
+        for event, workers in report.completed_store_events.items():
+            event = event if event >= 0 else failed(event)
+            self._done[event] += workers
+            if self._done[event] == len(self.workers):
+                del self.under_way[False, event]
+        return ConnectorOutput(set(), received, invalid, None, report)
+
+    def _compute(self, request: Request, start: int, end: int) -> None:
+        tokens = request.all_token_ids
+        digests = [0]
+        for token in tokens[:end]:
+            digests.append(hash((digests[-1], token)))
+        for group, (window, table) in enumerate(zip(self.kv.windows, self.kv.blocks_of(request).get_block_ids(), strict=True)):
+            seen = 0 if window is None else max(0, start - window + 1)
+            tags: list[Tag] = [(self.weights, group, digest) for digest in digests[1:]]
+            for worker in self.workers:
+                for position in range(seen, start):
+                    block = worker.gpu.get(table[position // BLOCK])
+                    assert block is not None, f"{request.request_id}: token {position} of group {group} has no KV"
+                    assert block[position % BLOCK] == tags[position], (
+                        f"{request.request_id}: token {position} of group {group} is wrong"
+                    )
+                for position in range(start, end):
+                    if position % BLOCK == 0:
+                        worker.gpu[table[position // BLOCK]] = [None] * BLOCK
+                    worker.gpu[table[position // BLOCK]][position % BLOCK] = tags[position]
+            for block in range(start // BLOCK, end // BLOCK):
+                key = make_offload_key(request.block_hashes[block], group)
+                self._contents[key] = tags[block * BLOCK : (block + 1) * BLOCK]
+
+
+def tokens(seed: int, length: int, shared: int = 0) -> list[int]:
+    """Random tokens; prompts have their first ``shared`` in common."""
+    common, own = random.Random(-1), random.Random(seed)
+    return [common.randrange(50) for _ in range(shared)] + [own.randrange(50) for _ in range(length - shared)]

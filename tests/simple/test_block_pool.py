@@ -1,0 +1,156 @@
+"""The CPU pool: blank, held and evictable blocks, names, and what is told about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiering.base import OffloadingEvent
+from tiering.errors import ConfigError, TieringError
+from tiering.simple.block_pool import NULL_BLOCK, CPUBlockPool, PoolFullError
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [b"key%d" % number for number in numbers]
+
+
+def stored(pool: CPUBlockPool, *numbers: int) -> list[int]:
+    """Store these keys; the blocks, which nobody holds any more."""
+    blocks = pool.get_new_blocks(keys(*numbers))
+    pool.publish(blocks)
+    pool.free_blocks(reversed(blocks))
+    return blocks
+
+
+def test_a_name_is_found_only_once_its_store_is_complete():
+    pool = CPUBlockPool(4)
+    (block,) = pool.get_new_blocks(keys(1))
+    assert (pool.cached, pool.pending) == ({}, {b"key1": block})
+    pool.publish([block])
+    assert (pool.cached, pool.pending) == ({b"key1": block}, {})
+
+
+def test_the_tail_of_what_is_least_recently_used_is_forgotten_first():
+    pool = CPUBlockPool(4)
+    stored(pool, 1, 2)
+    stored(pool, 3, 4)
+    pool.get_new_blocks(keys(5))
+    assert sorted(pool.cached) == keys(1, 3, 4)
+    assert pool.take_evicted() == keys(2)
+    assert pool.take_evicted() == []
+
+
+def test_blank_blocks_are_taken_before_anything_is_forgotten():
+    pool = CPUBlockPool(3)
+    stored(pool, 1)
+    pool.get_new_blocks(keys(2, 3))
+    assert (list(pool.cached), pool.evictions, pool.num_free_blocks) == (keys(1), 0, 1)
+
+
+def test_refreshing_a_prefix_leaves_its_head_the_most_recent():
+    pool = CPUBlockPool(4)
+    stored(pool, 1, 2)
+    stored(pool, 3, 4)
+    pool.refresh(keys(1, 2, 9))
+    assert list(pool.victims()) == keys(4, 3, 2, 1)
+
+
+def test_a_held_block_is_never_forgotten():
+    pool = CPUBlockPool(2)
+    first, second = stored(pool, 1, 2)
+    pool.touch([first])
+    assert pool.get_new_blocks(keys(3)) == [second]
+    with pytest.raises(PoolFullError):
+        pool.get_new_blocks(keys(4))
+    assert pool.cached == {b"key1": first}
+
+
+def test_references_are_counted():
+    pool = CPUBlockPool(1)
+    (block,) = stored(pool, 1)
+    pool.touch([block])
+    pool.touch([block])
+    pool.free_blocks([block])
+    assert (pool.ref_count(block), pool.num_free_blocks) == (1, 0)
+    pool.free_blocks([block])
+    assert (pool.ref_count(block), pool.num_free_blocks, pool.num_held_blocks) == (0, 1, 0)
+
+
+def test_all_or_nothing_when_there_is_no_room():
+    pool = CPUBlockPool(3)
+    stored(pool, 1, 2)
+    with pytest.raises(PoolFullError) as caught:
+        pool.get_new_blocks(keys(3, 4, 5, 6))
+    assert caught.value.temporary
+    assert (sorted(pool.cached), pool.pending, pool.num_free_blocks) == (keys(1, 2), {}, 3)
+
+
+def test_a_failed_store_leaves_a_blank_block():
+    pool = CPUBlockPool(1)
+    blocks = pool.get_new_blocks(keys(1))
+    pool.discard(blocks)
+    pool.free_blocks(blocks)
+    assert (pool.cached, pool.pending, pool.num_blank_blocks) == ({}, {}, 1)
+
+
+def test_freeing_what_nobody_holds_is_refused_and_changes_nothing():
+    pool = CPUBlockPool(2)
+    block, other = pool.get_new_blocks(keys(1, 2))
+    with pytest.raises(TieringError):
+        pool.free_blocks([other, block, block])
+    assert (pool.ref_count(block), pool.ref_count(other)) == (1, 1)
+
+
+def test_a_reset_forgets_all_names_and_what_copies_hold_becomes_blank_afterwards():
+    pool = CPUBlockPool(3)
+    read = stored(pool, 1)
+    written = pool.get_new_blocks(keys(2))
+    pool.touch(read)
+    pool.reset()
+    assert (pool.cached, pool.pending, pool.num_free_blocks) == ({}, {}, 1)
+    pool.publish(written)
+    pool.free_blocks(written + read)
+    assert (pool.cached, pool.num_blank_blocks) == ({}, 3)
+
+
+def test_a_store_from_before_a_reset_does_not_touch_one_of_the_same_name_from_after_it():
+    pool = CPUBlockPool(2)
+    old = pool.get_new_blocks(keys(1))
+    pool.reset()
+    new = pool.get_new_blocks(keys(1))
+    pool.discard(old)
+    pool.free_blocks(old)
+    assert pool.pending == {b"key1": new[0]}
+    pool.publish(new)
+    assert pool.cached == {b"key1": new[0]}
+
+
+def test_events_say_what_can_be_found_in_the_order_in_which_it_happened():
+    pool = CPUBlockPool(2, enable_events=True)
+    stored(pool, 1, 2)
+    stored(pool, 3)
+    pool.reset()
+    assert pool.take_events() == [
+        OffloadingEvent(keys(1, 2), "CPU", removed=False),
+        OffloadingEvent(keys(2), "CPU", removed=True),
+        OffloadingEvent(keys(3), "CPU", removed=False),
+        OffloadingEvent(keys(1, 3), "CPU", removed=True),
+    ]
+    assert pool.take_events() == []
+
+
+def test_without_events_none_are_kept():
+    pool = CPUBlockPool(1)
+    stored(pool, 1)
+    assert pool.take_events() == []
+
+
+def test_the_null_block_is_no_block_of_the_pool():
+    pool = CPUBlockPool(5)
+    assert NULL_BLOCK not in pool.get_new_blocks(keys(1, 2, 3, 4, 5))
+    with pytest.raises(TieringError):
+        pool.free_blocks([NULL_BLOCK])
+
+
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(ConfigError):
+        CPUBlockPool(0)

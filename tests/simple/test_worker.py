@@ -1,0 +1,198 @@
+"""The worker half: real copies between a KV cache and the CPU blocks, and what is reported about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tiering.base import CanonicalKVCaches, EngineConfig, KVCacheGroup, TransferSpec
+from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.copy.handlers import HandlerEntry
+from tiering.copy.layout import RowLayout
+from tiering.errors import ConfigError
+from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.worker import SimpleCPUOffloadWorker
+from tiering.testing.until import until
+
+BLOCKS = 8
+GROUPS = (KVCacheGroup(("a", "b"), 4), KVCacheGroup(("c",), 4, 8, "sliding_window"))
+ENGINE = EngineConfig((4, 4), 4, GROUPS)
+
+
+def caches(layout: str) -> dict[str, torch.Tensor]:
+    """Two tensors; layer c, of the other group, shares the first one's memory."""
+    shape = (2, BLOCKS, 4, 6) if layout == "kv first" else (BLOCKS, 2, 4, 6)
+    first, second = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    return {"a": first, "b": second, "c": first}
+
+
+def config(kv_caches: dict[str, torch.Tensor]) -> KVCacheConfig:
+    size = kv_caches["a"].nbytes
+    return KVCacheConfig(BLOCKS, (KVCacheTensor(size, ("a", "c")), KVCacheTensor(size, ("b",))), GROUPS)
+
+
+class BrokenHandler(OffloadingHandler):
+    """Fails every copy: at once, or when it is asked how it went."""
+
+    def __init__(self, starts: bool) -> None:
+        self.starts = starts
+        self._results: list[TransferResult] = []
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if self.starts:
+            self._results.append(TransferResult(job_id, False))
+        return self.starts
+
+    def get_finished(self) -> list[TransferResult]:
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: object) -> None:
+        return None
+
+
+class BrokenWorker(SimpleCPUOffloadWorker):
+    starts = True
+
+    def make_handlers(self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout) -> Iterator[HandlerEntry]:
+        for source, destination, handler in super().make_handlers(kv_caches, rows, layout):
+            handler.shutdown()
+            yield source, destination, BrokenHandler(self.starts)
+
+
+@pytest.fixture(params=["kv first", "blocks first"])
+def kv_caches(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+    return caches(request.param)
+
+
+@pytest.fixture
+def worker(kv_caches: dict[str, torch.Tensor]) -> Iterator[SimpleCPUOffloadWorker]:
+    subject = SimpleCPUOffloadWorker(ENGINE, config(kv_caches), config(kv_caches).total_bytes)
+    subject.register_kv_caches(kv_caches)
+    yield subject
+    subject.shutdown()
+
+
+def store(event: int, gpu: list[int], cpu: list[int]) -> SimpleCPUOffloadMetadata:
+    return SimpleCPUOffloadMetadata(store_event=event, store_gpu_blocks=gpu, store_cpu_blocks=cpu)
+
+
+def load(event: int, gpu: list[int], cpu: list[int], *req_ids: str) -> SimpleCPUOffloadMetadata:
+    return SimpleCPUOffloadMetadata(event, gpu, cpu, {event: list(req_ids)})
+
+
+def reported(worker: SimpleCPUOffloadWorker) -> dict[int, int]:
+    report = worker.build_connector_worker_meta()
+    return report.completed_store_events if report is not None else {}
+
+
+def finish_store(worker: SimpleCPUOffloadWorker, event: int) -> None:
+    def done() -> bool:
+        worker.get_finished(())
+        return event in reported(worker)
+
+    until(done)
+
+
+def finish_load(worker: SimpleCPUOffloadWorker) -> set[str]:
+    received: set[str] = set()
+
+    def done() -> bool:
+        received.update(worker.get_finished(())[1])
+        return bool(received)
+
+    until(done)
+    return received
+
+
+def test_blocks_of_all_groups_come_back_in_other_places_byte_for_byte(worker, kv_caches):
+    blocks_at = 1 if kv_caches["a"].shape[0] == 2 else 0
+    before = {name: tensor.clone() for name, tensor in kv_caches.items()}
+    worker.prepare_store_kv(store(0, [3, 1, 6], [5, 0, 2]))
+    finish_store(worker, 0)
+    for tensor in kv_caches.values():
+        tensor.zero_()
+    worker.start_kv_transfers(load(0, [7, 2], [2, 5], "r"))
+    assert finish_load(worker) == {"r"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    for name, tensor in kv_caches.items():
+        for gpu, origin in ((7, 6), (2, 3)):
+            assert torch.equal(tensor.select(blocks_at, gpu), before[name].select(blocks_at, origin))
+        assert not tensor.select(blocks_at, 1).any()
+
+
+def test_bytes_that_were_copied_are_counted(worker, kv_caches):
+    worker.prepare_store_kv(store(0, [3, 1], [0, 1]))
+    finish_store(worker, 0)
+    stats = worker.get_kv_connector_stats()
+    assert stats.reduce()["gpu_to_cpu_total_bytes"] == 2 * config(kv_caches).block_bytes
+    assert worker.get_kv_connector_stats() is None
+
+
+def test_the_same_metadata_again_does_nothing(worker):
+    metadata = store(0, [3], [0])
+    worker.prepare_store_kv(metadata)
+    worker.prepare_store_kv(metadata)
+    finish_store(worker, 0)
+    assert worker.get_finished(()) == (set(), set())
+    assert reported(worker) == {}
+
+
+def test_a_flush_waits_for_the_stores_that_run(worker):
+    for event in range(5):
+        worker.prepare_store_kv(store(event, [3, 1, 6], [0, 1, 2]))
+    worker.handle_preemptions(SimpleCPUOffloadMetadata(need_flush=True))
+    worker.get_finished(())
+    assert reported(worker) == dict.fromkeys(range(5), 1)
+
+
+def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker):
+    worker.prepare_store_kv(store(0, [1], [0]))
+    finish_store(worker, 0)
+    worker.start_kv_transfers(load(0, [4, 5, 6], [NOT_HELD, 0, NOT_HELD], "r"))
+    assert finish_load(worker) == {"r"}
+    assert worker.get_block_ids_with_load_errors() == {4, 6}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+def test_a_load_of_which_nothing_is_held_ends_at_once(worker):
+    worker.start_kv_transfers(load(0, [4], [NOT_HELD], "r"))
+    assert worker.get_finished(()) == (set(), {"r"})
+    assert worker.get_block_ids_with_load_errors() == {4}
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_failed_copies_are_reported(starts):
+    kv_caches = caches("blocks first")
+    worker = BrokenWorker(ENGINE, config(kv_caches), config(kv_caches).total_bytes)
+    worker.starts = starts
+    worker.register_kv_caches(kv_caches)
+    worker.start_kv_transfers(load(0, [4, 5], [0, NOT_HELD], "r"))
+    worker.prepare_store_kv(store(0, [1], [0]))
+    assert worker.get_finished(()) == (set(), {"r"})
+    assert worker.get_block_ids_with_load_errors() == {4, 5}
+    assert reported(worker) == {failed(0): 1}
+    worker.shutdown()
+
+
+def test_reports_of_several_workers_add_up():
+    one, other = SimpleCPUOffloadWorkerMetadata({1: 1, 2: 1}), SimpleCPUOffloadWorkerMetadata({2: 1, failed(1): 1})
+    assert one.aggregate(other).completed_store_events == {1: 1, 2: 2, failed(1): 1}
+
+
+def test_the_cpu_memory_is_no_larger_than_its_blocks(worker, kv_caches):
+    assert worker._region.row_bytes == config(kv_caches).total_bytes
+
+
+def test_caches_larger_than_the_configuration_says_are_refused(kv_caches):
+    small = KVCacheConfig(BLOCKS, (KVCacheTensor(kv_caches["a"].nbytes, ("a", "b", "c")),), GROUPS)
+    with pytest.raises(ConfigError, match="the engine's configuration says"):
+        SimpleCPUOffloadWorker(ENGINE, small, 10_000).register_kv_caches(kv_caches)
+
+
+def test_caches_are_registered_once(worker, kv_caches):
+    with pytest.raises(ConfigError, match="already"):
+        worker.register_kv_caches(kv_caches)

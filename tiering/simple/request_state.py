@@ -1,0 +1,67 @@
+"""What the simple scheduler knows of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiering.base import GROUP_BYTES, OffloadKey, RequestPolicy
+from tiering.connector.protocols import EngineRequest
+
+BlockIds = Sequence[Sequence[int]]
+"""GPU block ids of one request, per KV-cache group, in their order."""
+
+
+@dataclass(slots=True)
+class GroupState:
+    """One KV-cache group of a request.
+
+    ``keys``: names of its full blocks; ``blocks``: their GPU block ids, as far as the connector was told; ``cursor``: blocks before it
+    were stored, are held, or need not be; ``lost``: those before it that the CPU pool has forgotten since.
+    """
+
+    keys: list[OffloadKey] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    cursor: int = 0
+    lost: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request.
+
+    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``matched_at``: computed tokens when it was last
+    matched.  ``loading``: a load of it has not ended.  ``stale``: its KV is from before a reset.
+    """
+
+    request: EngineRequest
+    policy: RequestPolicy
+    groups: list[GroupState]
+    next_store_at: int = 0
+    matched_at: int = 0
+    touched: bool = False
+    loading: int = 0
+    stale: bool = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether GPU blocks are known to be its."""
+        return any(group.blocks for group in self.groups)
+
+    def confirmed_tokens(self) -> int:
+        """Tokens whose KV is computed and final: no placeholders."""
+        return self.request.num_computed_tokens - int(getattr(self.request, "num_output_placeholders", 0))
+
+    def extend_keys(self, hashes_per_block: Sequence[int]) -> None:
+        """Name the blocks whose hashes have come since the last call."""
+        hashes = self.request.block_hashes
+        for index, (group, factor) in enumerate(zip(self.groups, hashes_per_block, strict=True)):
+            known = len(group.keys) * factor
+            if known + factor <= len(hashes):
+                suffix = index.to_bytes(GROUP_BYTES, "big")
+                group.keys += [name + suffix for name in hashes[known + factor - 1 :: factor]]
+
+    def append_blocks(self, block_ids: BlockIds) -> None:
+        """More GPU blocks, behind the others."""
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.blocks += ids

@@ -1,0 +1,415 @@
+"""The scheduler half: finds what the CPU pool holds, orders loads and stores, and holds references while they run.
+
+What keeps KV right here is simpler than fences: every copy has a reference on its GPU blocks and on its CPU blocks from the moment it is
+ordered until all workers have reported it.  Neither pool hands out a block that has references, so no block is reused while a copy reads
+or writes it, whatever becomes of the request.  Nothing else holds references, so afterwards both pools are what they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from tiering.base import EngineConfig, RequestPolicy, parse_request_policy
+from tiering.connector.events import KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.connector.ratelimit import LimitedWarning
+from tiering.errors import ConfigError
+from tiering.simple.block_pool import CPUBlockPool
+from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
+from tiering.simple.eager import EagerStores
+from tiering.simple.hits import HitSearch
+from tiering.simple.lazy import LazyStores, Offer, lazy_target
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.protocols import GPUBlockPool
+from tiering.simple.request_state import BlockIds, GroupState, RequestState
+
+logger = logging.getLogger("kv_tiering.simple")
+
+NO_TOKENS: tuple[int, bool] = (0, False)
+
+_Blocks = tuple[list[int], list[int]]
+"""GPU blocks and, co-indexed, CPU blocks."""
+
+
+@dataclass(slots=True)
+class SimpleCounters:
+    """What the scheduler has seen since the start: tokens and blocks, and store events that failed."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    loaded_blocks: int = 0
+    shrunk_blocks: int = 0
+    stored_blocks: int = 0
+    restored_blocks: int = 0
+    dropped_blocks: int = 0
+    evicted_blocks: int = 0
+    failed_stores: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load that was ordered.  ``cpu_blocks`` is co-indexed with ``gpu_blocks``."""
+
+    state: RequestState
+    gpu_blocks: list[int]
+    cpu_blocks: list[int]
+    issued: bool = False
+
+    @property
+    def held(self) -> list[int]:
+        """The CPU blocks it has references on."""
+        return [block for block in self.cpu_blocks if block != NOT_HELD]
+
+
+@dataclass(slots=True)
+class _Store:
+    """A store event that not all workers have reported."""
+
+    gpu_blocks: list[int]
+    cpu_blocks: list[int]
+    completed: int = 0
+    failed: int = 0
+
+
+class SimpleCPUOffloadScheduler:
+    """Mirrors the GPU's blocks in a CPU pool.  All calls come from the scheduler's thread, in the order of
+    :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
+
+    ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the GPU, instead of all
+    blocks when they are computed; it needs the engine's prefix caching.  Raises :class:`ConfigError` for an engine it cannot serve.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        kv_cache_config: KVCacheConfig,
+        cpu_capacity_bytes: int,
+        lazy_offload: bool = False,
+        *,
+        enable_kv_cache_events: bool = False,
+    ) -> None:
+        self.full_attention_group = check_engine(engine_config, kv_cache_config)
+        if lazy_offload and not engine_config.enable_prefix_caching:
+            raise ConfigError("lazy_offload: needs the engine's prefix caching, which is off; turn one of them round")
+        self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
+        self.lazy_offload = lazy_offload
+        groups = kv_cache_config.kv_cache_groups
+        self.cpu_block_pool = CPUBlockPool(self.cpu_config.num_blocks, enable_kv_cache_events)
+        self._world_size = engine_config.world_size
+        self._hashes_per_block = tuple(group.gpu_block_size // engine_config.hash_block_size for group in groups)
+        self._search = HitSearch(groups)
+        self._needs = self._search.needs
+        self._eager = EagerStores(self.cpu_block_pool, self._needs)
+        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens))
+        self._gpu: GPUBlockPool | None = None
+        self._states: dict[str, RequestState] = {}
+        self._loads: dict[str, list[_Load]] = {}
+        self._stores: dict[int, _Store] = {}
+        self._ordered: list[_Blocks] = []
+        """Stores of requests that have ended, with references, not yet part of a step."""
+        self._next_load = self._next_store = 0
+        self._counters = SimpleCounters()
+        self._events = OffloadingEventsTracker(OffloadingKVEventsConfig(enable_kv_cache_events, False))
+        self._warn = LimitedWarning(logger, time.monotonic)
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def bind_gpu_block_pool(self, gpu_block_pool: GPUBlockPool) -> None:
+        """The engine's own pool.  Nothing is stored, and so nothing loaded, before."""
+        self._gpu = gpu_block_pool
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """A request is seen for the first time.  Later calls for the same one change nothing."""
+        if request.request_id not in self._states:
+            self._admit(request)
+
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded, asynchronously: the longest hit, but never the last token.
+
+        Changes nothing when it is repeated.
+        """
+        state = self._states.get(request.request_id) or self._admit(request)
+        state.extend_keys(self._hashes_per_block)
+        if not state.touched:
+            state.touched = True
+            self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
+            self.cpu_block_pool.refresh(chain.from_iterable(group.keys for group in state.groups))
+        if self._gpu is None or not state.policy.load:
+            return NO_TOKENS
+        limit = request.num_tokens - 1
+        if state.policy.max_load_tokens is not None:
+            limit = min(limit, state.policy.max_load_tokens)
+        keys = [group.keys for group in state.groups]
+        end = self._search.longest(keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
+        if end <= num_computed_tokens:
+            return NO_TOKENS
+        state.matched_at = num_computed_tokens
+        return end - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
+        """``blocks`` are the request's; order the load of ``num_external_tokens`` tokens, if any, behind what is computed.
+
+        A block that has gone from the CPU pool since it was matched is ordered as :data:`NOT_HELD`: the worker reports its GPU block
+        as one that was not filled.  Called twice for a load: with the tokens, and with 0 when the request is scheduled.
+        """
+        state = self._states.get(request.request_id) or self._admit(request)
+        block_ids = blocks.get_block_ids()
+        self._set_blocks(state, block_ids)
+        if num_external_tokens <= 0 or self._gpu is None:
+            return
+        null, cached = self._gpu.null_block.block_id, self.cpu_block_pool.cached
+        pairs: list[tuple[int, int]] = []
+        for group, need, ids in zip(state.groups, self._needs, block_ids, strict=True):
+            first = state.matched_at // need.block_size
+            end = -(-(state.matched_at + num_external_tokens) // need.block_size)
+            names = chain(group.keys[first:end], [b""] * (end - len(group.keys)))
+            pairs += [
+                (block, cached.get(key, NOT_HELD)) for block, key in zip(ids[first:end], names, strict=False) if block != null
+            ]
+        load = _Load(state, [gpu for gpu, _ in pairs], [cpu for _, cpu in pairs])
+        held = load.held
+        self._gpu.touch([self._gpu.blocks[block] for block in load.gpu_blocks])
+        self.cpu_block_pool.touch(held)
+        self._loads.setdefault(request.request_id, []).append(load)
+        state.loading += 1
+        self._counters.hit_tokens += num_external_tokens
+        self._counters.loaded_blocks += len(held)
+        self._counters.shrunk_blocks += len(load.cpu_blocks) - len(held)
+
+    def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended, for whatever reason: (False, None), its blocks may be freed at once; copies hold their own references."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: EngineRequest, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """The form of :meth:`request_finished` for engines with several KV-cache groups.
+
+        What is computed and was not stored yet, the last full block above all, is ordered now.  A load that no step has carried yet is
+        dropped; one that is under way is awaited.
+        """
+        req_id = request.request_id
+        state = self._states.pop(req_id, None)
+        self._drop_unissued(req_id)
+        if state is None:
+            return False, None
+        if not self.lazy_offload and self._gpu is not None and not state.loading and len(block_ids) == len(state.groups):
+            for group, ids in zip(state.groups, block_ids, strict=True):
+                group.blocks = list(ids)
+            state.next_store_at = 0
+            self._ordered += self._take_request(state, self._gpu)
+            self._eager.leave_over(state)
+        self._eager.forget(state)
+        return False, None
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
+        """The step's loads and stores.  Called once per step, also in steps without tokens."""
+        self._follow(scheduler_output)
+        meta = SimpleCPUOffloadMetadata(need_flush=bool(scheduler_output.preempted_req_ids))
+        for req_id, loads in self._loads.items():
+            for load in loads:
+                if not load.issued:
+                    load.issued = True
+                    meta.load_event = self._next_load
+                    meta.load_gpu_blocks += load.gpu_blocks
+                    meta.load_cpu_blocks += load.cpu_blocks
+                    meta.load_event_to_reqs.setdefault(self._next_load, []).append(req_id)
+        self._next_load += meta.load_event >= 0
+        gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
+        if gpu_blocks:
+            meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = self._next_store, gpu_blocks, cpu_blocks
+            self._stores[self._next_store] = _Store(gpu_blocks, cpu_blocks)
+            self._next_store += 1
+        return meta
+
+    def prepare_store_specs(self, scheduler_output: SchedulerOutput) -> tuple[list[int], list[int]]:
+        """What this step stores: GPU blocks and, co-indexed, the CPU blocks.  Both have their references, the latter their names."""
+        ordered, self._ordered = self._ordered, []
+        gpu = self._gpu
+        if gpu is not None:
+            if self.lazy_offload:
+                ordered += self._take(self._lazy.offers(gpu, self.cpu_block_pool.num_free_blocks), gpu)
+            else:
+                ordered += self._take_eager(scheduler_output, gpu)
+        return [block for blocks, _ in ordered for block in blocks], [block for _, blocks in ordered for block in blocks]
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
+        """Take in what the workers reported.  Engines may skip it when there is nothing to report."""
+        for req_id in connector_output.finished_recving or ():
+            self._load_ended(req_id)
+        report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta  # type: ignore[assignment]
+        if report is None:
+            return
+        for reported, workers in report.completed_store_events.items():
+            event = reported if reported >= 0 else failed(reported)
+            store = self._stores.get(event)
+            if store is None:
+                self._warn("store event %d was reported, but is not under way; ignored", event)
+                continue
+            if reported >= 0:
+                store.completed += workers
+            else:
+                store.failed += workers
+            if store.completed + store.failed >= self._world_size:
+                self._store_ended(self._stores.pop(event))
+
+    # -------------------------------------------------------------------------------------------------------------- rest
+
+    def has_pending_stores(self) -> bool:
+        """Whether stores are ordered that not all workers have reported."""
+        return bool(self._stores or self._ordered)
+
+    def has_pending_work(self) -> bool:
+        """Whether copies are in flight: the engine must keep stepping, or they are never collected."""
+        return bool(self._stores or self._ordered or self._loads)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The KV events since the last call, in an order that a consumer can apply."""
+        return self._events.take_events(self.cpu_block_pool.take_events())
+
+    def reset_cache(self) -> bool:
+        """Forget everything: what was stored before is never served again, nor is what a copy is just bringing.  True.
+
+        Running requests go on, but nothing more of them is stored until they have given their blocks back.
+        """
+        self.cpu_block_pool.reset()
+        self._lazy.reset()
+        self._eager.reset(self._states.values())
+        for state in self._states.values():
+            state.stale = state.has_blocks
+        return True
+
+    def get_stats(self) -> Mapping[str, Any]:
+        """Counters (:class:`SimpleCounters`), and how full the pool is, in blocks."""
+        counters, pool = self._counters, self.cpu_block_pool
+        counters.evicted_blocks, counters.restored_blocks = pool.evictions, self._eager.restored
+        counters.dropped_blocks = self._eager.dropped
+        return {
+            **asdict(counters),
+            "cached_blocks": len(pool.cached),
+            "held_blocks": pool.num_held_blocks,
+            "num_blocks": pool.num_blocks,
+        }
+
+    def shutdown(self) -> None:
+        """Nothing to release: the memory is the workers'."""
+
+    # ----------------------------------------------------------------------------------------------------------- internals
+
+    def _admit(self, request: EngineRequest) -> RequestState:
+        try:
+            policy = parse_request_policy(getattr(request, "kv_transfer_params", None))
+        except ConfigError as error:
+            self._warn("request %s neither loads nor stores KV: %s", request.request_id, error)
+            policy = RequestPolicy(load=False, store=False)
+        state = RequestState(request, policy, [GroupState() for _ in self._needs])
+        self._states[request.request_id] = state
+        return state
+
+    def _set_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
+        """All GPU blocks of a request, in the place of those known so far."""
+        first = self.full_attention_group
+        if state.stale and state.groups[first].blocks[:1] != list(block_ids[first][:1]):
+            state.stale = False
+        for group, ids in zip(state.groups, block_ids, strict=True):
+            group.blocks = list(ids)
+        if self.lazy_offload:
+            self._lazy.handed_out(block_ids)
+
+    def _follow(self, output: SchedulerOutput) -> None:
+        """Bring the block tables up to date."""
+        for req_id in output.preempted_req_ids or ():
+            state = self._states.get(req_id)
+            if state is not None:
+                self._eager.forget(state)
+                if not state.loading:
+                    state.stale = False
+                    for group in state.groups:
+                        group.blocks.clear()
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                self._set_blocks(state, new.block_ids)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = self._states.get(req_id)
+            if state is None or block_ids is None:
+                continue
+            if req_id in cached.resumed_req_ids:
+                self._eager.forget(state)
+                self._set_blocks(state, block_ids)
+            else:
+                state.append_blocks(block_ids)
+                if self.lazy_offload:
+                    self._lazy.handed_out(block_ids)
+
+    def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[_Blocks]:
+        ordered = self._take(self._eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
+        for req_id in output.num_scheduled_tokens:
+            state = self._states.get(req_id)
+            if state is not None and not state.loading:
+                ordered += self._take_request(state, gpu)
+        return ordered
+
+    def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[_Blocks]:
+        ordered: list[_Blocks] = []
+        if state.confirmed_tokens() >= state.next_store_at:
+            state.extend_keys(self._hashes_per_block)
+            ordered += self._take(self._eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
+        if any(group.lost for group in state.groups):
+            ordered += self._take(self._eager.lost(state, gpu), gpu)
+        return ordered
+
+    def _take(self, offers: Sequence[Offer], gpu: GPUBlockPool) -> list[_Blocks]:
+        """Take the CPU blocks for ``offers`` and the references on both sides."""
+        if not offers:
+            return []
+        gpu_blocks = [block for _, block in offers]
+        cpu_blocks = self.cpu_block_pool.get_new_blocks([key for key, _ in offers])
+        all_blocks = gpu.blocks
+        gpu.touch([all_blocks[block] for block in gpu_blocks])
+        self._counters.stored_blocks += len(offers)
+        evicted = self.cpu_block_pool.take_evicted()
+        if evicted and not self.lazy_offload:
+            self._eager.evicted(evicted, self._states)
+        return [(gpu_blocks, cpu_blocks)]
+
+    def _store_ended(self, store: _Store) -> None:
+        if store.failed:
+            self._counters.failed_stores += 1
+            self._warn("a store of %d blocks failed; they are not held", len(store.cpu_blocks))
+            self.cpu_block_pool.discard(store.cpu_blocks)
+            self._lazy.failed(store.gpu_blocks)
+        else:
+            self.cpu_block_pool.publish(store.cpu_blocks)
+        self._release(store.gpu_blocks, store.cpu_blocks)
+
+    def _load_ended(self, req_id: str) -> None:
+        loads = self._loads.get(req_id)
+        if not loads or not loads[0].issued:
+            return
+        load = loads.pop(0)
+        if not loads:
+            del self._loads[req_id]
+        self._release(load.gpu_blocks, load.held)
+        load.state.loading -= 1
+
+    def _drop_unissued(self, req_id: str) -> None:
+        loads = self._loads.get(req_id, [])
+        for load in [load for load in loads if not load.issued]:
+            loads.remove(load)
+            self._release(load.gpu_blocks, load.held)
+        if not loads:
+            self._loads.pop(req_id, None)
+
+    def _release(self, gpu_blocks: Iterable[int], cpu_blocks: Sequence[int]) -> None:
+        """Give the references of a copy back.  The tail of a prefix goes first: what comes before it is worth more."""
+        self.cpu_block_pool.free_blocks(reversed(cpu_blocks))
+        if self._gpu is not None:
+            blocks = self._gpu.blocks
+            self._gpu.free_blocks([blocks[block] for block in reversed(list(gpu_blocks))])

@@ -1,0 +1,56 @@
+"""Whether the connector's extra configuration, or the stack it names, asks for the simple scheduler, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiering.config import StackConfig, load_stack
+from tiering.config_source import read_source
+from tiering.errors import ConfigError
+
+_MODE_WORDS = ("mode", "lazy_offload")
+_OTHER_WORDS = frozenset({"block_size", "sharer_wait", "offload_prompt_only", "self_describing_kv_events"})
+"""Of the tiering mode's extra configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleOptions:
+    """What :class:`tiering.simple.scheduler.SimpleCPUOffloadScheduler` and its worker half are built with."""
+
+    cpu_capacity_bytes: int
+    """Of one worker."""
+    lazy_offload: bool
+    events: bool
+
+
+def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> SimpleOptions | None:
+    """The options of the simple scheduler; None if the tiering mode is asked for.
+
+    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where they take precedence.
+    The stack's ``primary.capacity`` is that of all ``world_size`` workers together.  Opens nothing.
+
+    Raises :class:`ConfigError` for a wrong stack, for one that the simple mode cannot serve (secondary tiers above all), and for words
+    of the tiering mode beside ``mode: simple``.
+    """
+    said = {word: extra_config[word] for word in _MODE_WORDS if word in extra_config}
+    config = extra_config.get("config")
+    if config is None:
+        stack = {word: value for word, value in extra_config.items() if word in StackConfig.model_fields}
+        if not stack:
+            return None
+        config = stack
+    elif said:
+        written = read_source(config).data
+        if isinstance(written, Mapping):
+            config = {**written, **said}
+    read = load_stack(config)
+    if read.mode != "simple":
+        return None
+    for word in sorted(_OTHER_WORDS & set(extra_config)):
+        raise ConfigError(f"{word}: has no meaning in mode simple, which stores all confirmed blocks as they are; leave it out")
+    unknown = sorted(set(extra_config) - {"config", *StackConfig.model_fields})
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: unknown; allowed are {', '.join(sorted({'config', *_MODE_WORDS, 'primary', 'events'}))}")
+    return SimpleOptions(max(1, read.primary.capacity // world_size), read.lazy_offload, read.events)
