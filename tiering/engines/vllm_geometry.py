@@ -64,7 +64,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
                 f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; run the model without this connector"
             )
         if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
-            raise ConfigError(f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector")
+            raise ConfigError(
+                f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector"
+            )
         if getattr(group, "host_resident", False):
             raise ConfigError(f"KV-cache group {index} ({kind}) lives in host memory already; run the model without this connector")
     if len(groups) > 1 and not reports_requests:
@@ -101,7 +103,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any
         replicated=replicated,
         rank=int(parallel.rank),
         replica=str(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)) if data_parallel else None,
-        group_texts=tuple(_text(group, size) for group, size in zip(groups, blocks, strict=True)),
+        group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups)),
         kv_dtype=_kv_dtype(vllm_config),
     )
 
@@ -189,5 +191,9 @@ def _kv_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _text(group: KVCacheGroup, block_bytes: int) -> str:
-    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {block_bytes} bytes a block and rank"
+def _text(group: KVCacheGroup, found: Any) -> str:
+    spec = found.kv_cache_spec
+    words = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state", "cache_dtype_str")
+    first = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+    geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
+    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}"

@@ -72,7 +72,10 @@ def digest_of_files(path: Path) -> str:
         total.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0{digest}\n".encode())
     seconds = time.monotonic() - started
     if seconds > _SLOW_SECONDS:
-        logger.info("took %.0f s to read the weights in order to identify them; a model with a commit (--revision) needs no reading", seconds)
+        logger.info(
+            "took %.0f s to read the weights in order to identify them; a model with a commit (--revision) needs no reading",
+            seconds,
+        )
     return total.hexdigest()[:32]
 
 
@@ -114,7 +117,9 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
 
 def _rope_is_scaled(hf_config: Mapping[str, Any]) -> bool:
     text = json.dumps(hf_config, default=str)
-    return bool(re.search(r'"(rope_type|type)": "(dynamic|longrope|su|yarn|linear|llama3|mrope)', text)) or '"rope_scaling": {' in text
+    return (
+        bool(re.search(r'"(rope_type|type)": "(dynamic|longrope|su|yarn|linear|llama3|mrope)', text)) or '"rope_scaling": {' in text
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -132,13 +137,13 @@ def _describe(value: Any) -> Any:
     return _plain(value)
 
 
-def hash_seed(algorithm: str, environment_seed: str | None, default_seed: str | None) -> str:
+def hash_seed(algorithm: str, environment_seed: str | None, default_seed: str) -> str:
     """The seed of vLLM's block hashes; "random" if it differs from process to process.
 
-    ``environment_seed``: PYTHONHASHSEED.  ``default_seed``: what vLLM uses for cryptographic algorithms without it (None: nothing fixed).
+    ``environment_seed``: PYTHONHASHSEED.  ``default_seed``: what vLLM uses for cryptographic algorithms without it.
     """
     if environment_seed is not None:
         return f"PYTHONHASHSEED={environment_seed}"
-    if default_seed is not None and algorithm.startswith("sha"):
+    if algorithm.startswith("sha"):
         return default_seed
     return "random"

@@ -1,0 +1,43 @@
+"""The real engine, in-process where that is enough: tiny models, float32, greedy.
+
+Needs vLLM, which has an environment of its own (``make test-vllm``); elsewhere nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+if not collect_ignore_glob:
+    os.environ.update(ENVIRONMENT)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Engines are shared between tests and own threads; what must not stay is shared memory."""
+    yield
+    left = [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
+    assert not left, f"left in /dev/shm: {left}"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that most tests use."""
+    from tests.vllm.models import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("llama"))

@@ -1,0 +1,84 @@
+"""Handlers that stand in for the one that loads: two that lie (negative controls), and one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from tiering.base import CPULoadStoreSpec, TransferSpec
+from tiering.copy.base import OffloadingHandler, TransferResult
+
+
+class Wrapped(OffloadingHandler):
+    """Passes everything on."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        self.inner = inner
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        return self.inner.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self.inner.get_finished()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self.inner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+
+class CopyNothing(Wrapped):
+    """Claims every load and moves nothing."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        super().__init__(inner)
+        self._claimed: list[TransferResult] = []
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self._claimed.append(TransferResult(job_id, True, 1, 1e-6, ("cpu", "gpu")))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        claimed, self._claimed = self._claimed, []
+        return [*claimed, *self.inner.get_finished()]
+
+
+class OneWrongBlock(Wrapped):
+    """Loads the last row of each load in the place of its first one too."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        source, destination = spec
+        assert isinstance(source, CPULoadStoreSpec)
+        rows = np.array(source.block_ids)
+        rows[0] = rows[-1]
+        return self.inner.transfer_async(job_id, (CPULoadStoreSpec(rows), destination))
+
+
+class FailEverySecond(Wrapped):
+    """Every second load, the first one included, moves half of what it should and then fails."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        super().__init__(inner)
+        self.failed = 0
+        self._seen = 0
+        self._doomed: set[int] = set()
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self._seen += 1
+        if self._seen % 2:
+            self._doomed.add(job_id)
+            return OneWrongBlock.transfer_async(self, job_id, spec)  # type: ignore[arg-type]
+        return self.inner.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        for result in self.inner.get_finished():
+            if result.job_id in self._doomed:
+                self._doomed.discard(result.job_id)
+                self.failed += 1
+                results.append(TransferResult(result.job_id, False))
+            else:
+                results.append(result)
+        return results

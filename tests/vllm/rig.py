@@ -1,0 +1,188 @@
+"""An engine in this process, and what tests do with it: ask, push everything out of the GPU's pool, look at bytes really moved."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.models import VOCABULARY
+from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.copy.base import OffloadingHandler
+
+BLOCK = 32
+NUM_BLOCKS = 40
+MAX_LEN = 640
+BLOCK_BYTES = 3 * 2 * 2 * 32 * BLOCK * 4
+"""Of :func:`tests.vllm.models.write_llama`: layers, K and V, KV heads, head size, tokens, float32."""
+
+
+def prompt(seed: int, length: int = 200) -> list[int]:
+    """Random tokens."""
+    dice = random.Random(seed)
+    return [dice.randrange(VOCABULARY) for _ in range(length)]
+
+
+def whole_blocks(prompts: Sequence[list[int]], size: int = BLOCK) -> int:
+    """Blocks of ``size`` tokens that these prompts fill, in GPU blocks."""
+    return sum(len(tokens) // size for tokens in prompts) * (size // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine generated: tokens, and the logarithm of each one's probability."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    def matches(self, other: Answer) -> bool:
+        """The same tokens, and logprobs equal up to the order in which sums were taken."""
+        return self.tokens == other.tokens and all(
+            abs(mine - theirs) < 1e-3 for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)
+        )
+
+
+def wrong(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[int]:
+    """Which of the answers are not as expected."""
+    return [number for number, (a, b) in enumerate(zip(answers, expected, strict=True)) if not a.matches(b)]
+
+
+@dataclass
+class Engine:
+    """An ``LLM`` with, or without, tiers.  ``moved``: bytes by kind of transfer, as the copies reported them."""
+
+    llm: Any
+    connector: Any = None
+    worker: Any = None
+    moved: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+    scheduled: list[int] = field(default_factory=list)
+    """Tokens of each step."""
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 8, params: dict[str, Any] | None = None) -> list[Answer]:
+        from vllm import SamplingParams
+
+        extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra)
+        outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def settle(self, timeout: float = 60.0) -> None:
+        """Step until no copy and no tier's job is in flight."""
+        end = time.monotonic() + timeout
+        while self.connector.has_pending_push_work():
+            assert time.monotonic() < end, "copies or tiers did not end"
+            self.llm.llm_engine.step()
+
+    def evict(self) -> None:
+        """Overwrite the GPU's blocks with other requests' KV, and forget what they held."""
+        self.settle()
+        policy = {"kv_tiering": {"load": False, "store": False}}
+        self.ask([prompt(10_000 + number, 500) for number in range(4)], max_tokens=1, params=policy)
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+    def loaded(self, action: Callable[[], Any]) -> tuple[Any, int]:
+        """What ``action`` returns, and the bytes loaded into the GPU's blocks meanwhile."""
+        before = self.moved.get("cpu_to_gpu", 0)
+        result = action()
+        return result, self.moved.get("cpu_to_gpu", 0) - before
+
+    def tier(self, name: str) -> dict[str, Any]:
+        """A secondary tier's counters."""
+        return dict(self.connector.scheduler_half.get_stats()["tiers"][name])
+
+    @contextmanager
+    def loads_through(self, replace: Callable[[OffloadingHandler], OffloadingHandler]) -> Iterator[OffloadingHandler]:
+        """Put another handler in front of the one that loads."""
+        copies = self.worker.worker_half._worker
+        real = copies._handlers[CPULoadStoreSpec, GPULoadStoreSpec]
+        copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, replacement := replace(real))
+        try:
+            yield replacement
+        finally:
+            self.settle()
+            copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, real)
+
+    def _watch(self) -> None:
+        report, build = self.worker.get_kv_connector_stats, self.connector.build_connector_meta
+
+        def reporting() -> Any:
+            stats = report()
+            for name, value in (stats.reduce() if stats is not None else {}).items():
+                kind = name.removesuffix("_total_bytes")
+                if kind != name:
+                    self.moved[kind] = self.moved.get(kind, 0) + int(value)
+            return stats
+
+        def building(output: Any) -> Any:
+            self.preempted += len(output.preempted_req_ids or ())
+            self.scheduled.append(output.total_num_scheduled_tokens)
+            return build(output)
+
+        self.worker.get_kv_connector_stats, self.connector.build_connector_meta = reporting, building
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        cleanup_dist_env_and_memory()
+
+
+def _answer(output: Any) -> Answer:
+    tokens = list(output.token_ids)
+    return Answer(tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)])
+
+
+def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
+    """What a user writes behind --kv-transfer-config."""
+    return {
+        "kv_connector": "TieringConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "tiering.engines.vllm",
+        "kv_connector_extra_config": stack,
+        "kv_load_failure_policy": policy,
+    }
+
+
+@contextmanager
+def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
+    """An engine for ``model``; ``stack``: the connector's extra configuration, None for no connector."""
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    settings = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+        "max_model_len": MAX_LEN,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 8,
+        "kv_transfer_config": None if stack is None else transfer_config(stack),
+        **options,
+    }
+    running = Engine(LLM(str(model), **settings))
+    try:
+        if stack is not None:
+            running.connector, running.worker = running.scheduler.connector, get_kv_transfer_group()
+            running._watch()
+        yield running
+    finally:
+        running.close()
+
+
+def answers_without_tiers(model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, **options: Any) -> list[Answer]:
+    """The answers of an engine without connector, each prompt from an empty cache."""
+    with engine(model, None, enable_prefix_caching=False, **options) as plain:
+        return plain.ask(prompts, max_tokens)

@@ -1,0 +1,154 @@
+"""The OpenAI server as users start it: front end, engine core and worker(s) in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.rig import BLOCK, MAX_LEN, NUM_BLOCKS, Answer, prompt, transfer_config
+
+START_SECONDS = 110.0
+_PAUSE = threading.Event()
+
+
+def until(predicate: Callable[[], Any], timeout: float, what: str) -> Any:
+    """The first true value of ``predicate``."""
+    end = time.monotonic() + timeout
+    while not (value := predicate()):
+        assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
+        _PAUSE.wait(0.05)
+    return value
+
+
+@dataclass
+class Server:
+    """A running server.  ``process`` leads a process group of its own."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def call(self, path: str, body: dict[str, Any] | None = None, *, method: str | None = None, timeout: float = 60.0) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            return bytes(reply.read())
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 8, **extra: Any) -> list[Answer]:
+        """Answers to ``prompts``, which are sent as one batch."""
+        body = {
+            "model": "tiny",
+            "prompt": list(prompts),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+            "detokenize": False,
+            "ignore_eos": True,
+            **extra,
+        }
+        reply = json.loads(self.call("/v1/completions", body, timeout=100))
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        return [Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series with these labels."""
+        total = 0.0
+        for line in self.call("/metrics").decode().splitlines():
+            found = re.fullmatch(r"([a-zA-Z_:]+)\{(.*)\} (\S+)", line)
+            if found and found[1] == name and all(f'{word}="{value}"' in found[2] for word, value in labels.items()):
+                total += float(found[3])
+        return total
+
+    def loaded(self) -> float:
+        """Bytes copied from the CPU tier to the workers' blocks, on all of them."""
+        return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="cpu_to_gpu")
+
+    def stored(self) -> float:
+        """Bytes copied from the workers' blocks to the CPU tier."""
+        return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="gpu_to_cpu")
+
+    def evict(self) -> None:
+        """Overwrite the workers' blocks, and forget what they held."""
+        policy = {"kv_tiering": {"load": False, "store": False}}
+        self.ask([prompt(10_000 + number, 500) for number in range(4)], 1, kv_transfer_params=policy)
+        self.reset()
+
+    def reset(self, *, tiers: bool = False) -> None:
+        self.call(f"/reset_prefix_cache{'?reset_external=true' if tiers else ''}", {}, method="POST")
+
+    def end(self, with_signal: signal.Signals) -> None:
+        """Signal the whole group (SIGKILL) or its leader, and wait for all of its processes."""
+        if self.process.poll() is None:
+            if with_signal is signal.SIGKILL:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.send_signal(with_signal)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(10)
+                raise
+        until(lambda: not _group_lives(self.process.pid), 30, "the end of the server's processes")
+
+
+def _group_lives(group: int) -> bool:
+    """Whether the group has processes that have not ended (those that nobody waits for have)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, member_of = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state not in "ZX":
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def serve(model: Path, stack: dict[str, Any], log: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """A server for ``model``; it gets SIGTERM in the end, unless it has ended already."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
+        *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", str(MAX_LEN)),
+        *("--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--return-tokens-as-token-ids"),
+        *("--kv-transfer-config", json.dumps(transfer_config(stack)), *options),
+    ]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    variables = {**inherited, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+    server = Server(process, port, log)
+    try:
+        until(lambda: _answers(server), START_SECONDS, "the start of the server")
+        yield server
+    finally:
+        server.end(signal.SIGTERM)
+
+
+def _answers(server: Server) -> bool:
+    assert server.process.poll() is None, server.log.read_text()[-8000:]
+    try:
+        server.call("/health", timeout=2)
+    except (urllib.error.URLError, OSError):
+        return False
+    return True

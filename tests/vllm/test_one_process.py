@@ -1,0 +1,164 @@
+"""Scheduler and worker in one process, a CPU tier only: what leaves the GPU's pool comes back, and outputs stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.handlers import CopyNothing, FailEverySecond, OneWrongBlock
+from tests.vllm.rig import BLOCK, BLOCK_BYTES, Answer, Engine, engine, prompt, whole_blocks, wrong
+
+PROMPTS = [prompt(seed) for seed in range(4)]
+LONG = [prompt(20, 560)]
+WHOLE = [prompt(30, 6 * BLOCK)]
+LATER = [prompt(seed) for seed in range(40, 44)]
+MANY = [prompt(seed, 130) for seed in range(50, 58)]
+LENGTHY = 60
+"""Tokens to generate for ``MANY``, so that all of them do not fit."""
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> dict[str, list[Answer]]:
+    short = PROMPTS + LONG + WHOLE + LATER
+    with engine(llama, None, enable_prefix_caching=False) as plain:
+        answers = plain.ask(short)
+        many = plain.ask(MANY, LENGTHY)
+        changed = plain.ask([[(PROMPTS[0][0] + 1) % 512, *PROMPTS[0][1:]]])
+    cuts = iter(answers)
+    named = {
+        name: [next(cuts) for _ in prompts]
+        for name, prompts in [("prompts", PROMPTS), ("long", LONG), ("whole", WHOLE), ("later", LATER)]
+    }
+    return {**named, "many": many, "changed": changed}
+
+
+@pytest.fixture(scope="module")
+def tiered(llama: Path, expected: dict[str, list[Answer]]) -> Iterator[Engine]:
+    with engine(llama, {"primary": {"capacity": "64MiB"}}) as running:
+        yield running
+
+
+def test_the_models_output_depends_on_its_whole_context(expected):
+    assert not expected["changed"][0].matches(expected["prompts"][0])
+
+
+def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered, expected):
+    assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
+    assert wrong(answers, expected["prompts"]) == []
+    assert loaded == whole_blocks(PROMPTS) * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
+def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, lie):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    with tiered.loads_through(lie):
+        answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
+    assert wrong(answers, expected["prompts"]) == [0, 1, 2, 3]
+    tiered.evict()
+    assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+
+
+def test_a_prompt_that_is_held_whole(tiered, expected):
+    tiered.ask(WHOLE)
+    tiered.evict()
+    steps = len(tiered.scheduled)
+    answers, loaded = tiered.loaded(lambda: tiered.ask(WHOLE))
+    assert wrong(answers, expected["whole"]) == []
+    assert loaded == 6 * BLOCK_BYTES
+    assert max(tiered.scheduled[steps:]) == 1
+
+
+def test_prefill_in_chunks_is_stored_and_loaded(tiered, expected):
+    steps = len(tiered.scheduled)
+    assert wrong(tiered.ask(LONG), expected["long"]) == []
+    assert tiered.scheduled[steps : steps + 3] == [256, 256, 48]
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: tiered.ask(LONG))
+    assert wrong(answers, expected["long"]) == []
+    assert loaded == whole_blocks(LONG) * BLOCK_BYTES
+
+
+def test_preempted_requests_store_and_load(tiered, expected):
+    for _ in range(2):
+        before = tiered.preempted
+        answers, loaded = tiered.loaded(lambda: tiered.ask(MANY, LENGTHY))
+        assert wrong(answers, expected["many"]) == []
+        assert tiered.preempted > before
+        assert loaded > 0
+        tiered.evict()
+
+
+def test_a_copy_that_fails_is_recomputed(tiered, expected):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    with tiered.loads_through(FailEverySecond) as handler:
+        answers = tiered.ask(PROMPTS)
+        assert wrong(answers, expected["prompts"]) == []
+        assert handler.failed > 0
+    tiered.evict()
+    assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+
+
+def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tiered, expected):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    tiered.scheduler.recompute_kv_load_failures = False
+    try:
+        with tiered.loads_through(FailEverySecond) as handler:
+            answers = tiered.ask(PROMPTS)
+            assert handler.failed > 0
+    finally:
+        tiered.scheduler.recompute_kv_load_failures = True
+    failed = [number for number, answer in enumerate(answers) if not answer.tokens]
+    assert len(failed) == handler.failed
+    assert set(wrong(answers, expected["prompts"])) == set(failed)
+    tiered.evict()
+    assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+
+
+def test_requests_aborted_while_they_load(tiered, expected):
+    from vllm import SamplingParams
+
+    tiered.ask(LATER)
+    tiered.evict()
+    core = tiered.llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+    for number, tokens in enumerate(LATER):
+        core.add_request(f"aborted-{number}", {"prompt_token_ids": tokens}, sampling)
+    core.step()
+    waiting = [request.status.name for request in tiered.scheduler.requests.values()]
+    core.abort_request([f"aborted-{number}" for number in range(len(LATER))])
+    while core.has_unfinished_requests():
+        core.step()
+    tiered.settle()
+    assert "WAITING_FOR_REMOTE_KVS" in waiting
+    assert not tiered.scheduler.requests
+    assert tiered.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+    assert wrong(tiered.ask(LATER), expected["later"]) == []
+
+
+def test_requests_may_ask_for_no_tiers(tiered, expected):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS, params={"kv_tiering": {"load": False}}))
+    assert wrong(answers, expected["prompts"]) == []
+    assert loaded == 0
+
+
+def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered, expected):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    assert tiered.llm.reset_prefix_cache()
+    assert tiered.loaded(lambda: tiered.ask(PROMPTS))[1] > 0
+    tiered.settle()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
+    assert wrong(answers, expected["prompts"]) == []
+    assert loaded == 0
+    tiered.settle()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)

@@ -1,0 +1,105 @@
+"""What the connector refuses at start, and what it says; and what identifies a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.vllm.models import write_llama
+from tiering.engines.vllm_geometry import check_supported
+from tiering.engines.vllm_identity import digest_of_files, hash_seed, weights_identity
+from tiering.errors import ConfigError
+
+
+def configuration(kind: str = "full_attention", groups: int = 1, role: str = "kv_both", **parallel: Any) -> tuple[Any, Any]:
+    settings = {"nnodes": 1, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1, **parallel}
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(kind=kind), layer_names=["layer.0"])
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**settings), kv_transfer_config=SimpleNamespace(kv_role=role))
+    return config, SimpleNamespace(kv_cache_groups=[group] * groups)
+
+
+def check(config: tuple[Any, Any], reports_requests: bool = True) -> None:
+    check_supported(*config, lambda spec: spec.kind, reports_requests)
+
+
+def test_what_is_supported_passes():
+    check(configuration())
+    check(configuration(groups=2))
+    check(configuration("sliding_window"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (configuration(nnodes=2), "keep an engine's workers on one host"),
+        (configuration(pipeline_parallel_size=2), "pipeline parallelism is not supported"),
+        (configuration(prefill_context_parallel_size=2), "prefill context parallelism"),
+        (configuration(distributed_executor_backend="external_launcher"), "use mp"),
+        (configuration("mamba"), "state-space group keeps one state"),
+        (configuration("cross_attention"), "only full-attention and sliding-window"),
+        (configuration(role="kv_consumer"), "kv_both"),
+        (configuration(groups=0), "no KV cache"),
+    ],
+)
+def test_what_would_not_work_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
+def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests():
+    with pytest.raises(ConfigError, match=r"0\.30 and newer"):
+        check(configuration(groups=2), reports_requests=False)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.0", "0.32.1rc1", "dev", "0.0.0"])
+def test_versions_that_are_known_or_have_no_number_are_tried(version):
+    from tiering.engines.vllm import check_version
+
+    check_version(version)
+
+
+@pytest.mark.parametrize(("version", "message"), [("0.28.3", "too old"), ("0.33.0", "too new"), ("1.0.0", "too new")])
+def test_versions_that_are_not_known_are_refused(version, message):
+    from tiering.engines.vllm import check_version
+
+    with pytest.raises(ConfigError, match=message):
+        check_version(version)
+
+
+def test_the_identity_of_a_local_model_follows_the_content_of_its_files(tmp_path):
+    first, same, other = (write_llama(tmp_path / name, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
+    assert digest_of_files(first) == digest_of_files(same)
+    assert digest_of_files(first) != digest_of_files(other)
+    (same / "config.json").write_text((same / "config.json").read_text().replace("10000", "20000"))
+    assert digest_of_files(first) != digest_of_files(same)
+
+
+def test_a_model_of_a_hub_is_known_by_its_commit_or_not_at_all():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = SimpleNamespace(model="org/name", revision=None, hf_config=SimpleNamespace(_commit_hash=commit), seed=0)
+    assert commit in weights_identity(model, "auto")
+    model.hf_config._commit_hash = None
+    with pytest.raises(ConfigError, match="--revision"):
+        weights_identity(model, "auto")
+    model.revision = commit
+    assert commit in weights_identity(model, "auto")
+
+
+def test_hash_seeds_that_change_with_the_process_are_known_as_random():
+    assert hash_seed("sha256", None, "fixed") == "fixed"
+    assert hash_seed("xxhash", None, "fixed") == "random"
+    assert hash_seed("xxhash", "7", "fixed") == hash_seed("sha256", "7", "fixed") == "PYTHONHASHSEED=7"
+
+
+def test_lora_requests_use_no_tier_that_outlives_the_process():
+    from tiering.engines.vllm import _LoraRequest
+
+    def tiers(params: Any) -> Any:
+        request = SimpleNamespace(kv_transfer_params=params, request_id="r")
+        return _LoraRequest(request, ["memory"]).kv_transfer_params["kv_tiering"]["tiers"]
+
+    assert tiers(None) == ["memory"]
+    assert tiers({"kv_tiering": {"tiers": ["s3"]}}) == []
+    assert tiers({"kv_tiering": {"tiers": ["s3", "memory"]}}) == ["memory"]

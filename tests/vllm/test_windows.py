@@ -1,0 +1,78 @@
+"""A model with sliding-window layers beside full attention: two KV-cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.handlers import CopyNothing, FailEverySecond, OneWrongBlock
+from tests.vllm.models import WINDOW, write_gemma
+from tests.vllm.rig import BLOCK, Answer, Engine, answers_without_tiers, engine, prompt, wrong
+
+PROMPTS = [prompt(seed) for seed in range(4)]
+PAGE = 2 * 2 * 32 * BLOCK * 4
+"""Bytes of a block in one layer."""
+LAYERS = 2
+"""Of each group."""
+WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="module")
+def expected(gemma: Path) -> list[Answer]:
+    changed = [*PROMPTS[0][:10], (PROMPTS[0][10] + 1) % 512, *PROMPTS[0][11:]]
+    return answers_without_tiers(gemma, [*PROMPTS, changed], num_gpu_blocks_override=80)
+
+
+@pytest.fixture(scope="module")
+def tiered(gemma: Path, expected: list[Answer]) -> Iterator[Engine]:
+    with engine(gemma, {"primary": {"capacity": "64MiB"}}, num_gpu_blocks_override=80) as running:
+        yield running
+
+
+def test_the_models_output_depends_on_what_is_outside_the_window(expected):
+    assert not expected[4].matches(expected[0])
+
+
+def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_window(tiered, expected):
+    assert len(tiered.scheduler.kv_cache_config.kv_cache_groups) == 2
+    assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
+    assert wrong(answers, expected[:4]) == []
+    assert loaded == len(PROMPTS) * LAYERS * PAGE * (200 // BLOCK + WINDOW_BLOCKS)
+
+
+@pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
+def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, lie):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    with tiered.loads_through(lie):
+        answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
+    assert wrong(answers, expected[:4]) == [0, 1, 2, 3]
+    tiered.evict()
+    assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_failed_load_is_told_by_its_request(tiered, expected, recompute):
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    tiered.scheduler.recompute_kv_load_failures = recompute
+    try:
+        with tiered.loads_through(FailEverySecond) as handler:
+            answers = tiered.ask(PROMPTS)
+            assert handler.failed > 0
+    finally:
+        tiered.scheduler.recompute_kv_load_failures = True
+    failed = {number for number, answer in enumerate(answers) if not answer.tokens}
+    assert len(failed) == (0 if recompute else handler.failed)
+    assert set(wrong(answers, expected[:4])) == failed
+    tiered.evict()
+    assert wrong(tiered.ask(PROMPTS), expected[:4]) == []

@@ -1,0 +1,376 @@
+"""The connector for vLLM: a thin subclass of vLLM's own base class over the engine-neutral halves.
+
+    --kv-transfer-config '{"kv_connector": "TieringConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "tiering.engines.vllm", "kv_connector_extra_config": {"config": "stack.yaml"}}'
+
+vLLM builds one connector in each worker and one in the scheduler.  They may live in different processes of one host: the CPU tier's
+rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.
+
+This is the only module that imports vLLM, 0.29 to 0.32.  Importing it beside another version raises :class:`ConfigError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import vllm
+
+from tiering.base import parse_request_policy
+from tiering.config import tier_definition
+from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.stats import TIERS, OffloadingConnectorStats
+from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry
+from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
+from tiering.engines.vllm_loads import LoadLedger
+from tiering.errors import ConfigError, RegionError
+from tiering.namespace import ModelIdentity
+from tiering.spec import TieringOffloadingSpec
+
+logger = logging.getLogger("kv_tiering.vllm")
+
+OLDEST, NEWEST = (0, 29), (0, 32)
+
+
+def check_version(version: str) -> None:
+    """Raises :class:`ConfigError` for a vLLM whose connector interface this module does not know.
+
+    A version without numbers (a source tree) is tried, with a warning.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    known = f"this connector works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if found is None or (number := (int(found[1]), int(found[2]))) == (0, 0):
+        logger.warning("vLLM's version %r is not a number; %s, and is tried with this one", version, known)
+    elif number < OLDEST:
+        raise ConfigError(f"vLLM {version} is too old: {known}; upgrade vLLM")
+    elif number > NEWEST:
+        raise ConfigError(f"vLLM {version} is too new: {known}; upgrade kv-tiering, or install an older vLLM")
+
+
+check_version(vllm.__version__)
+
+from vllm.distributed import kv_events  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM before 0.32 does not tell hits by their source
+    CacheHitSource = None
+
+TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
+"""How vLLM is told which requests' loads failed; None before 0.30."""
+
+STATS_INTERVAL = 0.5
+"""Seconds between two reports of the tiers' counters while requests run."""
+
+KVConnectorMetadata.register(OffloadingConnectorMetadata)
+KVConnectorWorkerMetadata.register(OffloadingWorkerMetadata)
+
+
+class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]
+    """The connector's statistics in vLLM's class for them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What crosses to the front end."""
+        return self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line: the transfers, and of each tier what a person looks at first."""
+        totals = super().reduce()
+        for tier, fields in self.data.get(TIERS, {}).items():
+            totals.update({f"{tier}_{word}": fields.get(word, 0) for word in ("hits", "blocks", "corrupt_blocks")})
+        return totals
+
+
+class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps KV that leaves the GPU in a stack of tiers, and brings it back.
+
+    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's.  Raises
+    :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a deployment that cannot be
+    offloaded, too little shared memory.
+    """
+
+    if CacheHitSource is not None:
+        # What a load copies from.  Blocks that were promoted into the CPU tier first count there too; kv_tiering_hits tells tiers apart.
+        _cache_hit_source: ClassVar[Any] = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None)
+        _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
+        self._several_groups = len(geometry.engine.groups) > 1
+        self._ledger = LoadLedger()
+        self.worker_half: OffloadingConnectorWorker | None = None
+        self.scheduler_half: OffloadingConnectorScheduler | None = None
+        self._local_tiers: tuple[str, ...] = ()
+        self._next_stats_at = 0.0
+        self._open_requests: set[str] = set()
+        self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
+        if role == KVConnectorRole.WORKER:
+            self.worker_half = OffloadingConnectorWorker(self._spec, num_blocks=int(kv_cache_config.num_blocks))
+        else:
+            self._start_scheduler(vllm_config)
+
+    def _start_scheduler(self, vllm_config: Any) -> None:
+        spec = self._spec
+        persistent = {tier.tier_name for tier in spec.stack.secondary if tier_definition(tier.type).persistent}
+        self._local_tiers = tuple(tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent)
+        if persistent:
+            weights = weights_identity(vllm_config.model_config, str(vllm_config.load_config.load_format))
+            spec.model = dataclasses.replace(spec.model, weights=weights)
+        if getattr(vllm_config, "lora_config", None) is not None and persistent:
+            logger.info("requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content")
+        try:
+            self.scheduler_half = OffloadingConnectorScheduler(
+                spec, enable_kv_cache_events=_publishes_events(vllm_config), external_hash=kv_cache_utils.maybe_convert_block_hash
+            )
+            if not spec.rows_are_shared:
+                raise RegionError(
+                    f"not all {spec.engine.world_size} worker(s) share the CPU tier's memory with the scheduler: "
+                    "all of them must be on this host, with one /dev/shm"
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that is lost is a miss later, nothing else."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------------- worker side
+
+    @property
+    def _worker(self) -> OffloadingConnectorWorker:
+        if self.worker_half is None:
+            raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
+        return self.worker_half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
+        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
+        self._worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        self._ledger.started(metadata)
+        self._worker.start_kv_transfers(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no request is scheduled before all of its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are stored, from the next step on."""
+
+    def wait_for_save(self) -> None:
+        """Queue the step's stores.  Nothing is waited for: their blocks are fenced until they end."""
+        self._worker.prepare_store_kv(self._get_connector_metadata())
+
+    def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
+        return self._worker.get_finished(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
+        """Requests whose load has ended; with several KV-cache groups also those whose load failed (see below)."""
+        sent, received = self._worker.get_finished(finished_req_ids)
+        failed = set()
+        if self._several_groups:
+            failed = self._ledger.failed(received, self._worker.get_block_ids_with_load_errors())
+        self._ledger.ended(received)
+        if TransferResults is None:
+            raise ConfigError("this vLLM has no KVConnectorTransferResults; it should call get_finished")
+        return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that failed loads did not fill; with several KV-cache groups none, since vLLM takes requests there."""
+        return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
+
+    # ----------------------------------------------------------------------------------------------------- scheduler side
+
+    @property
+    def _scheduler(self) -> OffloadingConnectorScheduler:
+        if self.scheduler_half is None:
+            raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
+        return self.scheduler_half
+
+    def on_new_request(self, request: Any) -> None:
+        self._open_requests.add(request.request_id)
+        if getattr(request, "lora_request", None) is not None:
+            self._scheduler.on_new_request(_LoraRequest(request, self._local_tiers))
+        else:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._open_requests.discard(request.request_id)
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self._open_requests.discard(request.request_id)
+        return self._scheduler.request_finished_all_groups(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """True while copies or the tiers' jobs run: vLLM must keep stepping, or nobody sees them end."""
+        return self._scheduler.has_pending_work()
+
+    def take_events(self) -> Iterable[Any]:
+        return list(map(_vllm_event, self._scheduler.take_events()))
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset_cache()
+
+    # --------------------------------------------------------------------------------------------------------- both sides
+
+    def get_kv_connector_stats(self) -> TieringConnectorStats | None:
+        """A worker's transfers; the tiers' counters from the scheduler, now and then and whenever it becomes idle."""
+        if self.worker_half is not None:
+            transfers = self.worker_half.get_kv_connector_stats()
+            return None if transfers is None else TieringConnectorStats(transfers.data)
+        now = time.monotonic()
+        if now < self._next_stats_at and (self._open_requests or self._scheduler.has_pending_work()):
+            return None
+        self._next_stats_at = now + STATS_INTERVAL
+        stats = TieringConnectorStats()
+        stats.record_tiers(self._scheduler.get_stats().get("tiers", {}))
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """Wait for copies, drain the tiers, release the memory.  May be called twice."""
+        if self.worker_half is not None:
+            self.worker_half.shutdown()
+        if self.scheduler_half is not None:
+            self.scheduler_half.shutdown()
+        self._spec.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieringConnectorStats:
+        """Statistics around ``data``, which is not changed by what is added to them."""
+        return TieringConnectorStats().aggregate(OffloadingConnectorStats(data))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> OffloadPromMetrics:
+        """The connector's metrics for the front end's ``/metrics``."""
+        by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
+        classes = MetricClasses(
+            counter=by_name["Counter"],
+            gauge=functools.partial(by_name["Gauge"], multiprocess_mode="mostrecent"),
+            histogram=by_name["Histogram"],
+        )
+        return OffloadPromMetrics(classes, labelnames, per_engine_labelvalues)
+
+
+class _LoraRequest:
+    """A request with a LoRA adapter, as the core sees it when it is new: it may use no tier that outlives the process."""
+
+    def __init__(self, request: Any, tiers: Sequence[str]) -> None:
+        self._request = request
+        self.kv_transfer_params = _without_persistent(request.kv_transfer_params, tiers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _without_persistent(params: Mapping[str, Any] | None, tiers: Sequence[str]) -> Mapping[str, Any] | None:
+    try:
+        asked = parse_request_policy(params).tiers
+    except ConfigError:
+        return params  # the core says what is wrong with it, and neither loads nor stores
+    allowed = [tier for tier in tiers if asked is None or tier in asked]
+    return {**(params or {}), "kv_tiering": {**((params or {}).get("kv_tiering") or {}), "tiers": allowed}}
+
+
+def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:
+    """The spec.  Until the scheduler's side has identified the weights, they are those of this process and no others."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = hash_seed(algorithm, os.environ.get("PYTHONHASHSEED"), kv_cache_utils.DEFAULT_NONE_HASH_SEED)
+    model_config = vllm_config.model_config
+    model = ModelIdentity(
+        name=str(model_config.model),
+        weights=f"engine {geometry.engine.engine_id}",
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        layout=layout_of(geometry, vllm_config, _memory_order(vllm_config, kv_cache_config), seed),
+        overrides=overrides(vllm_config, ".".join(vllm.__version__.split(".")[:2])),
+        volatile_scales=bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
+    )
+    return TieringOffloadingSpec(
+        geometry.engine,
+        vllm_config.kv_transfer_config.kv_connector_extra_config,
+        model=model,
+        group_bytes=geometry.group_bytes,
+        rank=geometry.rank,
+        replicated=geometry.replicated,
+        replica=geometry.replica,
+        enable_events=_publishes_events(vllm_config),
+    )
+
+
+def _kind_of(spec: Any) -> str:
+    return str(get_kv_cache_spec_kind(spec).value)
+
+
+def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Order of dimensions in a page, and what chooses how attention packs K and V in it."""
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    attention = getattr(vllm_config, "attention_config", None)
+    backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
+    device = current_platform.get_device_name() if not current_platform.is_cpu() else torch.backends.cpu.get_cpu_capability()
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    return f"{layout}, {current_platform.device_type} {device}, attention {backend} {sorted(map(str, per_kind.items()))}"
+
+
+def _publishes_events(vllm_config: Any) -> bool:
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def _vllm_event(event: KVCacheEvent) -> Any:
+    if isinstance(event, BlockRemoved):
+        return kv_events.BlockRemoved(block_hashes=event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(BlockStored)}
+    return kv_events.BlockStored(**fields)
