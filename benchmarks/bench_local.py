@@ -62,7 +62,7 @@ class TierRun:
 
     def __init__(self, work: Workload, threads: int) -> None:
         self.work = work
-        capacity = int(2.2 * work.count * (work.block_bytes + PAGE)) + (16 << 20)
+        capacity = int(1.2 * work.count * (work.block_bytes + PAGE)) + (16 << 20)
         path = work.directory / f"tier-{work.block_bytes}-{threads}"
         options = LocalOptions(
             type="local", path=str(path), capacity=capacity, max_inflight=threads, max_queued=1 << 40, deadline=600
@@ -153,7 +153,7 @@ def best(stats: dict[str, Stats], word: str) -> Stats:
 
 
 def run(bench: Bench) -> None:
-    total = (64 if bench.quick else 512) << 20
+    total = (64 if bench.quick else 1024) << 20
     _large_blocks(bench, total)
     _small_blocks(bench, total)
 

@@ -13,6 +13,7 @@ import random
 import secrets
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from tiering.secondary.index.slots import SlotIndex
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.layout import Geometry
 from tiers.local.marks import WrittenMarks
-from tiers.local.recovery import recover
+from tiers.local.recovery import recover, remember
 from tiers.local.segments import Segments
 
 RUN = 64
@@ -118,7 +119,8 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
         begin = time.perf_counter()
         longest = 0.0
         fresh.begin_recovery()
-        for batch in recover(segments, reopened, bytes(16), range(geometry.max_segments), threading.Event()):
+        remembered = replace(remember(segments, reopened), segments=tuple(range(geometry.max_segments)))
+        for batch in recover(segments, remembered, bytes(16), threading.Event()):
             step = time.perf_counter()
             fresh.add_free(batch.free)
             longest = max(longest, time.perf_counter() - step)

@@ -226,14 +226,14 @@ def render(table: Table) -> str:
     return f"\n**{table.title}**\n\n" + "\n".join(lines)
 
 
-def render_targets(targets: Sequence[Target]) -> str:
-    """The table of what had to be reached."""
+def render_targets(targets: Sequence[Target], *, judged: bool = True) -> str:
+    """The table of what had to be reached; a quick run is not ``judged``."""
     rows = [
         (
             target.name,
             f"{'at most' if target.direction == 'max' else 'at least'} {show(target.limit)} {target.unit}".rstrip(),
             f"{show(target.value)} {target.unit}".rstrip(),
-            "ok" if target.ok else "MISSED",
+            ("ok" if target.ok else "MISSED") if judged else "not judged",
         )
         for target in targets
     ]
