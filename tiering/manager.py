@@ -31,7 +31,7 @@ from tiering.base import (
 )
 from tiering.errors import ConfigError
 from tiering.manager_stats import ManagerStats
-from tiering.prefix_search import PrefixSearch
+from tiering.prefix_search import UNDECIDED_PATIENCE, PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
 from tiering.requests import Request, Shares, TierState
@@ -92,7 +92,7 @@ class TieringOffloadingManager(OffloadingManager):
             TierState(tier, rank, max(1, int(tier.primary_share * rows))) for rank, tier in enumerate(self.secondary_tiers)
         ]
         self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
-        self._search = PrefixSearch(self._table, self._promotions, self._call)
+        self._search = PrefixSearch(self._table, self._promotions, self._call, clock)
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._job_ids = count(1)
@@ -120,7 +120,7 @@ class TieringOffloadingManager(OffloadingManager):
             if answer:
                 return None if self._promotions.start(state, request, (key,)) else False
             undecided = undecided or (answer is None and state.in_service)
-        return None if undecided else False
+        return None if undecided and request.may_wait(self._clock(), UNDECIDED_PATIENCE) else False
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
         if not self._collected:

@@ -21,6 +21,9 @@ from tiering.requests import Request, TierState
 MAX_RUNS = 128
 """Runs of missing blocks that one search promotes at most; the rest of a prefix with more holes is for a later step."""
 
+UNDECIDED_PATIENCE = 10.0
+"""Seconds, from its first open answer on, for which one request waits for tiers that do not know yet."""
+
 _NONE: frozenset[OffloadKey] = frozenset()
 
 
@@ -42,12 +45,13 @@ class _Walk:
 class PrefixSearch:
     """Searches for one manager.  ``call(state, method, *arguments)`` calls a tier and answers None if it raises."""
 
-    def __init__(self, table: BlockTable, promotions: Promotions, call: Callable[..., Any]) -> None:
+    def __init__(self, table: BlockTable, promotions: Promotions, call: Callable[..., Any], clock: Callable[[], float]) -> None:
         self._table = table
         self._readable = table.readable
         self._pending = table.pending
         self._promotions = promotions
         self._call = call
+        self._clock = clock
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int) -> PrefixMatch:
         """Go on from ``position``: the keys before it are readable, the one at it is not."""
@@ -78,7 +82,7 @@ class PrefixSearch:
                     return PrefixMatch(position, True)
                 walk.runs += 1
                 promoted, undecided = self._ask_tiers(request, walk, position)
-                if undecided:
+                if undecided and request.may_wait(self._clock(), UNDECIDED_PATIENCE):
                     return PrefixMatch(position, True)
                 if not promoted:
                     break

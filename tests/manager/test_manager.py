@@ -122,6 +122,16 @@ def test_a_tier_that_does_not_know_yet_leaves_the_answer_open_only_if_no_other_h
     undecided.unknown.clear()
 
 
+def test_a_tier_that_never_decides_does_not_hold_a_request_for_ever() -> None:
+    key = make_keys(0)
+    rig = Rig(4, [FakeTier(unknown=set(key))])
+    assert rig.manager.match_prefix(key, rig.ctx) == PrefixMatch(0, True)
+    rig.clock.advance(10.0)
+    assert rig.manager.match_prefix(key, rig.ctx) == PrefixMatch(0, False)
+    assert rig.manager.lookup(key[0], rig.ctx) is False
+    assert rig.manager.lookup(key[0], rig.request("r2")) is None
+
+
 def test_nothing_is_promoted_behind_a_definite_miss() -> None:
     keys = make_keys(0, 3)
     tier = FakeTier(held={keys[0], keys[2]})

@@ -89,7 +89,7 @@ class SecondaryTierManager(ABC):
     name: str = ""
     """Unique in a stack; used in metrics, logs and in a request's ``tiers``."""
 
-    load_deadline: float | None = None
+    load_deadline: float | None = 30.0
     """Seconds after which the manager stops waiting for a load (the keys are a miss then; the job is still reported later)."""
 
     primary_share: float = 0.5
