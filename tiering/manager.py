@@ -40,6 +40,10 @@ from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 _log = logging.getLogger("kv_tiering.manager")
 
 
+NOBODY = ReqContext("")
+"""For cascades that belong to no request."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion.  ``deadline``: of its tier's jobs."""
@@ -280,7 +284,9 @@ class TieringOffloadingManager(OffloadingManager):
         if keys and not job.promotion.worthless:
             faster = [other for other in job.promotion.owner.tiers if other.rank < state.rank and other.tier.fill]
             if faster:
-                self._cascade(faster, keys, rows, job.promotion.owner.ctx)
+                owner = job.promotion.owner
+                # Tiers were told that nothing more follows for a request that has finished.
+                self._cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx)
 
     def _flush_promotions(self) -> None:
         for promotion in self._promotions.take_queued():
@@ -324,7 +330,7 @@ class TieringOffloadingManager(OffloadingManager):
             if state.in_service:
                 wanted = self._call(state, state.tier.take_wanted_keys)
                 if wanted:
-                    self._cascade_held((state,), wanted, ReqContext(""))
+                    self._cascade_held((state,), wanted, NOBODY)
                 self._call(state, state.tier.on_schedule_end)
             elif state.resetting and self._call(state, state.tier.reset_done):
                 state.in_service, state.resetting = True, False

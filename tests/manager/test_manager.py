@@ -340,6 +340,19 @@ def test_what_comes_from_a_slower_tier_also_fills_faster_ones_that_want_it() -> 
     assert not slow.stores
 
 
+def test_a_fill_for_a_request_that_has_finished_belongs_to_nobody() -> None:
+    keys = make_keys(0)
+    fast, slow = FakeTier("fast"), FakeTier("slow", held=set(keys))
+    rig = Rig(4, [fast, slow])
+    rig.manager.match_prefix(keys, rig.ctx)
+    rig.step()
+    rig.manager.on_request_finished(rig.ctx)
+    slow.finish_all()
+    rig.step()
+    assert fast.calls("on_request_finished") == ["r1"]
+    assert [job.req_context.req_id for job in fast.stores] == [""]
+
+
 # -------------------------------------------------------------------------------------------------------------- deadlines
 
 
