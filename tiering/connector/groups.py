@@ -77,8 +77,8 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
     kind, window = group.kind.lower(), group.sliding_window
     if any(word in kind for word in _STATE_KINDS):
         raise ConfigError(
-            f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, which this mode "
-            'cannot offload; use "mode": "simple", or run the model without this connector'
+            f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, which this "
+            "connector cannot offload; run the model without it"
         )
     if any(word in kind for word in _FOREIGN_KINDS):
         raise ConfigError(f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded")
