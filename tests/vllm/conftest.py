@@ -35,6 +35,27 @@ def _leaves_nothing_behind() -> Iterator[None]:
     assert not left, f"left in /dev/shm: {left}"
 
 
+def _vllm_segments() -> set[Path]:
+    """What vLLM and Python's multiprocessing keep in /dev/shm."""
+    return {file for pattern in ("psm_*", "sem.mp-*", "vllm_dist_*") for file in Path("/dev/shm").glob(pattern)}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _removes_what_killed_servers_leave() -> Iterator[None]:
+    """A vLLM that is killed leaves its own shared memory; what appeared meanwhile and nobody maps is removed."""
+    before = _vllm_segments()
+    yield
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped += maps.read_text()
+        except OSError:  # the process has ended, or is not ours
+            continue
+    for file in _vllm_segments() - before:
+        if str(file) not in mapped:
+            file.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that most tests use."""
