@@ -124,6 +124,23 @@ def test_a_block_is_protected_until_every_load_of_it_is_complete(primary: CPUPri
     assert primary.table.evictable == 4
 
 
+def test_a_tier_reads_and_writes_rows_by_the_secondary_facing_names_without_changing_recency(
+    primary: CPUPrimaryTierOffloadingManager,
+) -> None:
+    keys = make_keys(0, 4)
+    output = primary.prepare_write(keys, CTX)
+    assert output is not None
+    assert primary.lookup(keys[0], CTX) is None
+    primary.complete_write(keys, CTX)
+    oldest = keys[3:]
+    spec = primary.prepare_read(oldest, CTX)
+    assert isinstance(spec, CPULoadStoreSpec)
+    assert spec.block_ids.tolist() == rows_of(output)[3:]
+    assert prepare(primary, make_keys(10)).evicted_keys == [keys[2]]
+    primary.complete_read(oldest, CTX)
+    assert prepare(primary, make_keys(11)).evicted_keys == oldest
+
+
 def test_unknown_completions_are_ignored_and_counted(primary: CPUPrimaryTierOffloadingManager) -> None:
     keys = make_keys(0, 2)
     store(primary, keys)

@@ -142,10 +142,6 @@ class BlockTier(SecondaryTierManager):
         """For subclasses: ``keys`` became held without a job (recovery)."""
         self._events.stored(keys)
 
-    def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
-        """For subclasses: ``keys`` left the index without a job (shrinking, age)."""
-        self._events.removed(keys)
-
     # ------------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

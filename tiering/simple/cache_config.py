@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tiering.base import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 
-FULL_ATTENTION = "full_attention"
 STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention", "gdn_attention"})
 """Groups that keep one state per sequence; only the last block of a prefix matters."""
 

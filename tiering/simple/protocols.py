@@ -1,30 +1,13 @@
-"""What the simple scheduler needs of the engine's own block pool.  Names and meanings are those of vLLM's block pool."""
+"""What the simple scheduler needs of the engine's own block pool.  Names and meanings are those of vLLM's block pool.
+
+Its blocks have ``block_id``, ``is_null``, ``ref_cnt`` (how many requests and copies use it; 0: it is in the free queue), ``block_hash`` (its
+name in the prefix cache, as in :func:`tiering.base.make_offload_key`, None if it cannot be found) and ``next_free_block``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
-
-from tiering.base import OffloadKey
-
-
-class GPUBlock(Protocol):
-    """One block of the GPU's pool.
-
-    ``ref_cnt``: how many requests and copies use it; 0: it is in the free queue.  ``block_hash``: its name in the prefix cache (hash and
-    KV-cache group, as in :func:`tiering.base.make_offload_key`), None if it cannot be found.
-    """
-
-    block_id: int
-    ref_cnt: int
-    is_null: bool
-
-    @property
-    def block_hash(self) -> OffloadKey | None: ...
-
-    @property
-    def next_free_block(self) -> Any:
-        """The next one in the free queue."""
 
 
 class FreeBlockQueue(Protocol):

@@ -124,18 +124,5 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def swap_ranges(path: Path, first: int, second: int, length: int) -> None:
-    """Exchange two ranges of a file that do not overlap: two blocks in each other's place."""
-    with path.open("r+b") as file:
-        file.seek(first)
-        one = file.read(length)
-        file.seek(second)
-        other = file.read(length)
-        file.seek(first)
-        file.write(other)
-        file.seek(second)
-        file.write(one)
-
-
 def _copy(into: memoryview, data: bytes | bytearray) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
