@@ -37,6 +37,18 @@ def cache(groups: tuple[KVCacheGroup, ...], num_blocks: int = 10) -> KVCacheConf
     return KVCacheConfig(num_blocks, (KVCacheTensor(num_blocks * BLOCK_BYTES, ("layer0",)),), groups)
 
 
+def step_of(*req_ids: str) -> SimpleNamespace:
+    """A step in which these requests compute a token each, and get no block."""
+    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    return SimpleNamespace(
+        preempted_req_ids=set(),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=nothing,
+        num_scheduled_tokens=dict.fromkeys(req_ids, 1),
+        finished_req_ids=set(),
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------- configuration
 
 
@@ -59,11 +71,30 @@ def test_the_cpu_pool_has_at_least_one_block():
         (groups_of((None,)), {"context_parallel_size": 2}, 1000, "context-parallel"),
         (groups_of((None,)), {}, 0, "cpu_capacity_bytes"),
         ((KVCacheGroup(("layer0",), 6),), {}, 1000, "hash block size 4"),
+        ((KVCacheGroup(("layer0",), 4, None, "sliding_window"),), {}, 1000, "sliding_window None"),
+        ((*groups_of((None,)), KVCacheGroup(("state",), 4, None, "mamba")), {"enable_prefix_caching": False}, 1000, "state-space"),
     ],
 )
 def test_an_engine_that_cannot_be_served_is_refused(groups, changes, capacity, said):
     with pytest.raises(ConfigError, match=said):
         SimpleCPUOffloadScheduler(engine(groups, **changes), cache(groups), capacity)
+
+
+@pytest.mark.parametrize(
+    "kind", ["chunked_local_attention", "encoder_only_attention", "cross_attention", "unknown", "Full_Attention", "a later kind"]
+)
+def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind):
+    groups = (*groups_of((None,)), KVCacheGroup(("layer1",), BLOCK, None, kind))
+    with pytest.raises(ConfigError, match=rf"{kind} \(group 1\).*it knows full_attention"):
+        SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mla_attention", None), ("sink_full_attention", None), ("full_attention", 8)])
+def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind, window):
+    groups = (KVCacheGroup(("layer0",), BLOCK, window, kind), KVCacheGroup(("layer1",), BLOCK, 5, "sliding_window_mla"))
+    half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
+    assert half.full_attention_group == 0
+    assert [need.first_needed(16) for need in half._needs] == [0, 3]
 
 
 def test_lazy_offloading_without_prefix_caching_is_refused():
@@ -109,14 +140,7 @@ def test_placeholders_are_not_confirmed():
     )
     half.on_new_request(seen)
     half.update_state_after_alloc(seen, SimpleNamespace(get_block_ids=lambda: ([block.block_id for block in held],)), 0)
-    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
-    output = SimpleNamespace(
-        preempted_req_ids=set(),
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=nothing,
-        num_scheduled_tokens={"a": 1},
-        finished_req_ids=set(),
-    )
+    output = step_of("a")
     assert half.build_connector_meta(output).store_gpu_blocks == [block.block_id for block in held[:2]]
     seen.num_output_placeholders = 0
     assert half.build_connector_meta(output).store_gpu_blocks == [held[2].block_id]
@@ -233,6 +257,21 @@ def test_window_blocks_that_the_engine_took_back_are_not_stored_from_the_wrong_b
     sim.settle()
     sim.check_nothing_is_held()
     assert stored(sim) > 40
+
+
+def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored():
+    groups = (*groups_of((None,)), KVCacheGroup(("state",), BLOCK, None, "mamba"))
+    half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
+    pool = MirroredPool(10)
+    half.bind_gpu_block_pool(pool)
+    request = Request("a", tokens(1, 12))
+    request.update_hashes(BLOCK)
+    request.num_computed_tokens = 12
+    full, states = [[block.block_id for block in pool.take(3)] for _ in range(2)]
+    pool.name(pool.blocks[states[1]], (1, request.block_hashes[1]))  # the others are running states: their content changes
+    half.on_new_request(request)
+    half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (full, states)), 0)
+    assert half.build_connector_meta(step_of("a")).store_gpu_blocks == [*full, states[1]]
 
 
 def test_a_request_may_say_that_nothing_is_stored_or_loaded_for_it():

@@ -63,12 +63,16 @@ class Engine:
     scheduled: list[int] = field(default_factory=list)
     """Tokens of each step."""
 
-    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 8, params: dict[str, Any] | None = None) -> list[Answer]:
+    def ask(
+        self, prompts: Sequence[list[int]], max_tokens: int = 8, params: dict[str, Any] | None = None, lora: Any = None
+    ) -> list[Answer]:
+        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest for all of them."""
         from vllm import SamplingParams
 
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra)
-        outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
+        inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [_answer(output.outputs[0]) for output in outputs]
 
     @property
@@ -81,6 +85,10 @@ class Engine:
         while self.connector.has_pending_push_work():
             assert time.monotonic() < end, "copies or tiers did not end"
             self.llm.llm_engine.step()
+
+    def free_blocks(self) -> int:
+        """GPU blocks that nobody uses."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def evict(self) -> None:
         """Overwrite the GPU's blocks with other requests' KV, and forget what they held."""

@@ -1,4 +1,7 @@
-"""Scheduler and worker in one process, a CPU tier only: what leaves the GPU's pool comes back, and outputs stay the same."""
+"""Scheduler and worker in one process, CPU memory only: what leaves the GPU's pool comes back, and outputs stay the same.
+
+All of it in the tiering mode and in both of the simple scheduler's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.handlers import CopyNothing, FailEverySecond, OneWrongBlock
-from tests.vllm.rig import BLOCK, BLOCK_BYTES, Answer, Engine, engine, prompt, whole_blocks, wrong
+from tests.vllm.rig import BLOCK, BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
 
 PROMPTS = [prompt(seed) for seed in range(4)]
 LONG = [prompt(20, 560)]
@@ -34,10 +37,20 @@ def expected(llama: Path) -> dict[str, list[Answer]]:
     return {**named, "many": many, "changed": changed}
 
 
+MODES = {"tiering": {}, "eager": {"mode": "simple"}, "lazy": {"mode": "simple", "lazy_offload": True}}
+
+
+@pytest.fixture(scope="module", params=list(MODES))
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def tiered(llama: Path, expected: dict[str, list[Answer]]) -> Iterator[Engine]:
-    with engine(llama, {"primary": {"capacity": "64MiB"}}) as running:
+def tiered(llama: Path, expected: dict[str, list[Answer]], mode: str) -> Iterator[Engine]:
+    with engine(llama, {"primary": {"capacity": "64MiB"}, **MODES[mode]}) as running:
         yield running
+        running.settle()
+        assert running.free_blocks() == NUM_BLOCKS - 1
 
 
 def test_the_models_output_depends_on_its_whole_context(expected):
@@ -53,24 +66,26 @@ def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered, expected):
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
-def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, lie):
+def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mode, lie):
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(lie):
         answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
-    assert wrong(answers, expected["prompts"]) == [0, 1, 2, 3]
+    one_load = mode != "tiering" and lie is OneWrongBlock  # the simple scheduler loads for all requests of a step at once
+    assert wrong(answers, expected["prompts"]) == ([0] if one_load else [0, 1, 2, 3])
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_a_prompt_that_is_held_whole(tiered, expected):
+def test_a_prompt_that_is_held_whole(tiered, expected, mode):
     tiered.ask(WHOLE)
     tiered.evict()
     steps = len(tiered.scheduled)
     answers, loaded = tiered.loaded(lambda: tiered.ask(WHOLE))
     assert wrong(answers, expected["whole"]) == []
-    assert loaded == 6 * BLOCK_BYTES
-    assert max(tiered.scheduled[steps:]) == 1
+    last = 0 if mode == "tiering" else 1  # the simple scheduler leaves the block of the last token to be computed
+    assert loaded == (6 - last) * BLOCK_BYTES
+    assert max(tiered.scheduled[steps:]) == max(1, last * BLOCK)
 
 
 def test_prefill_in_chunks_is_stored_and_loaded(tiered, expected):
@@ -84,13 +99,15 @@ def test_prefill_in_chunks_is_stored_and_loaded(tiered, expected):
 
 
 def test_preempted_requests_store_and_load(tiered, expected):
+    loaded = 0
     for _ in range(2):
         before = tiered.preempted
-        answers, loaded = tiered.loaded(lambda: tiered.ask(MANY, LENGTHY))
+        answers, moved = tiered.loaded(lambda: tiered.ask(MANY, LENGTHY))
         assert wrong(answers, expected["many"]) == []
         assert tiered.preempted > before
-        assert loaded > 0
+        loaded += moved
         tiered.evict()
+    assert loaded > whole_blocks(MANY) * BLOCK_BYTES // 2
 
 
 def test_a_copy_that_fails_is_recomputed(tiered, expected):
@@ -104,7 +121,7 @@ def test_a_copy_that_fails_is_recomputed(tiered, expected):
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tiered, expected):
+def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tiered, expected, mode):
     tiered.ask(PROMPTS)
     tiered.evict()
     tiered.scheduler.recompute_kv_load_failures = False
@@ -115,7 +132,9 @@ def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tie
     finally:
         tiered.scheduler.recompute_kv_load_failures = True
     failed = [number for number, answer in enumerate(answers) if not answer.tokens]
-    assert len(failed) == handler.failed
+    assert (
+        len(failed) == handler.failed if mode == "tiering" else len(failed) >= handler.failed
+    )  # one load may be of several requests
     assert set(wrong(answers, expected["prompts"])) == set(failed)
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
@@ -138,7 +157,7 @@ def test_requests_aborted_while_they_load(tiered, expected):
     tiered.settle()
     assert "WAITING_FOR_REMOTE_KVS" in waiting
     assert not tiered.scheduler.requests
-    assert tiered.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+    assert tiered.free_blocks() == NUM_BLOCKS - 1
     assert wrong(tiered.ask(LATER), expected["later"]) == []
 
 

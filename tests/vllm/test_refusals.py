@@ -10,6 +10,7 @@ import pytest
 from tests.vllm.models import write_llama
 from tiering.engines.vllm_geometry import check_supported
 from tiering.engines.vllm_identity import digest_of_files, hash_seed, weights_identity
+from tiering.engines.vllm_lora import without_persistent
 from tiering.errors import ConfigError
 
 
@@ -94,11 +95,8 @@ def test_hash_seeds_that_change_with_the_process_are_known_as_random():
 
 
 def test_lora_requests_use_no_tier_that_outlives_the_process():
-    from tiering.engines.vllm import _LoraRequest
-
     def tiers(params: Any) -> Any:
-        request = SimpleNamespace(kv_transfer_params=params, request_id="r")
-        return _LoraRequest(request, ["memory"]).kv_transfer_params["kv_tiering"]["tiers"]
+        return without_persistent(params, ["memory"])["kv_tiering"]["tiers"]
 
     assert tiers(None) == ["memory"]
     assert tiers({"kv_tiering": {"tiers": ["s3"]}}) == []

@@ -88,3 +88,15 @@ def test_two_tensor_parallel_workers(llama, expected, tmp_path):
         assert shared_memory() == []
         back_from_the_cpu(server, expected)
     assert shared_memory() == []
+
+
+def test_the_simple_scheduler_in_processes_of_their_own(llama, expected, tmp_path):
+    stack = {"mode": "simple", "primary": {"capacity": "32MiB"}}
+    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with serve(llama, stack, tmp_path / "simple.log", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        back_from_the_cpu(server, expected)
+        loaded = server.loaded()
+        server.reset(tiers=True)
+        assert wrong(server.ask(PROMPTS), expected[:4]) == []
+        assert server.loaded() == loaded
+    assert shared_memory() == []

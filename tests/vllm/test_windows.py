@@ -30,10 +30,17 @@ def expected(gemma: Path) -> list[Answer]:
     return answers_without_tiers(gemma, [*PROMPTS, changed], num_gpu_blocks_override=80)
 
 
+@pytest.fixture(scope="module", params=["tiering", "simple"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def tiered(gemma: Path, expected: list[Answer]) -> Iterator[Engine]:
-    with engine(gemma, {"primary": {"capacity": "64MiB"}}, num_gpu_blocks_override=80) as running:
+def tiered(gemma: Path, expected: list[Answer], mode: str) -> Iterator[Engine]:
+    with engine(gemma, {"primary": {"capacity": "64MiB"}, "mode": mode}, num_gpu_blocks_override=80) as running:
         yield running
+        running.settle()
+        assert running.free_blocks() == 79
 
 
 def test_the_models_output_depends_on_what_is_outside_the_window(expected):
@@ -50,18 +57,19 @@ def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_windo
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
-def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, lie):
+def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mode, lie):
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(lie):
         answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
-    assert wrong(answers, expected[:4]) == [0, 1, 2, 3]
+    one_load = mode != "tiering" and lie is OneWrongBlock  # the simple scheduler loads for all requests of a step at once
+    assert wrong(answers, expected[:4]) == ([0] if one_load else [0, 1, 2, 3])
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_failed_load_is_told_by_its_request(tiered, expected, recompute):
+def test_a_failed_load_is_told_by_its_request(tiered, expected, mode, recompute):
     tiered.ask(PROMPTS)
     tiered.evict()
     tiered.scheduler.recompute_kv_load_failures = recompute
@@ -72,7 +80,10 @@ def test_a_failed_load_is_told_by_its_request(tiered, expected, recompute):
     finally:
         tiered.scheduler.recompute_kv_load_failures = True
     failed = {number for number, answer in enumerate(answers) if not answer.tokens}
-    assert len(failed) == (0 if recompute else handler.failed)
+    if mode == "tiering" or recompute:
+        assert len(failed) == (0 if recompute else handler.failed)
+    else:  # one load may be of several requests
+        assert len(failed) >= handler.failed
     assert set(wrong(answers, expected[:4])) == failed
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []

@@ -4,7 +4,8 @@
       "kv_connector_module_path": "tiering.engines.vllm", "kv_connector_extra_config": {"config": "stack.yaml"}}'
 
 vLLM builds one connector in each worker and one in the scheduler.  They may live in different processes of one host: the CPU tier's
-rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.
+rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.  With ``mode: simple`` in the
+stack the halves are those of :mod:`tiering.simple`: each worker has CPU memory of its own, and the scheduler's half uses vLLM's block pool.
 
 This is the only module that imports vLLM, 0.29 to 0.32.  Importing it beside another version raises :class:`ConfigError`.
 """
@@ -23,7 +24,6 @@ from typing import Any, ClassVar
 import torch
 import vllm
 
-from tiering.base import parse_request_policy
 from tiering.config import tier_definition
 from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
@@ -31,11 +31,16 @@ from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import TIERS, OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry
+from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache
 from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
-from tiering.engines.vllm_loads import LoadLedger
+from tiering.engines.vllm_loads import LoadLedger, ordered_loads
+from tiering.engines.vllm_lora import AdapterGuard
 from tiering.errors import ConfigError, RegionError
 from tiering.namespace import ModelIdentity
+from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
+from tiering.simple.selection import simple_options
+from tiering.simple.worker import SimpleCPUOffloadWorker
 from tiering.spec import TieringOffloadingSpec
 
 logger = logging.getLogger("kv_tiering.vllm")
@@ -85,8 +90,10 @@ TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 STATS_INTERVAL = 0.5
 """Seconds between two reports of the tiers' counters while requests run."""
 
-KVConnectorMetadata.register(OffloadingConnectorMetadata)
-KVConnectorWorkerMetadata.register(OffloadingWorkerMetadata)
+for metadata in (OffloadingConnectorMetadata, SimpleCPUOffloadMetadata):
+    KVConnectorMetadata.register(metadata)
+for report in (OffloadingWorkerMetadata, SimpleCPUOffloadWorkerMetadata):
+    KVConnectorWorkerMetadata.register(report)
 
 
 class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]
@@ -107,7 +114,7 @@ class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type
 class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV that leaves the GPU in a stack of tiers, and brings it back.
 
-    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's.  Raises
+    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's, of the mode that the stack says.  Raises
     :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a deployment that cannot be
     offloaded, too little shared memory.
     """
@@ -123,21 +130,50 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
         self._several_groups = len(geometry.engine.groups) > 1
         self._ledger = LoadLedger()
-        self.worker_half: OffloadingConnectorWorker | None = None
-        self.scheduler_half: OffloadingConnectorScheduler | None = None
-        self._local_tiers: tuple[str, ...] = ()
+        self.worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
+        self.scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
+        self._adapters = AdapterGuard()
         self._next_stats_at = 0.0
         self._open_requests: set[str] = set()
+        self._spec: TieringOffloadingSpec | None = None
+        is_worker = role == KVConnectorRole.WORKER
+        if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
+            return
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
-        if role == KVConnectorRole.WORKER:
+        if is_worker:
             self.worker_half = OffloadingConnectorWorker(self._spec, num_blocks=int(kv_cache_config.num_blocks))
         else:
-            self._start_scheduler(vllm_config)
+            self._start_scheduler(vllm_config, self._spec)
 
-    def _start_scheduler(self, vllm_config: Any) -> None:
-        spec = self._spec
+    def _start_simple(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, is_worker: bool) -> bool:
+        """Build the half of the simple scheduler, if the stack asks for it."""
+        chosen = simple_options(vllm_config.kv_transfer_config.kv_connector_extra_config, geometry.engine.world_size)
+        if chosen is None:
+            return False
+        engine, cache = simple_cache(vllm_config, kv_cache_config, geometry)
+        if is_worker:
+            self.worker_half = SimpleCPUOffloadWorker(engine, cache, chosen.cpu_capacity_bytes)
+        else:
+            half = SimpleCPUOffloadScheduler(
+                engine,
+                cache,
+                chosen.cpu_capacity_bytes,
+                chosen.lazy_offload,
+                enable_kv_cache_events=_publishes_events(vllm_config),
+                external_hash=kv_cache_utils.maybe_convert_block_hash,
+            )
+            self.scheduler_half = half
+            logger.info(
+                "simple scheduler, %s: %d CPU blocks of %d bytes per worker",
+                "lazy" if chosen.lazy_offload else "eager",
+                half.cpu_config.num_blocks,
+                half.cpu_config.block_bytes,
+            )
+        return True
+
+    def _start_scheduler(self, vllm_config: Any, spec: TieringOffloadingSpec) -> None:
         persistent = {tier.tier_name for tier in spec.stack.secondary if tier_definition(tier.type).persistent}
-        self._local_tiers = tuple(tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent)
+        self._adapters = AdapterGuard(tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent)
         if persistent:
             weights = weights_identity(vllm_config.model_config, str(vllm_config.load_config.load_format))
             spec.model = dataclasses.replace(spec.model, weights=weights)
@@ -164,7 +200,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------- worker side
 
     @property
-    def _worker(self) -> OffloadingConnectorWorker:
+    def _worker(self) -> OffloadingConnectorWorker | SimpleCPUOffloadWorker:
         if self.worker_half is None:
             raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
         return self.worker_half
@@ -173,6 +209,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
+        if not isinstance(self._worker, OffloadingConnectorWorker):
+            raise ConfigError("mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering")
         self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +218,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        self._ledger.started(metadata)
+        self._ledger.started(*ordered_loads(metadata))
         self._worker.start_kv_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -211,23 +249,24 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks that failed loads did not fill; with several KV-cache groups none, since vLLM takes requests there."""
         return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
 
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
         return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
 
     # ----------------------------------------------------------------------------------------------------- scheduler side
 
     @property
-    def _scheduler(self) -> OffloadingConnectorScheduler:
+    def _scheduler(self) -> OffloadingConnectorScheduler | SimpleCPUOffloadScheduler:
         if self.scheduler_half is None:
             raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
         return self.scheduler_half
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if isinstance(self.scheduler_half, SimpleCPUOffloadScheduler):
+            self.scheduler_half.bind_gpu_block_pool(gpu_block_pool)
+
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)
-        if getattr(request, "lora_request", None) is not None:
-            self._scheduler.on_new_request(_LoraRequest(request, self._local_tiers))
-        else:
-            self._scheduler.on_new_request(request)
+        self._scheduler.on_new_request(self._adapters.admit(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -235,7 +274,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -257,6 +296,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return list(map(_vllm_event, self._scheduler.take_events()))
 
     def reset_cache(self) -> bool | None:
+        self._adapters.reset()
         return self._scheduler.reset_cache()
 
     # --------------------------------------------------------------------------------------------------------- both sides
@@ -280,7 +320,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.worker_half.shutdown()
         if self.scheduler_half is not None:
             self.scheduler_half.shutdown()
-        self._spec.close()
+        if self._spec is not None:
+            self._spec.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieringConnectorStats:
@@ -303,26 +344,6 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             histogram=by_name["Histogram"],
         )
         return OffloadPromMetrics(classes, labelnames, per_engine_labelvalues)
-
-
-class _LoraRequest:
-    """A request with a LoRA adapter, as the core sees it when it is new: it may use no tier that outlives the process."""
-
-    def __init__(self, request: Any, tiers: Sequence[str]) -> None:
-        self._request = request
-        self.kv_transfer_params = _without_persistent(request.kv_transfer_params, tiers)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
-def _without_persistent(params: Mapping[str, Any] | None, tiers: Sequence[str]) -> Mapping[str, Any] | None:
-    try:
-        asked = parse_request_policy(params).tiers
-    except ConfigError:
-        return params  # the core says what is wrong with it, and neither loads nor stores
-    allowed = [tier for tier in tiers if asked is None or tier in asked]
-    return {**(params or {}), "kv_tiering": {**((params or {}).get("kv_tiering") or {}), "tiers": allowed}}
 
 
 def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:

@@ -6,12 +6,13 @@ Nothing here imports vLLM; its objects are read by attribute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiering.base import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 from tiering.namespace import KVLayout
+from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
 _REFUSED_KINDS = {
     "mamba": "a state-space group keeps one state and no blocks per token, which cannot be offloaded block by block",
@@ -106,6 +107,19 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any
         group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups)),
         kv_dtype=_kv_dtype(vllm_config),
     )
+
+
+def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> tuple[EngineConfig, KVCacheConfig]:
+    """The engine and its KV cache, of one worker, as the simple scheduler has them."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if hasattr(tensors[0], "layers"):  # vLLM 0.31 on: each tensor is a place in one allocation, of whose size it tells
+        layers = tuple(layer for tensor in tensors for layer in tensor.layers)
+        cache: tuple[KVCacheTensor, ...] = (KVCacheTensor(int(tensors[0].size), layers),)
+    else:
+        cache = tuple(KVCacheTensor(int(tensor.size), tuple(tensor.shared_by)) for tensor in tensors)
+    context = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+    engine = replace(geometry.engine, context_parallel_size=context)
+    return engine, KVCacheConfig(int(kv_cache_config.num_blocks), cache, engine.groups)
 
 
 def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:

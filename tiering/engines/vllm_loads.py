@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tiering.base import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId
+from tiering.simple.metadata import SimpleCPUOffloadMetadata
+
+
+def ordered_loads(
+    metadata: OffloadingConnectorMetadata | SimpleCPUOffloadMetadata,
+) -> tuple[dict[ReqId, set[int]], Collection[ReqId]]:
+    """The GPU blocks that a step's loads are to fill, by request; and the requests of whose hits nothing can be loaded."""
+    if isinstance(metadata, SimpleCPUOffloadMetadata):
+        return metadata.blocks_by_request(), ()
+    blocks = {
+        req_id: set(order.spec[1].block_ids.tolist())
+        for req_id, order in metadata.reqs_to_load.items()
+        if isinstance(order.spec[1], GPULoadStoreSpec)
+    }
+    return blocks, metadata.failed_loads
 
 
 class LoadLedger:
@@ -18,13 +33,11 @@ class LoadLedger:
         self._blocks: dict[ReqId, set[int]] = {}
         self._shrunk: set[ReqId] = set()
 
-    def started(self, metadata: OffloadingConnectorMetadata) -> None:
-        """These loads begin with this step.  The same metadata again changes nothing."""
-        for req_id, order in metadata.reqs_to_load.items():
-            destination = order.spec[1]
-            if isinstance(destination, GPULoadStoreSpec):
-                self._blocks.setdefault(req_id, set()).update(destination.block_ids.tolist())
-        self._shrunk.update(metadata.failed_loads)
+    def started(self, blocks: Mapping[ReqId, set[int]], shrunk: Collection[ReqId] = ()) -> None:
+        """These loads begin with this step.  The same loads again change nothing."""
+        for req_id, ids in blocks.items():
+            self._blocks.setdefault(req_id, set()).update(ids)
+        self._shrunk.update(shrunk)
 
     def failed(self, received: Collection[ReqId], unfilled: Collection[int]) -> set[ReqId]:
         """Of the requests whose load has ended, those that lack something; ``unfilled`` are the blocks that were not filled."""

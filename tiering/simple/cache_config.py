@@ -10,6 +10,12 @@ from tiering.errors import ConfigError
 STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention", "gdn_attention"})
 """Groups that keep one state per sequence; only the last block of a prefix matters."""
 
+FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Groups in which every token sees all tokens before it, so that all blocks of a prefix matter."""
+
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+"""Groups in which a token sees the last ``sliding_window`` tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
@@ -45,7 +51,7 @@ def is_state_space(group: KVCacheGroup) -> bool:
 
 def is_full_attention(group: KVCacheGroup) -> bool:
     """Whether every token of ``group`` sees all tokens before it."""
-    return not is_state_space(group) and group.sliding_window is None
+    return group.kind in FULL_KINDS
 
 
 def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheConfig:
@@ -65,13 +71,14 @@ def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheCon
 def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
     """The index of the first full-attention group.
 
-    Raises :class:`ConfigError` for an engine that the simple scheduler cannot serve: no full-attention group, context parallelism, or
-    block sizes that the hashes do not fit.
+    Raises :class:`ConfigError` for an engine that the simple scheduler cannot serve: groups of a kind it does not know, no full-attention
+    group, context parallelism, or block sizes that the hashes do not fit.
     """
     if engine.context_parallel_size != 1:
         raise ConfigError(
             f"mode simple: context-parallel sizes of {engine.context_parallel_size} in all are not supported; use mode tiering"
         )
+    _check_kinds(cache)
     for index, group in enumerate(cache.kv_cache_groups):
         if group.gpu_block_size < 1 or group.gpu_block_size % engine.hash_block_size:
             raise ConfigError(
@@ -83,3 +90,17 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
         kinds = ", ".join(group.kind for group in cache.kv_cache_groups) or "none"
         raise ConfigError(f"mode simple needs a KV-cache group with full attention; the model's groups are: {kinds}")
     return first
+
+
+def _check_kinds(cache: KVCacheConfig) -> None:
+    known = FULL_KINDS | WINDOW_KINDS | STATE_KINDS
+    others = [f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if group.kind not in known]
+    if others:
+        raise ConfigError(
+            f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; it knows {', '.join(sorted(known))}"
+        )
+    for index, group in enumerate(cache.kv_cache_groups):
+        if group.kind in WINDOW_KINDS and (group.sliding_window is None or group.sliding_window < 1):
+            raise ConfigError(
+                f"KV-cache group {index} ({group.kind}): sliding_window {group.sliding_window} is no number of tokens"
+            )

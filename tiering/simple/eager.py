@@ -142,10 +142,14 @@ class EagerStores:
     def _still_there(
         state: RequestState, need: GroupNeeds, start: int, keys: Sequence[OffloadKey], blocks: Sequence[int], pool: GPUBlockPool
     ) -> list[int]:
-        """``blocks``, with the null block in the place of those that the engine has taken back: their window or state has passed."""
+        """``blocks``, with the null block in the place of those whose content is not, or not surely, what ``keys`` say.
+
+        The engine takes back what a window or a state has passed, and overwrites a running state in place; the name that it gives a block
+        is right for as long as the block has it.
+        """
         held_from = need.first_needed(state.request.num_computed_tokens)
         null, all_blocks = pool.null_block.block_id, pool.blocks
         return [
-            block if start + index >= held_from or all_blocks[block].block_hash == key else null
+            block if (not need.is_state and start + index >= held_from) or all_blocks[block].block_hash == key else null
             for index, (key, block) in enumerate(zip(keys, blocks, strict=True))
         ]

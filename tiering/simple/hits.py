@@ -21,7 +21,7 @@ class GroupNeeds:
         self.block_size = group.gpu_block_size
         self.is_full = is_full_attention(group)
         self.is_state = is_state_space(group)
-        self.window = 0 if self.is_state or group.sliding_window is None else group.sliding_window
+        self.window = 0 if self.is_full or self.is_state else group.sliding_window or 0
 
     def first_needed(self, tokens: int) -> int:
         """The first block that the token after ``tokens`` tokens sees; those before are never read again."""

@@ -16,7 +16,8 @@ class SimpleCPUOffloadMetadata:
     """Scheduler → worker.  Events are numbered, loads and stores apart; ``NO_EVENT`` where a step has none.
 
     ``load_gpu_blocks`` and ``load_cpu_blocks`` are co-indexed, and so are those of the store.  ``load_event_to_reqs``: whose load the
-    event is.  ``need_flush``: a request was preempted; the stores that run are to end before this step.
+    event is, in the order of their blocks; ``load_ends``, co-indexed with that list: where in ``load_gpu_blocks`` each one's blocks end.
+    ``need_flush``: a request was preempted; the stores that run are to end before this step.
     """
 
     load_event: int = NO_EVENT
@@ -27,6 +28,16 @@ class SimpleCPUOffloadMetadata:
     store_gpu_blocks: list[int] = field(default_factory=list)
     store_cpu_blocks: list[int] = field(default_factory=list)
     need_flush: bool = False
+    load_ends: list[int] = field(default_factory=list)
+
+    def blocks_by_request(self) -> dict[str, set[int]]:
+        """The GPU blocks that this step's load is to fill, by request."""
+        starts = [0, *self.load_ends]
+        requests = self.load_event_to_reqs.get(self.load_event, [])
+        blocks: dict[str, set[int]] = {}
+        for req_id, start, end in zip(requests, starts, self.load_ends, strict=False):
+            blocks.setdefault(req_id, set()).update(self.load_gpu_blocks[start:end])
+        return blocks
 
 
 @dataclass(slots=True)

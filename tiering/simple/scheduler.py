@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 from tiering.base import EngineConfig, RequestPolicy, parse_request_policy
-from tiering.connector.events import KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.errors import ConfigError
 from tiering.simple.block_pool import CPUBlockPool
-from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
+from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
 from tiering.simple.eager import EagerStores
 from tiering.simple.hits import HitSearch
 from tiering.simple.lazy import LazyStores, Offer, lazy_target
@@ -81,7 +81,8 @@ class SimpleCPUOffloadScheduler:
     :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
 
     ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the GPU, instead of all
-    blocks when they are computed; it needs the engine's prefix caching.  Raises :class:`ConfigError` for an engine it cannot serve.
+    blocks when they are computed; it needs the engine's prefix caching.  ``external_hash``: a block hash as events show it.
+    Raises :class:`ConfigError` for an engine it cannot serve.
     """
 
     def __init__(
@@ -92,10 +93,19 @@ class SimpleCPUOffloadScheduler:
         lazy_offload: bool = False,
         *,
         enable_kv_cache_events: bool = False,
+        external_hash: Callable[[bytes], ExternalHash] | None = None,
     ) -> None:
         self.full_attention_group = check_engine(engine_config, kv_cache_config)
         if lazy_offload and not engine_config.enable_prefix_caching:
             raise ConfigError("lazy_offload: needs the engine's prefix caching, which is off; turn one of them round")
+        if (
+            not lazy_offload
+            and not engine_config.enable_prefix_caching
+            and any(map(is_state_space, kv_cache_config.kv_cache_groups))
+        ):
+            raise ConfigError(
+                "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be stored; turn it on"
+            )
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         self.lazy_offload = lazy_offload
         groups = kv_cache_config.kv_cache_groups
@@ -114,7 +124,8 @@ class SimpleCPUOffloadScheduler:
         """Stores of requests that have ended, with references, not yet part of a step."""
         self._next_load = self._next_store = 0
         self._counters = SimpleCounters()
-        self._events = OffloadingEventsTracker(OffloadingKVEventsConfig(enable_kv_cache_events, False))
+        config = OffloadingKVEventsConfig(enable_kv_cache_events, False)
+        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
         self._warn = LimitedWarning(logger, time.monotonic)
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -219,6 +230,7 @@ class SimpleCPUOffloadScheduler:
                     meta.load_gpu_blocks += load.gpu_blocks
                     meta.load_cpu_blocks += load.cpu_blocks
                     meta.load_event_to_reqs.setdefault(self._next_load, []).append(req_id)
+                    meta.load_ends.append(len(meta.load_gpu_blocks))
         self._next_load += meta.load_event >= 0
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
