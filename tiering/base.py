@@ -299,6 +299,10 @@ class OffloadingManager(ABC):
         Keys that were readable before stay so.  Unknown keys (a reset came between) are ignored and counted.
         """
 
+    def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        """Of ``keys``, how many were brought in from elsewhere for this request, by medium ("DISK", "OBJECT", ...).  Changes nothing."""
+        return {}
+
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Called exactly once for each request, before any other call for it."""

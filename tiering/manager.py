@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
@@ -144,6 +145,12 @@ class TieringOffloadingManager(OffloadingManager):
         else:
             self._table.pin(rows)
         return CPULoadStoreSpec(rows)
+
+    def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        request = self._requests.get(req_context.req_id)
+        if request is None or not request.brought:
+            return {}
+        return Counter(filter(None, map(request.brought.get, keys)))
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.complete_load(keys, req_context)

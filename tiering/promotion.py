@@ -191,6 +191,8 @@ class Promotions:
 
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
         self._reserve(promotion.owner, keys, rows)
+        medium = promotion.state.tier.medium
+        promotion.owner.brought.update(dict.fromkeys(keys, medium))
         if promotion.others:
             row_of = dict(zip(keys, rows.tolist(), strict=True))
             wanted: dict[Request, list[OffloadKey]] = {}
@@ -201,6 +203,7 @@ class Promotions:
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
                 self._reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
+                request.brought.update(dict.fromkeys(its_keys, medium))
 
     def _reserve(self, request: Request, keys: list[OffloadKey], rows: Rows) -> None:
         if request.finished:

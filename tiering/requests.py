@@ -56,6 +56,7 @@ class Request:
     ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``: those that want all of its blocks.  ``refused``: keys
     that stay a miss for it (no room, or overdue).  ``failed``: per tier rank, keys that the tier said it had and did not bring.
     ``asked``: keys in flight that it waits for.  ``decide_by``: until when tiers may leave its lookups open (None: none has yet).  ``reserved``: key → row of promoted blocks that are pinned for it.
+    ``brought``: key → medium that a block was promoted from for it.
     """
 
     ctx: ReqContext
@@ -66,6 +67,7 @@ class Request:
     failed: dict[int, set[OffloadKey]] = field(default_factory=dict)
     asked: set[OffloadKey] = field(default_factory=set)
     reserved: dict[OffloadKey, int] = field(default_factory=dict)
+    brought: dict[OffloadKey, str] = field(default_factory=dict)
     decide_by: float | None = None
 
     def may_wait(self, now: float, patience: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +161,7 @@ class FakeManager(OffloadingManager):
         self.events: list[OffloadingEvent] = []
         self.writing: set[tuple[str, OffloadKey]] = set()
         self.lost: dict[OffloadKey, list[int]] = {}
+        self.sources: dict[OffloadKey, str] = {}
 
     def hold(self, keys: Iterable[OffloadKey]) -> None:
         """Make keys readable."""
@@ -252,6 +253,9 @@ class FakeManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.live.remove(req_context.req_id)
         self.ended.append(req_context.req_id)
+
+    def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        return Counter(self.sources[key] for key in keys if key in self.sources)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         taken, self.events = self.events, []

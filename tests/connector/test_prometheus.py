@@ -19,6 +19,7 @@ from tiering.connector.prometheus import (
     MetricClasses,
     OffloadPromMetrics,
     representative_seconds,
+    unregister_tier_metrics,
 )
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.errors import ConfigError
@@ -190,3 +191,14 @@ def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"kv-tiering\[metrics\]"):
         prometheus.OffloadPromMetrics()
+
+
+def test_an_engine_after_another_may_register_the_same_series(registry: CollectorRegistry) -> None:
+    OffloadPromMetrics(MetricClasses.default(registry)).observe({"tiers": {"local": {"hits": 3}}})
+    kept = Gauge("kept", "not of the tiers", registry=registry)
+    kept.set(1)
+    unregister_tier_metrics(registry)
+    assert value(registry, "kv_tiering_hits_total", tier="local") is None
+    assert registry.get_sample_value("kept") == 1
+    for counter in TIER_COUNTERS:
+        Counter(counter[1], counter[2], registry=registry)

@@ -29,6 +29,27 @@ def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoad
     return source, destination
 
 
+class TestSources:
+    def test_of_a_load_tell_the_media_that_blocks_were_brought_from_and_leave_the_rest_to_the_cpu(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        manager.hold(request.keys())
+        manager.sources = {**dict.fromkeys(request.keys()[2:4], "DISK"), request.keys()[7]: "OBJECT"}
+        tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        assert tokens == 32
+        scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+        assert scheduler.get_hit_sources(request, 32) == {"DISK": 8, "OBJECT": 4, "CPU": 20}
+
+    def test_never_tell_of_more_tokens_than_are_loaded(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        manager.hold(request.keys())
+        manager.sources = dict.fromkeys(request.keys(), "DISK")
+        assert scheduler.get_num_new_matched_tokens(request, 26) == (6, True)
+        scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 6)
+        assert scheduler.get_hit_sources(request, 6) == {"DISK": 6}
+
+
 class TestMatch:
     def test_counts_the_held_tokens_beyond_the_computed_ones(self) -> None:
         scheduler, manager = make_scheduler()

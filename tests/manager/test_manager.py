@@ -224,6 +224,24 @@ def test_a_promoted_block_is_reserved_for_every_asker_until_it_loads_or_finishes
     assert rig.stat("rows_reserved") == 0
 
 
+def test_a_request_can_tell_what_was_promoted_for_it_and_from_which_medium() -> None:
+    disk, bucket = FakeTier("disk", held=set(make_keys(1))), FakeTier("bucket", held=set(make_keys(2, 2)))
+    disk.medium, bucket.medium = "DISK", "OBJECT"
+    rig = Rig(8, [disk, bucket])
+    rig.store(make_keys(0))
+    other = ReqContext("other")
+    rig.manager.on_new_request(other)
+    assert rig.manager.match_prefix(make_keys(0, 4), rig.ctx) == PrefixMatch(4, True)
+    rig.step()
+    disk.finish(disk.loads[0])
+    bucket.finish(bucket.loads[0])
+    rig.step()
+    assert rig.manager.match_prefix(make_keys(0, 4), rig.ctx) == PrefixMatch(4, False)
+    assert rig.manager.count_sources(make_keys(0, 4), rig.ctx) == {"DISK": 1, "OBJECT": 2}
+    assert rig.manager.count_sources(make_keys(0, 3), rig.ctx) == {"DISK": 1, "OBJECT": 1}
+    assert rig.manager.count_sources(make_keys(0, 4), other) == {}
+
+
 def test_a_reservation_expires() -> None:
     keys = make_keys(0, 2)
     tier = FakeTier(held=set(keys))

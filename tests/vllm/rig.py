@@ -60,6 +60,8 @@ class Engine:
     worker: Any = None
     moved: dict[str, int] = field(default_factory=dict)
     preempted: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    """Tokens of hits by where vLLM was told that they come from."""
     scheduled: list[int] = field(default_factory=list)
     """Tokens of each step."""
 
@@ -122,6 +124,13 @@ class Engine:
 
     def _watch(self) -> None:
         report, build = self.worker.get_kv_connector_stats, self.connector.build_connector_meta
+        tell = self.connector.get_external_cache_hit_sources
+
+        def telling(request: Any, tokens: int) -> Any:
+            told = tell(request, tokens)
+            for source, count in told.items():
+                self.sources[source.value] = self.sources.get(source.value, 0) + count
+            return told
 
         def reporting() -> Any:
             stats = report()
@@ -137,6 +146,7 @@ class Engine:
             return build(output)
 
         self.worker.get_kv_connector_stats, self.connector.build_connector_meta = reporting, building
+        self.connector.get_external_cache_hit_sources = telling
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -45,33 +45,36 @@ def s3(server: S3Endpoint, bucket: RawBucket) -> dict[str, Any]:
 def test_back_from_the_local_disk_after_a_restart_in_larger_blocks_too(llama, expected, tmp_path):
     for name, size in [("gpu blocks", BLOCK), ("two gpu blocks", LARGE)]:
         stack = {"primary": CPU, "secondary": [local(tmp_path / name)], "block_size": size}
-        with engine(llama, stack) as first:
+        with engine(llama, stack, disable_log_stats=False) as first:
             assert wrong(first.ask(PROMPTS), expected) == []
             first.evict()
             answers, loaded = first.loaded(lambda: first.ask(PROMPTS))
             assert wrong(answers, expected) == []
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES
             assert first.tier("local")["read_bytes"] == 0
-        with engine(llama, stack) as second:
+            assert first.sources == {"host": whole_blocks(PROMPTS, size) * BLOCK}
+        with engine(llama, stack, disable_log_stats=False) as second:
             answers, loaded = second.loaded(lambda: second.ask(PROMPTS))
             assert wrong(answers, expected) == []
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES
             assert second.tier("local")["read_bytes"] >= loaded
+            assert second.sources == {"disk": whole_blocks(PROMPTS, size) * BLOCK}
 
 
 def test_a_new_machine_is_warm_from_the_bucket(llama, expected, tmp_path, endpoint):
     bucket = endpoint.make_bucket("kv-cache")
     stack = {"primary": CPU, "secondary": [local(tmp_path / "old machine"), s3(endpoint, bucket)]}
-    with engine(llama, stack) as old:
+    with engine(llama, stack, disable_log_stats=False) as old:
         assert wrong(old.ask(PROMPTS), expected) == []
         old.settle()
     assert bucket.names("kv/")
     stack["secondary"][0] = local(tmp_path / "new machine")
-    with engine(llama, stack) as new:
+    with engine(llama, stack, disable_log_stats=False) as new:
         answers, loaded = new.loaded(lambda: new.ask(PROMPTS))
         assert wrong(answers, expected) == []
         assert loaded == whole_blocks(PROMPTS) * BLOCK_BYTES
         assert new.tier("s3")["read_bytes"] >= loaded
+        assert new.sources == {"external_unspecified": whole_blocks(PROMPTS) * BLOCK}
         assert new.tier("local")["read_bytes"] == 0
 
 

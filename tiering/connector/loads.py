@@ -49,6 +49,8 @@ class LoadPlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
+        self.measure = next((group for group in groups if group.sliding_window is None), groups[0])
+        """The group whose blocks are as many as a hit is long."""
         self._manager = manager
         self._search = search
         self._jobs = jobs
@@ -81,6 +83,7 @@ class LoadPlanner:
         for part in parts:
             self._allocated += part.block_ids
         keys = list(chain.from_iterable(part.keys for part in parts))
+        state.loaded_keys = parts[self.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
         invalid = list(chain.from_iterable(part.block_ids for part in parts))
         if source is not None:

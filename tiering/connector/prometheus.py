@@ -56,6 +56,19 @@ class MetricClasses:
         return cls(registered(Counter), registered(Gauge), registered(Histogram))
 
 
+def unregister_tier_metrics(registry: Any = None) -> None:
+    """Take the tiers' series of an earlier engine of this process out of ``registry`` (None: prometheus_client's default one).
+
+    An engine that is built after another registers the same names again, which prometheus_client refuses.
+    """
+    from prometheus_client import REGISTRY
+
+    target = REGISTRY if registry is None else registry
+    for collector in list(target._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith("kv_tiering_"):
+            target.unregister(collector)
+
+
 TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("read_bytes", "kv_tiering_read_bytes", "Bytes that the tier read for promotions"),
     ("read_seconds", "kv_tiering_read_seconds", "Seconds that the tier's reads took, summed over all of them"),

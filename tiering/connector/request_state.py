@@ -45,6 +45,7 @@ class RequestState:
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
     it got its first blocks.  ``stale``: its KV is from before a
     reset, so that nothing more of it is stored.  ``untouched_blocks`` were stored since its stored blocks were touched last.
+    ``loaded_keys``: offloaded blocks of its last load, of the group that tells how long a hit is.
     """
 
     request: EngineRequest
@@ -67,6 +68,7 @@ class RequestState:
     backoff_steps: int = 1
     batch_tokens: int = NEVER
     untouched_blocks: int = 0
+    loaded_keys: Sequence[OffloadKey] = ()
 
     def __post_init__(self) -> None:
         self.keys = [group.keys for group in self.groups]

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from tiering.base import OffloadingSpec, OffloadPolicy, ReqContext, RequestPolicy, parse_request_policy
-from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.events import PRIMARY_MEDIUM, ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import HitSearch, build_groups, interleave
 from tiering.connector.jobs import Job, JobTable
@@ -149,6 +149,21 @@ class OffloadingConnectorScheduler:
             self._counters.loads += 1
             self._counters.hit_tokens += num_external_tokens
             state.match = None
+
+    def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
+        """Where the ``num_external_tokens`` tokens of the load that was just planned come from: medium → tokens, never none of one.
+
+        "CPU" is what the primary tier had; what it got from another tier for this request counts there.
+        """
+        state = self._states.get(request.request_id)
+        left, sources = num_external_tokens, dict[str, int]()
+        if state is not None:
+            size = self._loads.measure.offloaded_block_size
+            for medium, blocks in self._manager.count_sources(state.loaded_keys, state.ctx).items():
+                sources[medium] = tokens = min(left, blocks * size)
+                left -= tokens
+        sources[PRIMARY_MEDIUM] = left
+        return {medium: tokens for medium, tokens in sources.items() if tokens}
 
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended, for whatever reason: (False, None), its blocks may be freed at once.

@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import vllm
@@ -27,7 +27,7 @@ import vllm
 from tiering.config import tier_definition
 from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
-from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import TIERS, OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
@@ -87,6 +87,9 @@ except ImportError:  # vLLM before 0.32 does not tell hits by their source
 TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 """How vLLM is told which requests' loads failed; None before 0.30."""
 
+_HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
+"""Medium → name of vLLM's source; it has none for object stores."""
+
 STATS_INTERVAL = 0.5
 """Seconds between two reports of the tiers' counters while requests run."""
 
@@ -118,10 +121,6 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a deployment that cannot be
     offloaded, too little shared memory.
     """
-
-    if CacheHitSource is not None:
-        # What a load copies from.  Blocks that were promoted into the CPU tier first count there too; kv_tiering_hits tells tiers apart.
-        _cache_hit_source: ClassVar[Any] = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -280,6 +279,16 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update_connector_output(connector_output)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM 0.32 on: which of its sources the tokens of a load come from."""
+        if not isinstance(self.scheduler_half, OffloadingConnectorScheduler):
+            return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        found: dict[Any, int] = {}
+        for medium, tokens in self.scheduler_half.get_hit_sources(request, num_external_tokens).items():
+            source = getattr(CacheHitSource, _HIT_SOURCES.get(medium, "EXTERNAL_UNSPECIFIED"))
+            found[source] = found.get(source, 0) + tokens
+        return found
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._open_requests.discard(request.request_id)
         return self._scheduler.request_finished(request, block_ids)
@@ -337,6 +346,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> OffloadPromMetrics:
         """The connector's metrics for the front end's ``/metrics``."""
+        unregister_tier_metrics()  # vLLM does so with its own
         by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
         classes = MetricClasses(
             counter=by_name["Counter"],
