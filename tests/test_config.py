@@ -81,6 +81,17 @@ def test_a_stack_can_be_checked_against_a_json_schema():
     assert {"primary", "secondary", "namespace"} <= StackConfig.model_json_schema()["properties"].keys()
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_stack_chooses_the_simple_scheduler_and_when_it_stores(write, lazy):
+    stack = load_stack(write(f"mode: simple\nlazy_offload: {str(lazy).lower()}\nevents: true\nprimary: {{capacity: 1MiB}}\n"))
+    assert (stack.mode, stack.lazy_offload, stack.events) == ("simple", lazy, True)
+
+
+def test_the_mode_is_tiering_unless_a_stack_says_otherwise():
+    stack = load_stack({"primary": PRIMARY})
+    assert (stack.mode, stack.lazy_offload) == ("tiering", False)
+
+
 # -------------------------------------------------------------------------------------------------------------- environment
 
 
@@ -161,6 +172,12 @@ def test_a_malformed_reference_is_refused():
         (tier(low_watermark=0.9, high_watermark=0.5), "secondary[0]: low_watermark 0.9 is above high_watermark 0.5"),
         (tier(high_watermark=1.5), "secondary[0].high_watermark: 1.5 is not allowed: it should be less than or equal to 1"),
         (tier(name="Not A Name"), "secondary[0].name: 'Not A Name' is not allowed"),
+        ({"primary": PRIMARY, "mode": "simpler"}, "mode: 'simpler' is not allowed: it should be 'tiering' or 'simple'"),
+        ({"primary": PRIMARY, "lazy_offload": True}, "lazy_offload: is for mode simple"),
+        ({"primary": PRIMARY, "mode": "simple", "lazy_offload": 2}, "lazy_offload: 2 is not allowed"),
+        ({"primary": PRIMARY, "mode": "simple", "salt": "x"}, "salt: has no meaning in mode simple; leave it out"),
+        ({"primary": {**PRIMARY, "eviction": "lru"}, "mode": "simple"}, "primary.eviction: has no meaning in mode simple"),
+        ({**tier(), "mode": "simple"}, "secondary[0]: there are no secondary tiers in mode simple; leave them out, or use mode tiering"),
         ([1], "a stack is a path to a YAML file or a mapping, not list"),
     ],
 )  # fmt: skip

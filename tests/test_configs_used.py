@@ -12,6 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from examples import s3_server
+from examples.mini_engine.simple import SimpleEngine
+from tests.mini_engine.helpers import ask_all, options, prompt, wrong_answers
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -91,7 +93,7 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
 
 
 def test_every_example_is_used_here():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory", "simple"}
 
 
 @pytest.mark.usefixtures("object_store")
@@ -153,3 +155,14 @@ def test_a_tenant_with_another_salt_finds_nothing(blocks, monkeypatch, tmp_path)
         step_until(manager, lambda: not manager.match_prefix(KEYS, ctx).pending)
         assert manager.match_prefix(KEYS, ctx).hits == 0
         manager.on_request_finished(ctx)
+
+
+def test_the_simple_scheduler_loads_what_has_left_the_gpu():
+    prompts = [prompt(seed, 70) for seed in range(8)]
+    with SimpleEngine(options(num_blocks=44, stack=str(CONFIGS / "simple.yaml"))) as engine:
+        pool = engine.tiers.scheduler_half.cpu_config  # type: ignore[union-attr]
+        assert 0 <= ROWS * BLOCK_BYTES - pool.total_bytes < pool.block_bytes
+        ask_all(engine, prompts, "first")
+        before = engine.loaded_bytes
+        assert wrong_answers(ask_all(engine, prompts, "again"), prompts) == []
+        assert engine.loaded_bytes > before

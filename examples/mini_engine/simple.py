@@ -212,7 +212,12 @@ def connect_simple(
     worker_half.replace_loads = replace_loads
     worker_half.register_kv_caches(worker.kv_caches())
     scheduler_half = SimpleCPUOffloadScheduler(
-        engine, kv_cache, chosen.cpu_capacity_bytes, chosen.lazy_offload, enable_kv_cache_events=chosen.events
+        engine,
+        kv_cache,
+        chosen.cpu_capacity_bytes,
+        chosen.lazy_offload,
+        enable_kv_cache_events=chosen.events,
+        self_describing_kv_events=chosen.self_describing_kv_events,
     )
     scheduler_half.bind_gpu_block_pool(pool)
     return SimpleTiers(scheduler_half, worker_half)

@@ -211,6 +211,7 @@ class Simulation:
         assert not self.half.has_pending_work()
         assert not self.half._states
         assert not self.half._eager._running
+        assert not self.half._eager._places
 
     # ---------------------------------------------------------------------------------------------------------- internals
 

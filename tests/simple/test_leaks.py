@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from examples.mini_engine.request import Request
 from tests.simple.simulation import Simulation, tokens
+from tiering.base import make_offload_key
 
 WINDOWS = [(None,), (None, 6), (5, None), (None, 9, None)]
 
@@ -123,6 +125,32 @@ def test_after_hundreds_of_requests_the_pools_are_what_they_were(seed: int) -> N
     assert counters["loaded_blocks"] > 0, f"seed {seed}: nothing was ever loaded"
     assert counters["stored_blocks"] > 100
     assert sum(request.preemptions for request in sim.finished) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_nothing_is_held_of_what_only_refusing_requests_had(seed: int) -> None:
+    dice = random.Random(seed)
+    windows = WINDOWS[seed // 2]
+    sim = Simulation(lazy=seed % 2 == 1, windows=windows, gpu_blocks=len(windows) * 16, cpu_blocks=2000, budget=20)
+    refusing: list[Request] = []
+    for number in range(200):
+        text = dice.randrange(12)
+        policy = {"kv_tiering": {"store": False}} if text >= 6 else None
+        request = Request(f"r{number}", tokens(text, dice.randrange(17, 36), 0 if policy else 8), dice.randrange(1, 12), policy)
+        refusing += [request] if policy else []
+        sim.scheduler.add(request)
+        for _ in range(dice.randrange(1, 5)):
+            sim.step()
+            for worker in sim.workers:
+                for copy in list(worker.copies):
+                    if dice.random() < 0.5:
+                        worker.end(copy, fails=dice.random() < 0.03)
+    sim.settle()
+    sim.check_nothing_is_held()
+    refused = {make_offload_key(name, group) for one in refusing for name in one.block_hashes for group in range(len(windows))}
+    assert not refused & sim.half.cpu_block_pool.cached.keys()
+    assert sim.half.get_stats()["stored_blocks"] > 50
+    assert sum(request.preemptions for request in refusing) > 0
 
 
 @pytest.mark.slow

@@ -405,6 +405,76 @@ def test_a_lazy_store_that_failed_is_made_again():
     assert cached(sim, request) == [0, 1, 2]
 
 
+def with_policy(sim: Simulation, name: str, text: list[int], **policy: object) -> Request:
+    """Run a request that says what may be stored of it, then let the walk come to all that is free."""
+    request = Request(name, text, 1, {"kv_tiering": policy})
+    sim.scheduler.add(request)
+    sim.settle()
+    for _ in range(8):
+        sim.step()
+        sim.end_copies()
+    return request
+
+
+def test_lazy_stores_nothing_of_a_request_that_refuses_it_but_goes_on_behind_it():
+    sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=40)
+    refusing = with_policy(sim, "a", tokens(1, 17), store=False)
+    other = with_policy(sim, "b", tokens(2, 17))
+    assert cached(sim, refusing) == []
+    assert cached(sim, other) == [0, 1, 2, 3]
+
+
+def test_lazy_stores_nothing_at_or_behind_max_store_tokens():
+    sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=6)
+    request = with_policy(sim, "a", tokens(1, 25), max_store_tokens=11)
+    assert cached(sim, request) == [0, 1]
+
+
+def test_lazy_stores_nothing_of_what_a_refusing_request_answers():
+    sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=6)
+    request = Request("a", tokens(1, 6), 14, {"kv_tiering": {"store": False}})
+    sim.scheduler.add(request)
+    sim.settle()
+    with_policy(sim, "b", tokens(2, 6))
+    assert cached(sim, request) == []
+
+
+def test_lazy_stores_what_a_refusing_request_has_only_found():
+    sim = Simulation(lazy=True, gpu_blocks=40, cpu_blocks=40, budget=40)
+    text = tokens(1, 24)
+    willing = sim.add("willing", text[:13], 40)
+    sim.step()
+    refusing = with_policy(sim, "refusing", text, store=False)
+    assert refusing.gpu_hit_tokens == 12
+    assert willing.output
+    assert cached(sim, refusing) == [0, 1, 2]
+
+
+def test_lazy_stores_what_was_refused_once_a_request_that_lets_it_has_found_it():
+    sim = Simulation(lazy=True, gpu_blocks=40, cpu_blocks=40, budget=40)
+    text = tokens(1, 24)
+    refusing = with_policy(sim, "refusing", text, store=False)
+    willing = with_policy(sim, "willing", text[:13])
+    assert willing.gpu_hit_tokens == 12
+    assert cached(sim, refusing) == [0, 1, 2]
+
+
+def test_lazy_stores_what_a_willing_request_fills_in_a_block_that_was_refused():
+    sim = Simulation(lazy=True, gpu_blocks=8, cpu_blocks=40, budget=40)
+    with_policy(sim, "refusing", tokens(1, 24), store=False)
+    willing = with_policy(sim, "willing", tokens(2, 24))
+    assert cached(sim, willing) == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_refused_stays_refused_over_a_reset():
+    sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=40)
+    refusing = with_policy(sim, "a", tokens(1, 17), store=False)
+    sim.half.reset_cache()  # by itself: the engine's own blocks stay
+    other = with_policy(sim, "b", tokens(2, 17))
+    assert cached(sim, refusing) == []
+    assert cached(sim, other) == [0, 1, 2, 3]
+
+
 # ---------------------------------------------------------------------------------------------------- loads, events, reset
 
 

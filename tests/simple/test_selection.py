@@ -44,6 +44,11 @@ def test_the_capacity_is_that_of_all_workers():
     assert simple_options({"mode": "simple", "primary": PRIMARY}, world_size=4) == SimpleOptions(1 << 18, False, False)
 
 
+def test_events_can_be_asked_to_describe_themselves():
+    chosen = simple_options({"config": {"mode": "simple", "events": True, "primary": PRIMARY}, "self_describing_kv_events": True})
+    assert chosen == SimpleOptions(1 << 20, False, True, True)
+
+
 @pytest.mark.parametrize(
     "extra", [{}, {"primary": PRIMARY}, {"config": {"primary": PRIMARY}}, {"config": {"mode": "tiering", "primary": PRIMARY}}]
 )
@@ -61,6 +66,7 @@ def test_otherwise_it_is_the_tiering_mode(extra):
         ({"mode": "simpler"}, "mode.*simple"),
         ({"block_size": 64}, "block_size.*no meaning"),
         ({"offload_prompt_only": True}, "offload_prompt_only.*no meaning"),
+        ({"self_describing_kv_events": "yes"}, "self_describing_kv_events.*not true or false"),
         ({"nonsense": 1}, "nonsense.*unknown"),
     ],
 )

@@ -34,6 +34,7 @@ from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache
 from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
 from tiering.engines.vllm_loads import LoadLedger, ordered_loads
+from tiering.engines.vllm_logging import share_logging
 from tiering.engines.vllm_lora import AdapterGuard
 from tiering.errors import ConfigError, RegionError
 from tiering.namespace import ModelIdentity
@@ -44,6 +45,7 @@ from tiering.simple.worker import SimpleCPUOffloadWorker
 from tiering.spec import TieringOffloadingSpec
 
 logger = logging.getLogger("kv_tiering.vllm")
+share_logging(logging.getLogger("vllm"))
 
 OLDEST, NEWEST = (0, 29), (0, 32)
 
@@ -160,6 +162,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 chosen.lazy_offload,
                 enable_kv_cache_events=_publishes_events(vllm_config),
                 external_hash=kv_cache_utils.maybe_convert_block_hash,
+                self_describing_kv_events=chosen.self_describing_kv_events,
             )
             self.scheduler_half = half
             logger.info(

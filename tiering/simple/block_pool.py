@@ -111,12 +111,15 @@ class CPUBlockPool:
         if self._events_on and names:
             self._events.append(OffloadingEvent([key for key, _ in names], MEDIUM, removed=False))
 
-    def discard(self, blocks: Sequence[int]) -> None:
-        """What was being stored into ``blocks`` is worth nothing."""
+    def discard(self, blocks: Sequence[int]) -> list[OffloadKey]:
+        """What was being stored into ``blocks`` is worth nothing: its names, but for those that a reset has forgotten before."""
+        discarded: list[OffloadKey] = []
         for block in blocks:
             key = self._names.pop(block, None)
             if key is not None and self.pending.get(key) == block:
                 del self.pending[key]
+                discarded.append(key)
+        return discarded
 
     def touch(self, blocks: Sequence[int]) -> None:
         """One more reference to each of ``blocks``: they are not forgotten before it is given back."""

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from tiering.base import OffloadKey
+from tiering.connector.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.request_state import RequestState
+from tiering.simple.request_state import GroupState, RequestState
 
 Offer = tuple[OffloadKey, int]
 """A block's name, and the GPU block that has it."""
 
 
+Record = Callable[[EngineRequest, int, int, OffloadKey], None]
+"""Told of a block that is to be stored: its request, its KV-cache group, its index there, its name."""
+
+
+class _LeftOver(NamedTuple):
+    """A block of a request that has ended."""
+
+    key: OffloadKey
+    block: int
+    request: EngineRequest
+    group: int
+    place: int
+
+
 class EagerStores:
-    """Chooses what is stored.  ``running`` counts, by name, the blocks of running requests that were offered.
+    """Chooses what is stored, and tells ``record`` of each block.  ``running`` tells, by name, whose the blocks are that running requests have offered.
 
     A block that the CPU pool forgets while a request that has it runs is offered again, once there is room that no other running
     request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
     """
 
-    def __init__(self, cpu: CPUBlockPool, needs: Sequence[GroupNeeds]) -> None:
+    def __init__(self, cpu: CPUBlockPool, needs: Sequence[GroupNeeds], record: Record | None = None) -> None:
         self._cpu = cpu
+        self._record = record
         self._needs = needs
-        self._running: Counter[OffloadKey] = Counter()
-        self._left_over: list[Offer] = []
+        self._running: dict[OffloadKey, GroupState | set[GroupState]] = {}
+        """The one that has the block, or a set of several: no object per block, as nearly all have one owner."""
+        self._places: dict[OffloadKey, int] = {}
+        """The block's index, the same in all of them: a name stands for all that comes before it."""
+        self._left_over: list[_LeftOver] = []
         self.restored = 0
         self.dropped = 0
 
@@ -39,7 +58,7 @@ class EagerStores:
         confirmed = state.confirmed_tokens()
         limit = confirmed if state.policy.max_store_tokens is None else min(confirmed, state.policy.max_store_tokens)
         next_at = 1 << 62
-        for group, need in zip(state.groups, self._needs, strict=True):
+        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
             start, end = group.cursor, min(limit // need.block_size, len(group.keys), len(group.blocks))
             if start < end:
                 keys, blocks = group.keys[start:end], group.blocks[start:end]
@@ -55,9 +74,11 @@ class EagerStores:
                     end = start + missing[room][0]
                     del missing[room:]
                 chosen += [(key, blocks[index]) for index, key in missing]
+                if self._record is not None:
+                    for index, key in missing:
+                        self._record(state.request, number, start + index, key)
                 room -= len(missing)
-                self._running.update(group.keys[start:end])
-                group.cursor = end
+                self._advance(group, end)
             next_at = min(next_at, (group.cursor + 1) * need.block_size)
         state.next_store_at = next_at
         return chosen
@@ -71,7 +92,7 @@ class EagerStores:
         room = cpu.num_blank_blocks + sum(1 for _ in idle)
         if not room:
             return chosen
-        for group, need in zip(state.groups, self._needs, strict=True):
+        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
             for index in sorted(group.lost):
                 key = group.keys[index]
                 if key in cpu.cached or key in cpu.pending:
@@ -81,29 +102,32 @@ class EagerStores:
                     (block,) = self._still_there(state, need, index, [key], [group.blocks[index]], pool)
                     if block != pool.null_block.block_id:
                         chosen.append((key, block))
+                        if self._record is not None:
+                            self._record(state.request, number, index, key)
         self.restored += len(chosen)
         return chosen
 
-    def evicted(self, keys: Iterable[OffloadKey], states: Mapping[str, RequestState]) -> None:
-        """The CPU pool has forgotten ``keys``; note whose they are.  Costs nothing much unless a running request has one."""
-        missing = set(filter(self._running.__contains__, keys))
-        if not missing:
-            return
-        for state in states.values():
-            for group in state.groups:
-                for key in missing.intersection(group.keys[: group.cursor]):
-                    group.lost.add(group.keys.index(key))
+    def evicted(self, keys: Iterable[OffloadKey]) -> None:
+        """The CPU pool has forgotten ``keys``; note whose they are, if a running request has them."""
+        running, places = self._running, self._places
+        for key in keys:
+            owner = running.get(key)
+            if owner is not None:
+                for group in owner if isinstance(owner, set) else (owner,):
+                    group.lost.add(places[key])
 
     def forget(self, state: RequestState) -> None:
         """``state`` gives its blocks back, or runs no more."""
-        running = self._running
+        running, places = self._running, self._places
         for group in state.groups:
             for key in group.keys[: group.cursor]:
-                left = running[key] - 1
-                if left > 0:
-                    running[key] = left
-                else:
-                    running.pop(key, None)
+                owner = running.get(key)
+                if isinstance(owner, set):
+                    owner.discard(group)
+                    if len(owner) == 1:
+                        running[key] = owner.pop()
+                elif owner is group:
+                    del running[key], places[key]
             group.cursor = 0
             group.lost.clear()
         state.next_store_at = 0
@@ -115,9 +139,12 @@ class EagerStores:
         confirmed = state.confirmed_tokens()
         if state.policy.max_store_tokens is not None:
             confirmed = min(confirmed, state.policy.max_store_tokens)
-        for group, need in zip(state.groups, self._needs, strict=True):
+        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
             end = min(confirmed // need.block_size, len(group.keys), len(group.blocks))
-            self._left_over += zip(group.keys[group.cursor : end], group.blocks[group.cursor : end], strict=True)
+            self._left_over += [
+                _LeftOver(group.keys[index], group.blocks[index], state.request, number, index)
+                for index in range(group.cursor, end)
+            ]
 
     def left_over(self, pool: GPUBlockPool, room: int) -> list[Offer]:
         """What is left of requests that have ended, as far as there is room."""
@@ -125,18 +152,32 @@ class EagerStores:
             return []
         cpu, blocks = self._cpu, pool.blocks
         # A GPU block keeps its name exactly as long as it keeps its content.
-        alive = [(key, block) for key, block in self._left_over if blocks[block].block_hash == key and not blocks[block].is_null]
+        alive = [item for item in self._left_over if blocks[item.block].block_hash == item.key and not blocks[item.block].is_null]
         self.dropped += len(self._left_over) - len(alive)
-        waiting = {key: block for key, block in alive if key not in cpu.cached and key not in cpu.pending}
-        chosen = list(waiting.items())[:room]
-        self._left_over = list(waiting.items())[room:]
-        return chosen
+        waiting = list({item.key: item for item in alive if item.key not in cpu.cached and item.key not in cpu.pending}.values())
+        chosen, self._left_over = waiting[:room], waiting[room:]
+        if self._record is not None:
+            for item in chosen:
+                self._record(item.request, item.group, item.place, item.key)
+        return [(item.key, item.block) for item in chosen]
 
     def reset(self, states: Iterable[RequestState]) -> None:
         """Nothing computed so far is stored any more."""
         self._left_over.clear()
         for state in states:
             self.forget(state)
+
+    def _advance(self, group: GroupState, end: int) -> None:
+        """The blocks of ``group`` before ``end`` have been offered."""
+        running, keys = self._running, group.keys[group.cursor : end]
+        self._places.update(zip(keys, range(group.cursor, end), strict=True))
+        for key in keys:
+            owner = running.setdefault(key, group)
+            if isinstance(owner, set):
+                owner.add(group)
+            elif owner is not group:
+                running[key] = {owner, group}
+        group.cursor = end
 
     @staticmethod
     def _still_there(

@@ -40,6 +40,8 @@ class LazyStores:
 
     What a GPU block holds is offloaded once, until the engine uses the block again: a CPU pool that is smaller than the GPU's cache would
     otherwise take in turn what it has just forgotten, for ever.
+
+    Blocks that a request has filled whose policy does not let them be stored are ``refused`` until a request that lets them gets them.
     """
 
     def __init__(self, cpu: CPUBlockPool, target: int) -> None:
@@ -47,11 +49,22 @@ class LazyStores:
         self.target = target
         self._cursor: Any = None
         self._offloaded: dict[int, OffloadKey] = {}
+        self._refused: set[int] = set()
 
-    def handed_out(self, block_ids: BlockIds) -> None:
-        """The engine has given these GPU blocks, per group, to a request."""
-        for ids in block_ids:
+    def handed_out(self, block_ids: BlockIds, allowed: Sequence[int] | None = None, new_from: Sequence[int] | None = None) -> None:
+        """The engine has given these GPU blocks, per group, to a request.
+
+        Per group, ``allowed``: how many of them, from the first on, may be stored (None: all); ``new_from``: where those begin that
+        the request is to fill itself, behind those that it found in the engine's prefix cache (None: all are new).
+        """
+        refused = self._refused
+        for group, ids in enumerate(block_ids):
             deque(map(self._offloaded.pop, ids, repeat(None)), maxlen=0)
+            may = len(ids) if allowed is None else allowed[group]
+            if refused:
+                refused.difference_update(ids[:may])
+            if may < len(ids):
+                refused.update(ids[max(may, 0 if new_from is None else new_from[group]) :])
         if self._cursor is not None and any(self._cursor.block_id in ids for ids in block_ids):
             self._cursor = None
 
@@ -68,16 +81,17 @@ class LazyStores:
             cursor = None
         node = queue.fake_free_list_head.next_free_block if cursor is None else cursor.next_free_block
         tail = queue.fake_free_list_tail
-        cached, pending, offloaded = self._cpu.cached, self._cpu.pending, self._offloaded
+        cached, pending, offloaded, refused = self._cpu.cached, self._cpu.pending, self._offloaded, self._refused
         chosen: dict[OffloadKey, int] = {}
         for _ in range(self.target):
             if node is tail or node is None:
                 break
-            key = node.block_hash
-            if key is None or key in cached or key in pending or key in chosen or offloaded.get(node.block_id) == key:
+            key, block = node.block_hash, node.block_id
+            known = key is None or key in cached or key in pending or key in chosen
+            if known or block in refused or offloaded.get(block) == key:
                 cursor = node
             elif len(chosen) < room:
-                chosen[key] = node.block_id
+                chosen[key] = block
             else:
                 break
             node = node.next_free_block
@@ -86,6 +100,6 @@ class LazyStores:
         return list(chosen.items())
 
     def reset(self) -> None:
-        """Start over at the head; nothing counts as offloaded."""
+        """Start over at the head; nothing counts as offloaded.  What is refused stays so: its GPU blocks have the same content."""
         self._cursor = None
         self._offloaded.clear()

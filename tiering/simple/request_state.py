@@ -12,9 +12,9 @@ BlockIds = Sequence[Sequence[int]]
 """GPU block ids of one request, per KV-cache group, in their order."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupState:
-    """One KV-cache group of a request.
+    """One KV-cache group of a request.  Two are the same only if they are one object.
 
     ``keys``: names of its full blocks; ``blocks``: their GPU block ids, as far as the connector was told; ``cursor``: blocks before it
     were stored, are held, or need not be; ``lost``: those before it that the CPU pool has forgotten since.
@@ -30,14 +30,15 @@ class GroupState:
 class RequestState:
     """One request.
 
-    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``matched_at``: computed tokens when it was last
-    matched.  ``loading``: a load of it has not ended.  ``stale``: its KV is from before a reset.
+    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's prefix cache, when it
+    was last asked for.  ``matched_at``: computed tokens when it was last matched.  ``loading``: a load of it has not ended.  ``stale``: its KV is from before a reset.
     """
 
     request: EngineRequest
     policy: RequestPolicy
     groups: list[GroupState]
     next_store_at: int = 0
+    found_tokens: int = 0
     matched_at: int = 0
     touched: bool = False
     loading: int = 0

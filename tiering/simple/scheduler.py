@@ -10,70 +10,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tiering.base import EngineConfig, RequestPolicy, parse_request_policy
+from tiering.base import EngineConfig, OffloadKey, RequestPolicy, parse_request_policy
 from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.errors import ConfigError
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
+from tiering.simple.copies import Blocks, Load, Store
 from tiering.simple.eager import EagerStores
+from tiering.simple.events import event_groups
 from tiering.simple.hits import HitSearch
 from tiering.simple.lazy import LazyStores, Offer, lazy_target
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.request_state import BlockIds, GroupState, RequestState
+from tiering.simple.stats import TIER_NAME, SimpleCounters, tier_fields
 
 logger = logging.getLogger("kv_tiering.simple")
 
 NO_TOKENS: tuple[int, bool] = (0, False)
-
-_Blocks = tuple[list[int], list[int]]
-"""GPU blocks and, co-indexed, CPU blocks."""
-
-
-@dataclass(slots=True)
-class SimpleCounters:
-    """What the scheduler has seen since the start: tokens and blocks, and store events that failed."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    loaded_blocks: int = 0
-    shrunk_blocks: int = 0
-    stored_blocks: int = 0
-    restored_blocks: int = 0
-    dropped_blocks: int = 0
-    evicted_blocks: int = 0
-    failed_stores: int = 0
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load that was ordered.  ``cpu_blocks`` is co-indexed with ``gpu_blocks``."""
-
-    state: RequestState
-    gpu_blocks: list[int]
-    cpu_blocks: list[int]
-    issued: bool = False
-
-    @property
-    def held(self) -> list[int]:
-        """The CPU blocks it has references on."""
-        return [block for block in self.cpu_blocks if block != NOT_HELD]
-
-
-@dataclass(slots=True)
-class _Store:
-    """A store event that not all workers have reported."""
-
-    gpu_blocks: list[int]
-    cpu_blocks: list[int]
-    completed: int = 0
-    failed: int = 0
 
 
 class SimpleCPUOffloadScheduler:
@@ -82,6 +42,7 @@ class SimpleCPUOffloadScheduler:
 
     ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the GPU, instead of all
     blocks when they are computed; it needs the engine's prefix caching.  ``external_hash``: a block hash as events show it.
+    ``self_describing_kv_events``: events of full-attention groups also tell tokens, parent and adapter; it needs the eager mode.
     Raises :class:`ConfigError` for an engine it cannot serve.
     """
 
@@ -94,6 +55,7 @@ class SimpleCPUOffloadScheduler:
         *,
         enable_kv_cache_events: bool = False,
         external_hash: Callable[[bytes], ExternalHash] | None = None,
+        self_describing_kv_events: bool = False,
     ) -> None:
         self.full_attention_group = check_engine(engine_config, kv_cache_config)
         if lazy_offload and not engine_config.enable_prefix_caching:
@@ -106,6 +68,10 @@ class SimpleCPUOffloadScheduler:
             raise ConfigError(
                 "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be stored; turn it on"
             )
+        if lazy_offload and self_describing_kv_events:
+            raise ConfigError(
+                "self_describing_kv_events: lazy_offload stores blocks whose requests, and so whose tokens, are gone; turn one of them off"
+            )
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         self.lazy_offload = lazy_offload
         groups = kv_cache_config.kv_cache_groups
@@ -114,18 +80,20 @@ class SimpleCPUOffloadScheduler:
         self._hashes_per_block = tuple(group.gpu_block_size // engine_config.hash_block_size for group in groups)
         self._search = HitSearch(groups)
         self._needs = self._search.needs
-        self._eager = EagerStores(self.cpu_block_pool, self._needs)
+        config = OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events)
+        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
+        self._event_groups = event_groups(groups, engine_config.hash_block_size)
+        record = self._record if enable_kv_cache_events and self_describing_kv_events else None
+        self._eager = EagerStores(self.cpu_block_pool, self._needs, record)
         self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens))
         self._gpu: GPUBlockPool | None = None
         self._states: dict[str, RequestState] = {}
-        self._loads: dict[str, list[_Load]] = {}
-        self._stores: dict[int, _Store] = {}
-        self._ordered: list[_Blocks] = []
+        self._loads: dict[str, list[Load]] = {}
+        self._stores: dict[int, Store] = {}
+        self._ordered: list[Blocks] = []
         """Stores of requests that have ended, with references, not yet part of a step."""
         self._next_load = self._next_store = 0
         self._counters = SimpleCounters()
-        config = OffloadingKVEventsConfig(enable_kv_cache_events, False)
-        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
         self._warn = LimitedWarning(logger, time.monotonic)
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -146,8 +114,9 @@ class SimpleCPUOffloadScheduler:
         """
         state = self._states.get(request.request_id) or self._admit(request)
         state.extend_keys(self._hashes_per_block)
-        if not state.touched:
-            state.touched = True
+        state.found_tokens = num_computed_tokens
+        first_time, state.touched = not state.touched, True
+        if first_time:
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
             self.cpu_block_pool.refresh(chain.from_iterable(group.keys for group in state.groups))
         if self._gpu is None or not state.policy.load:
@@ -157,6 +126,10 @@ class SimpleCPUOffloadScheduler:
             limit = min(limit, state.policy.max_load_tokens)
         keys = [group.keys for group in state.groups]
         end = self._search.longest(keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
+        if first_time:
+            size = self._needs[self.full_attention_group].block_size
+            self._counters.queried_blocks += max(0, limit // size - num_computed_tokens // size)
+            self._counters.hit_blocks += end // size - num_computed_tokens // size
         if end <= num_computed_tokens:
             return NO_TOKENS
         state.matched_at = num_computed_tokens
@@ -182,7 +155,7 @@ class SimpleCPUOffloadScheduler:
             pairs += [
                 (block, cached.get(key, NOT_HELD)) for block, key in zip(ids[first:end], names, strict=False) if block != null
             ]
-        load = _Load(state, [gpu for gpu, _ in pairs], [cpu for _, cpu in pairs])
+        load = Load(state, [gpu for gpu, _ in pairs], [cpu for _, cpu in pairs])
         held = load.held
         self._gpu.touch([self._gpu.blocks[block] for block in load.gpu_blocks])
         self.cpu_block_pool.touch(held)
@@ -235,7 +208,7 @@ class SimpleCPUOffloadScheduler:
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
             meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = self._next_store, gpu_blocks, cpu_blocks
-            self._stores[self._next_store] = _Store(gpu_blocks, cpu_blocks)
+            self._stores[self._next_store] = Store(gpu_blocks, cpu_blocks)
             self._next_store += 1
         return meta
 
@@ -289,6 +262,7 @@ class SimpleCPUOffloadScheduler:
 
         Running requests go on, but nothing more of them is stored until they have given their blocks back.
         """
+        self._events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
         self._lazy.reset()
         self._eager.reset(self._states.values())
@@ -297,7 +271,7 @@ class SimpleCPUOffloadScheduler:
         return True
 
     def get_stats(self) -> Mapping[str, Any]:
-        """Counters (:class:`SimpleCounters`), and how full the pool is, in blocks."""
+        """Counters (:class:`SimpleCounters`), how full the pool is, in blocks, and under "tiers" the pool's counters as a tier."""
         counters, pool = self._counters, self.cpu_block_pool
         counters.evicted_blocks, counters.restored_blocks = pool.evictions, self._eager.restored
         counters.dropped_blocks = self._eager.dropped
@@ -306,6 +280,7 @@ class SimpleCPUOffloadScheduler:
             "cached_blocks": len(pool.cached),
             "held_blocks": pool.num_held_blocks,
             "num_blocks": pool.num_blocks,
+            "tiers": {TIER_NAME: tier_fields(counters, pool, self.cpu_config.block_bytes * self._world_size)},
         }
 
     def shutdown(self) -> None:
@@ -328,10 +303,27 @@ class SimpleCPUOffloadScheduler:
         first = self.full_attention_group
         if state.stale and state.groups[first].blocks[:1] != list(block_ids[first][:1]):
             state.stale = False
+        if self.lazy_offload:
+            # What is known already was handed out before: another request may have got it as well since.
+            known = [
+                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
+            ]
+            self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, known, strict=True)], known)
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.blocks = list(ids)
-        if self.lazy_offload:
+
+    def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
+        """More GPU blocks are the request's, from the places ``starts`` on in its block tables: tell the lazy mode what is to be stored."""
+        limit = state.policy.max_store_tokens if state.policy.store else 0
+        if limit is None:
             self._lazy.handed_out(block_ids)
+            return
+        sizes = [need.block_size for need in self._needs]
+        self._lazy.handed_out(
+            block_ids,
+            [max(0, limit // size - start) for size, start in zip(sizes, starts, strict=True)],
+            [max(0, state.found_tokens // size - start) for size, start in zip(sizes, starts, strict=True)],
+        )
 
     def _follow(self, output: SchedulerOutput) -> None:
         """Bring the block tables up to date."""
@@ -356,11 +348,11 @@ class SimpleCPUOffloadScheduler:
                 self._eager.forget(state)
                 self._set_blocks(state, block_ids)
             else:
-                state.append_blocks(block_ids)
                 if self.lazy_offload:
-                    self._lazy.handed_out(block_ids)
+                    self._handed_out(state, block_ids, [len(group.blocks) for group in state.groups])
+                state.append_blocks(block_ids)
 
-    def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[_Blocks]:
+    def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[Blocks]:
         ordered = self._take(self._eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
         for req_id in output.num_scheduled_tokens:
             state = self._states.get(req_id)
@@ -368,8 +360,8 @@ class SimpleCPUOffloadScheduler:
                 ordered += self._take_request(state, gpu)
         return ordered
 
-    def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[_Blocks]:
-        ordered: list[_Blocks] = []
+    def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[Blocks]:
+        ordered: list[Blocks] = []
         if state.confirmed_tokens() >= state.next_store_at:
             state.extend_keys(self._hashes_per_block)
             ordered += self._take(self._eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
@@ -377,7 +369,7 @@ class SimpleCPUOffloadScheduler:
             ordered += self._take(self._eager.lost(state, gpu), gpu)
         return ordered
 
-    def _take(self, offers: Sequence[Offer], gpu: GPUBlockPool) -> list[_Blocks]:
+    def _take(self, offers: Sequence[Offer], gpu: GPUBlockPool) -> list[Blocks]:
         """Take the CPU blocks for ``offers`` and the references on both sides."""
         if not offers:
             return []
@@ -388,14 +380,18 @@ class SimpleCPUOffloadScheduler:
         self._counters.stored_blocks += len(offers)
         evicted = self.cpu_block_pool.take_evicted()
         if evicted and not self.lazy_offload:
-            self._eager.evicted(evicted, self._states)
+            self._eager.evicted(evicted)
         return [(gpu_blocks, cpu_blocks)]
 
-    def _store_ended(self, store: _Store) -> None:
+    def _record(self, request: EngineRequest, group: int, index: int, key: OffloadKey) -> None:
+        """Keep what events are to tell of a block that is stored now, while its request is known."""
+        self._events.record_store(request, self._event_groups[group], index, key)
+
+    def _store_ended(self, store: Store) -> None:
         if store.failed:
             self._counters.failed_stores += 1
             self._warn("a store of %d blocks failed; they are not held", len(store.cpu_blocks))
-            self.cpu_block_pool.discard(store.cpu_blocks)
+            self._events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
             self._lazy.failed(store.gpu_blocks)
         else:
             self.cpu_block_pool.publish(store.cpu_blocks)

@@ -10,8 +10,9 @@ from tiering.config import StackConfig, load_stack
 from tiering.config_source import read_source
 from tiering.errors import ConfigError
 
+_SELF_DESCRIBING = "self_describing_kv_events"
 _MODE_WORDS = ("mode", "lazy_offload")
-_OTHER_WORDS = frozenset({"block_size", "sharer_wait", "offload_prompt_only", "self_describing_kv_events"})
+_OTHER_WORDS = frozenset({"block_size", "sharer_wait", "offload_prompt_only"})
 """Of the tiering mode's extra configuration."""
 
 
@@ -23,13 +24,14 @@ class SimpleOptions:
     """Of one worker."""
     lazy_offload: bool
     events: bool
+    self_describing_kv_events: bool = False
 
 
 def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> SimpleOptions | None:
     """The options of the simple scheduler; None if the tiering mode is asked for.
 
-    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where they take precedence.
-    The stack's ``primary.capacity`` is that of all ``world_size`` workers together.  Opens nothing.
+    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where they take precedence;
+    so may ``self_describing_kv_events``.  The stack's ``primary.capacity`` is that of all ``world_size`` workers together.  Opens nothing.
 
     Raises :class:`ConfigError` for a wrong stack, for one that the simple mode cannot serve (secondary tiers above all), and for words
     of the tiering mode beside ``mode: simple``.
@@ -50,7 +52,11 @@ def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> Simp
         return None
     for word in sorted(_OTHER_WORDS & set(extra_config)):
         raise ConfigError(f"{word}: has no meaning in mode simple, which stores all confirmed blocks as they are; leave it out")
-    unknown = sorted(set(extra_config) - {"config", *StackConfig.model_fields})
+    allowed = {"config", _SELF_DESCRIBING}
+    unknown = sorted(set(extra_config) - allowed - set(StackConfig.model_fields))
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown; allowed are {', '.join(sorted({'config', *_MODE_WORDS, 'primary', 'events'}))}")
-    return SimpleOptions(max(1, read.primary.capacity // world_size), read.lazy_offload, read.events)
+        raise ConfigError(f"{unknown[0]}: unknown; allowed are {', '.join(sorted({*allowed, *_MODE_WORDS, 'primary', 'events'}))}")
+    described = extra_config.get(_SELF_DESCRIBING, False)
+    if not isinstance(described, bool):
+        raise ConfigError(f"{_SELF_DESCRIBING}: {described!r} is not true or false")
+    return SimpleOptions(max(1, read.primary.capacity // world_size), read.lazy_offload, read.events, described)

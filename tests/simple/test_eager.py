@@ -1,0 +1,66 @@
+"""Which blocks of running requests are stored again once the CPU pool has forgotten them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from examples.mini_engine.simple import MirroredPool
+from tiering.base import KVCacheGroup, OffloadKey, RequestPolicy, make_offload_key
+from tiering.simple.block_pool import CPUBlockPool
+from tiering.simple.eager import EagerStores
+from tiering.simple.hits import GroupNeeds
+from tiering.simple.request_state import GroupState, RequestState
+
+BLOCK = 4
+
+
+def key(name: str) -> OffloadKey:
+    return make_offload_key(name.encode(), 0)
+
+
+def running(names: str, pool: MirroredPool) -> RequestState:
+    """A request that has computed one block for each letter."""
+    group = GroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
+    request = SimpleNamespace(request_id=names, num_computed_tokens=BLOCK * len(names))
+    return RequestState(request, RequestPolicy(), [group])  # type: ignore[arg-type]
+
+
+def stores() -> tuple[EagerStores, MirroredPool]:
+    return EagerStores(CPUBlockPool(20), [GroupNeeds(KVCacheGroup(("layer",), BLOCK))]), MirroredPool(20)
+
+
+def lost(*states: RequestState) -> list[set[int]]:
+    return [state.groups[0].lost for state in states]
+
+
+def test_each_request_that_has_a_forgotten_block_is_told_which_of_its_own_it_is():
+    eager, pool = stores()
+    first, second, other = (running(names, pool) for names in ("abcd", "abxy", "pq"))
+    for state in (first, second, other):
+        eager.offers(state, pool, 20)
+    eager.evicted([key("b"), key("d"), key("y"), key("nobody's")])
+    assert lost(first, second, other) == [{1, 3}, {1, 3}, set()]
+
+
+def test_blocks_that_were_not_offered_yet_are_not_missed():
+    eager, pool = stores()
+    state = running("abcd", pool)
+    eager.offers(state, pool, 2)
+    eager.evicted([key("b"), key("c")])
+    assert lost(state) == [{1}]
+
+
+def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends():
+    eager, pool = stores()
+    states = [running(names, pool) for names in ("abc", "abd", "abe")]
+    for state in states:
+        eager.offers(state, pool, 20)
+    eager.forget(states[0])
+    eager.forget(states[1])
+    eager.evicted([key("a"), key("c")])
+    assert lost(*states) == [set(), set(), {0}]
+    eager.forget(states[2])
+    eager.evicted([key("a")])
+    assert lost(*states) == [set(), set(), set()]
+    assert not eager._running
+    assert not eager._places
