@@ -15,7 +15,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm lint format bench clean
+.PHONY: help setup demo test test-slow test-vllm lint format bench bench-vllm clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ format: $(STAMP)  ## Let ruff fix what it can
 
 bench: $(STAMP)  ## The benchmarks, into benchmarks/RESULTS.md (BENCH_ARGS="--only NAME", "--quick")
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-vllm: $(VLLM_STAMP)  ## The benchmarks with the real vLLM, on its CPU build (BENCH_ARGS="--only ttft", "--quick"): minutes
+	$(VLLM_VENV)/bin/python -m benchmarks.vllm_bench $(BENCH_ARGS)
 
 clean:  ## Remove what was built, .venv excepted
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,7 +11,7 @@ from tests import fake_tier
 from tiering.base import ReqContext, make_offload_key
 from tiering.config import StackConfig, load_stack
 from tiering.errors import ConfigError, TierUnavailableError
-from tiering.namespace import ModelIdentity
+from tiering.namespace import ModelIdentity, Namespace
 from tiering.primary.region import PAGE, SharedRegion
 from tiering.stack import open_manager
 
@@ -149,6 +149,17 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog):
     assert [record.message for record in caplog.records if "tier0" in record.message] == [
         "starting without the tier tier0; it joins when it can be opened"
     ]
+
+
+def test_the_start_says_once_what_was_opened(caplog):
+    tiers = ({"capacity": "2MiB"}, {"opens": False}, {"name": "far"})
+    with caplog.at_level(logging.INFO, "kv_tiering"), open_manager(stack(*tiers, capacity=16 * PAGE), PAGE + 1, MODEL):
+        pass
+    (line,) = [record.message for record in caplog.records if record.message.startswith("tiers:")]
+    size = PAGE // 1024
+    rows = f"primary {16 * size} KiB (8 rows of {2 * PAGE} bytes, lru)"
+    fingerprint = Namespace.build(MODEL, (PAGE + 1,)).directory[:8]
+    assert line == f"tiers: {rows}, tier0 2 MiB, far without limit; namespace {fingerprint}"
 
 
 def test_a_required_tier_that_cannot_be_opened_stops_the_start_and_closes_everything(built):

@@ -12,8 +12,10 @@ from tiering.config_errors import Problem, refuse
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager import TieringOffloadingManager
 from tiering.namespace import ModelIdentity, Namespace
+from tiering.options import TierOptions
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.region import SharedRegion, row_stride
+from tiering.primary.room import format_bytes
 from tiering.secondary.base import SecondaryTierManager, TierContext
 
 _log = logging.getLogger("kv_tiering.stack")
@@ -77,8 +79,9 @@ def open_manager(
         )
         undo.pop_all()
         undo.callback(manager.shutdown)
-        _open_tiers(stack, tiers, clock)
+        opened = _open_tiers(stack, tiers, clock)
         undo.pop_all()
+    _log.info("%s", _summary(stack, rows, opened, namespace))
     return manager
 
 
@@ -112,13 +115,18 @@ def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIde
         refuse("stack", problems)
 
 
-def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock: Callable[[], float]) -> None:
-    """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left."""
+def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock: Callable[[], float]) -> list[TierOptions]:
+    """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left.
+
+    Returns the options of those that are open.
+    """
+    opened: list[TierOptions] = []
     deadline = clock() + stack.open_deadline
     for index, (options, tier) in enumerate(zip(stack.secondary, tiers, strict=True)):
         now = clock()
         share = max(deadline - now, 0.0) / (len(tiers) - index)
         if tier.open(now + share):
+            opened.append(options)
             continue
         if options.required:
             raise TierUnavailableError(
@@ -126,3 +134,11 @@ def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock
                 "the log says why"
             )
         _log.info("starting without the tier %s; it joins when it can be opened", tier.name)
+    return opened
+
+
+def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
+    """What a person checks first: how much fits where, and which namespace (as in paths and object names) is read and written."""
+    tiers = [f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}" for tier in opened]
+    primary = f"primary {format_bytes(rows.nbytes)} ({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
+    return f"tiers: {', '.join([primary, *tiers])}; namespace {namespace.directory[:8]}"

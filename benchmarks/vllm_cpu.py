@@ -1,0 +1,239 @@
+"""What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and without connector.
+
+A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs on command, one at
+a time, in an order that rotates: new prompts in each round, the same for all engines.  Its CPU seconds are those of all its threads, from
+before the requests arrive until its copies and tiers have nothing left to do.  The ratio is the median over the rounds of that within a
+round.  Everything that is computed is stored in every tier; the S3 server (rclone on loopback) is a process of its own and not counted.
+"Where": CPU seconds per round by kind of thread, and of the main thread those that it spends in the connector's methods, and in steps
+that only see copies and tiers to their end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Bench, Cell
+from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
+from tests.servers import rclone_server
+
+PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
+ROUNDS = 10
+BLOCKS = PROMPTS * (LENGTH // BLOCK)
+GPU_BLOCKS = 104
+CAPACITY = 104 * (BLOCK_BYTES + 4096)
+LIMITS = {"cpu": 1.03, "cpu + local": 1.03, "cpu + s3": 1.06}
+WITHOUT = "no connector"
+ANSWER_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One round of one engine: CPU seconds in all and by kind of thread, wall seconds, and bytes that every tier has taken so far."""
+
+    cpu: float
+    threads: dict[str, float]
+    wall: float
+    written: dict[str, int]
+    calls: dict[str, float]
+    """CPU seconds by method of the connector."""
+
+
+def run(bench: Bench) -> None:
+    """Rounds over all engines, then the tables."""
+    progress("cpu: writing the model")
+    model = bench.directory / "model"
+    in_a_process(write_model, model)
+    rounds: list[dict[str, Cost]] = []
+    with ExitStack() as opened:
+        engines = opened.enter_context(started(model, bench.directory))
+        names = list(engines)
+        for number in range((1 if bench.quick else ROUNDS) + 1):
+            costs = {}
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                engines[name].send(number)
+                costs[name] = receive(engines[name])
+            rounds.append(costs)
+            shown = ", ".join(f"{name} {costs[name].cpu:.2f} s CPU, {costs[name].wall:.1f} s" for name in names)
+            progress(f"cpu: round {number}{' (does not count)' * (not number)}: {shown}")
+    check(rounds)
+    report(bench, rounds[1:])
+
+
+def in_a_process(work: Callable[..., object], *arguments: object) -> None:
+    """Run ``work`` elsewhere, so that this process stays small beside the engines."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{work.__name__} ended with code {process.exitcode}")
+
+
+@contextmanager
+def started(model: Path, directory: Path) -> Iterator[dict[str, Connection]]:
+    """An engine process per variant, and the pipe by which it is told what to do."""
+    with ExitStack() as opened:
+        server = opened.enter_context(rclone_server())
+        bucket = server.make_bucket("kv-cache")
+        local = {"type": "local", "path": str(directory / "disk"), "capacity": "2GiB"}
+        s3 = {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint}
+        stacks: dict[str, list[dict[str, Any]] | None] = {WITHOUT: None, "cpu": [], "cpu + local": [local], "cpu + s3": [s3]}
+        context = multiprocessing.get_context("spawn")
+        engines: dict[str, Connection] = {}
+        for name, secondary in stacks.items():
+            progress(f"cpu: starting an engine: {name}")
+            ours, theirs = context.Pipe()
+            stack = None if secondary is None else {"primary": {"capacity": CAPACITY}, "secondary": secondary}
+            process = context.Process(target=serve, args=(theirs, model, stack, server.environment()), name=name)
+            process.start()
+            theirs.close()
+            opened.callback(end, process, ours)
+            receive(ours)
+            engines[name] = ours
+        yield engines
+
+
+def end(process: Any, pipe: Connection) -> None:
+    """Ask the engine to end, and see that it does."""
+    pipe.close()
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def receive(pipe: Connection) -> Any:
+    """The engine's answer.  Raises RuntimeError if it takes too long; EOFError if the engine has ended."""
+    if not pipe.poll(ANSWER_TIMEOUT):
+        raise RuntimeError(f"an engine did not answer within {ANSWER_TIMEOUT:g} s")
+    return pipe.recv()
+
+
+def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environment: dict[str, str]) -> None:
+    """An engine's process: a round per number that arrives, until the pipe is closed."""
+    os.environ.update(environment)
+    with running(model, stack, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=2048) as engine:
+        calls = Calls()
+        if engine.connector is not None:
+            calls.watch(engine.connector)
+            calls.watch(engine.worker)
+        pipe.send("ready")
+        while True:
+            try:
+                number = pipe.recv()
+            except EOFError:
+                return
+            prompts = [prompt(1000 * number + at, LENGTH) for at in range(PROMPTS)]
+            calls.seconds.clear()
+            threads, cpu, wall = thread_seconds(), time.process_time(), time.perf_counter()
+            generate(engine, prompts, OUTPUTS)
+            draining = time.thread_time()
+            settle(engine)
+            draining = time.thread_time() - draining
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            spent = {kind: seconds - threads.get(kind, 0.0) for kind, seconds in thread_seconds().items()}
+            spent |= {"connector": sum(calls.seconds.values()), "draining": draining}
+            written = {"cpu": engine.moved.get("gpu_to_cpu", 0)}
+            if engine.connector is not None:
+                tiers = engine.connector.scheduler_half.get_stats()["tiers"]
+                written |= {name: int(counters["written_bytes"]) for name, counters in tiers.items()}
+            pipe.send(Cost(cpu, spent, wall, written, dict(calls.seconds)))
+
+
+CALLS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "take_events",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "get_kv_connector_stats",
+)
+
+
+class Calls:
+    """CPU seconds that the connector's methods take, by method."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def watch(self, connector: Any) -> None:
+        for name in CALLS:
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.thread_time() - start
+
+        return timed
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds so far of this process's threads by kind."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:  # it has ended
+            continue
+        name = names.get(int(task.name), "other threads")
+        kind = next((word for word in ("kv-tiering", "kv-") if name.startswith(word)), name)
+        kind = {"kv-tiering": "copies", "kv-": "tier I/O", "MainThread": "main thread"}.get(kind, "other threads")
+        found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def check(rounds: list[dict[str, Cost]]) -> None:
+    """Every tier must have taken every block of every prompt, or its costs would look too good."""
+    for name, cost in rounds[-1].items():
+        for tier, written in cost.written.items():
+            if name != WITHOUT and written < len(rounds) * BLOCKS * BLOCK_BYTES:
+                raise RuntimeError(f"{name}: {tier} took {written} bytes, not {len(rounds) * BLOCKS * BLOCK_BYTES}")
+
+
+def report(bench: Bench, rounds: list[dict[str, Cost]]) -> None:
+    """The tables, and what had to be reached."""
+    tokens = PROMPTS * (LENGTH + OUTPUTS)
+    kinds = ("main thread", "connector", "draining", "copies", "tier I/O", "other threads")
+    costs: list[list[Cell]] = []
+    where: list[list[Cell]] = []
+    for name in (WITHOUT, *LIMITS):
+        mine = [costs_of[name] for costs_of in rounds]
+        ratios = [cost[name].cpu / cost[WITHOUT].cpu for cost in rounds]
+        row: list[Cell] = [name, statistics.median(cost.cpu for cost in mine) / tokens * 1e3, statistics.median(ratios)]
+        costs.append([*row, min(ratios), max(ratios), statistics.median(cost.wall for cost in mine)])
+        where.append([name, *(statistics.median(cost.threads.get(kind, 0.0) for cost in mine) for kind in kinds)])
+        if name in LIMITS:
+            bench.target(f"CPU per token, {name}, against {WITHOUT}", statistics.median(ratios), LIMITS[name], "max", "x")
+    title = f"{PROMPTS} prompts of {LENGTH} tokens and {OUTPUTS} outputs each, {len(rounds)} rounds"
+    bench.table(title, ("engine", "CPU ms per token", "ratio", "lowest", "highest", "wall s per round"), costs)
+    bench.table("Where: CPU s per round", ("engine", *kinds), where)
+    dearest = {name: sorted(rounds[-1][name].calls.items(), key=lambda item: -item[1])[:4] for name in LIMITS}
+    for name, methods in dearest.items():
+        shown = ", ".join(f"{method} {seconds * 1e3:.1f} ms" for method, seconds in methods)
+        bench.note(f"{name}: the connector's dearest methods, CPU per round: {shown}")
