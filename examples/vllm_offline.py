@@ -1,18 +1,25 @@
 """vLLM offline with a stack of tiers: a long document is asked about, pushed out of vLLM's own cache, and asked about again.
 
-    python examples/vllm_offline.py org/model --stack configs/cpu-nvme.yaml
+    KV_CPU_CAPACITY=4GiB KV_DISK_PATH=/var/tmp/kv KV_DISK_CAPACITY=16GiB \\
+        python examples/vllm_offline.py org/model --stack configs/cpu-nvme.yaml
 
-Run it twice with a stack that has a local tier or a bucket: the second run finds the document's KV there.
+The second question finds the document in the CPU tier.  Run it twice with a stack that has a local tier or a bucket, as this one has:
+the second run is a new process with an empty CPU tier, and its first question finds the document on the disk.
+
+``org/model`` is a model's name or a directory with weights and tokenizer.  Without an accelerator, set VLLM_CPU_KVCACHE_SPACE (GiB).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-DOCUMENT = "The committee met on a Tuesday and wrote down, at length, what everybody had said. " * 40
+SENTENCE = "The committee met on a Tuesday and wrote down, at length, what everybody had said. "
 QUESTIONS = ("When did the committee meet?", "What did it write down?")
+CPU_STACK = Path(__file__).resolve().parent.parent / "configs" / "cpu.yaml"
 
 
 def transfer_config(stack: str) -> dict[str, Any]:
@@ -26,22 +33,58 @@ def transfer_config(stack: str) -> dict[str, Any]:
     }
 
 
+def arguments() -> argparse.Namespace:
+    """The command line.  What is not given is vLLM's own default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model's name or directory")
+    parser.add_argument("--stack", default=str(CPU_STACK), help="the stack's YAML file")
+    parser.add_argument("--sentences", type=int, default=100, help="the document's length; about 17 tokens each")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt and answer, in tokens; less needs less memory")
+    parser.add_argument("--dtype", help="e.g. bfloat16, float32")
+    parser.add_argument("--enforce-eager", action="store_true", help="start faster, without compiling")
+    return parser.parse_args()
+
+
+def hits(llm: Any) -> tuple[int, int]:
+    """Tokens found so far: in vLLM's own cache, and in the tiers."""
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return int(values["vllm:prefix_cache_hits"]), int(values["vllm:external_prefix_cache_hits"])
+
+
+def ask(llm: Any, prompt: str, max_tokens: int = 16) -> str:
+    """The answer to ``prompt``, and where the prompt's KV came from."""
+    from vllm import SamplingParams
+
+    own, tiers = hits(llm)
+    started = time.perf_counter()
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+    seconds = time.perf_counter() - started
+    own, tiers = (after - before for after, before in zip(hits(llm), (own, tiers), strict=True))
+    tokens = len(output.prompt_token_ids)
+    answer = " ".join(output.outputs[0].text.split())
+    return f"{tokens} tokens: {own} from vLLM's own cache, {tiers} from the tiers, {tokens - own - tiers} computed; {seconds:.2f} s: {answer}"
+
+
 def main() -> None:
     """Ask twice about one document, with vLLM's own cache emptied in between."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a model's name or path")
-    parser.add_argument("--stack", default="configs/cpu.yaml", help="the stack's YAML file")
-    options = parser.parse_args()
-    from vllm import LLM, SamplingParams
+    options = arguments()
+    from vllm import LLM
 
-    llm = LLM(options.model, kv_transfer_config=transfer_config(options.stack))
-    sampling = SamplingParams(temperature=0, max_tokens=32)
-    for question in QUESTIONS:
-        started = time.perf_counter()
-        (output,) = llm.generate([f"{DOCUMENT}\n\n{question}\n"], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        print(f"{question} {seconds:.2f} s, {output.num_cached_tokens} tokens were not computed:{output.outputs[0].text}")
-        llm.reset_prefix_cache()  # vLLM's own cache is empty now; the tiers are not
+    given = {word: value for word in ("max_model_len", "dtype") if (value := getattr(options, word)) is not None}
+    llm = LLM(
+        options.model,
+        enforce_eager=options.enforce_eager,
+        disable_log_stats=False,  # the numbers below
+        kv_transfer_config=transfer_config(options.stack),
+        **given,
+    )
+    ask(llm, "Hello")  # what the first request costs once is not the document's
+    for number, question in enumerate(QUESTIONS):
+        report = ask(llm, f"{SENTENCE * options.sentences}\n\n{question}\n")
+        print(f"question {number + 1}: {report}", flush=True)
+        if not llm.reset_prefix_cache():  # vLLM's own cache is empty now; the tiers are not
+            sys.exit("vLLM did not empty its own cache: a request still runs")
+    llm.llm_engine.engine_core.shutdown()  # ends vLLM's processes
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -10,12 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from examples import vllm_offline
+from tiering.base import RequestPolicy, parse_request_policy
 from tiering.config import TIER_TYPES, PrimaryOptions, StackConfig, load_stack, tier_definition
 from tiering.manager_stats import ManagerStats
 from tiering.secondary.stats import TierStats
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SERVER = ROOT / "examples" / "vllm_server.md"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    SERVER,
+]
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -44,6 +53,37 @@ def test_a_stack_in_a_document_is_valid(text, tmp_path, monkeypatch):
 def test_links_between_documents_lead_somewhere(path):
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", SERVER], ids=lambda path: path.name)
+def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path):
+    given = [json.loads(text) for text in re.findall(r"--kv-transfer-config '(\{.*?\})'", path.read_text(), flags=re.DOTALL)]
+    assert given
+    for config in given:
+        known = vllm_offline.transfer_config(config["kv_connector_extra_config"]["config"])
+        assert config.items() <= known.items()
+        assert config.keys() >= known.keys() - {"kv_load_failure_policy"}
+        stack = Path(known["kv_connector_extra_config"]["config"])
+        assert stack.name == "stack.yaml" or load_stack(ROOT / stack).primary.capacity > 0
+
+
+def test_the_connector_that_documents_name_is_there():
+    known = vllm_offline.transfer_config("stack.yaml")
+    module = ast.parse((ROOT / known["kv_connector_module_path"].replace(".", "/")).with_suffix(".py").read_text())
+    assert known["kv_connector"] in {node.name for node in module.body if isinstance(node, ast.ClassDef)}
+
+
+def test_the_stack_and_the_request_that_the_server_document_writes_are_valid():
+    (inline,) = re.findall(r'^`(\{"primary": .*\})`', SERVER.read_text(), flags=re.MULTILINE)
+    assert load_stack(json.loads(inline.replace("[...]", "[]"))).primary.capacity == 8 << 30
+    (request,) = blocks(SERVER, "json")
+    policy = parse_request_policy(json.loads(request)["kv_transfer_params"])
+    assert (policy.load, policy.store, policy.tiers) == (True, False, frozenset({"local"}))
+
+
+def test_the_request_words_that_the_server_document_leaves_out_are_none():
+    words = set(re.findall(r"[`\"]([a-z_]+)[`\"]", SERVER.read_text()))
+    assert {field.name for field in dataclasses.fields(RequestPolicy)} - words == set()
 
 
 def test_every_word_of_a_stack_is_documented():

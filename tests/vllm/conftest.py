@@ -45,13 +45,14 @@ def _removes_what_killed_servers_leave() -> Iterator[None]:
     """A vLLM that is killed leaves its own shared memory; what appeared meanwhile and nobody maps is removed."""
     before = _vllm_segments()
     yield
+    appeared = _vllm_segments() - before  # first: what appears while maps are read may be another process's
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             mapped += maps.read_text()
         except OSError:  # the process has ended, or is not ours
             continue
-    for file in _vllm_segments() - before:
+    for file in appeared:
         if str(file) not in mapped:
             file.unlink(missing_ok=True)
 

@@ -60,3 +60,31 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     Gemma3ForCausalLM(config).float().save_pretrained(directory)
     return directory
+
+
+def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
+    """A DeepSeek V2 without experts; latent attention (MLA) of the size that vLLM's CPU kernel has.  Returns ``directory``."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=SHARP,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    DeepseekV2ForCausalLM(config).float().save_pretrained(directory)
+    return directory

@@ -91,8 +91,10 @@ class Server:
         self.ask([prompt(10_000 + number, 500) for number in range(4)], 1, kv_transfer_params=policy)
         self.reset()
 
-    def reset(self, *, tiers: bool = False) -> None:
-        self.call(f"/reset_prefix_cache{'?reset_external=true' if tiers else ''}", {}, method="POST")
+    def reset(self, *, tiers: bool = False) -> bool:
+        """Forget the engine's prefix cache, and what the tiers hold; whether vLLM says that it did."""
+        reply = self.call(f"/reset_prefix_cache{'?reset_external=true' if tiers else ''}", {}, method="POST")
+        return bool(json.loads(reply)["success"])
 
     def end(self, with_signal: signal.Signals) -> None:
         """Signal the whole group (SIGKILL) or its leader, and wait for all of its processes."""

@@ -49,6 +49,16 @@ def test_what_would_not_work_is_refused(config, message):
         check(config)
 
 
+def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_prefix():
+    config, cache = configuration()
+    config.device_config, config.model_config = SimpleNamespace(device_type="cpu"), SimpleNamespace(use_mla=True)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="latent attention"):
+        check((config, cache))
+    config.device_config.device_type = "cuda"
+    check((config, cache))
+
+
 def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests():
     with pytest.raises(ConfigError, match=r"0\.30 and newer"):
         check(configuration(groups=2), reports_requests=False)

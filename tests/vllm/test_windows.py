@@ -37,6 +37,10 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tiered(gemma: Path, expected: list[Answer], mode: str) -> Iterator[Engine]:
+    from tiering.engines.vllm import TransferResults
+
+    if TransferResults is None:
+        pytest.skip("this vLLM cannot be told which requests' loads failed: several groups are refused")
     with engine(gemma, {"primary": {"capacity": "64MiB"}, "mode": mode}, num_gpu_blocks_override=80) as running:
         yield running
         running.settle()

@@ -233,8 +233,16 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Queue the step's stores.  Nothing is waited for: their blocks are fenced until they end."""
         self._worker.prepare_store_kv(self._get_connector_metadata())
 
+    def clear_connector_metadata(self) -> None:
+        """End the step.  vLLM before 0.31 skips :meth:`wait_for_save` in steps without tokens; what they store is queued here."""
+        if self.worker_half is not None and self.has_connector_metadata():
+            self.worker_half.prepare_store_kv(self._get_connector_metadata())
+        super().clear_connector_metadata()
+
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        return self._worker.get_finished(finished_req_ids)
+        sent, received = self._worker.get_finished(finished_req_ids)
+        self._ledger.ended(received)
+        return sent, received
 
     def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
         """Requests whose load has ended; with several KV-cache groups also those whose load failed (see below)."""

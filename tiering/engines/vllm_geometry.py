@@ -55,6 +55,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
         raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
+    if _cannot_continue(vllm_config):
+        raise ConfigError(
+            "vLLM's CPU kernels for latent attention (MLA) answer wrongly from KV that was computed earlier, wherever it comes from "
+            "(vLLM turns its own prefix caching off for them); run the model without this connector"
+        )
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ConfigError("the model has no KV cache: there is nothing to offload; run it without this connector")
@@ -74,6 +79,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
         raise ConfigError(
             f"the model has {len(groups)} KV-cache groups; failed loads of such models can be reported to vLLM 0.30 and newer only"
         )
+
+
+def _cannot_continue(vllm_config: Any) -> bool:
+    """Whether vLLM's kernels cannot start from a prefix: its own prefix caching is off then."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    latent = bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
+    return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
 
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int) -> Geometry:

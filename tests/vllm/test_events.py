@@ -1,0 +1,152 @@
+"""KV events as vLLM publishes them: taken from its ZeroMQ socket, decoded with its own classes, compared with those of its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.rig import BLOCK, Engine, engine, prompt, whole_blocks
+
+PROMPTS = [prompt(seed) for seed in range(3)]
+LATER = [prompt(seed, 500) for seed in range(20, 24)]
+"""More blocks than the CPU tier has rows."""
+PLAIN: dict[str, Any] = {"primary": {"capacity": "1500KiB"}}
+DESCRIBED = {**PLAIN, "block_size": 2 * BLOCK, "self_describing_kv_events": True}
+GPU, CPU, DISK = "GPU", "CPU", "DISK"
+
+
+class Subscriber:
+    """A consumer of what a publisher sends.  ``heard``: all events so far, in their order."""
+
+    def __init__(self, endpoint: str) -> None:
+        import msgspec
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self.heard: list[Any] = []
+
+    def hears(self, milliseconds: int) -> bool:
+        """Take in one batch; False if none comes in time."""
+        if not self._socket.poll(milliseconds):
+            return False
+        _, _, payload = self._socket.recv_multipart()
+        self.heard += self._decode(payload).events
+        return True
+
+    def until(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            assert self.hears(20_000), f"not enough after {len(self.heard)} events"
+
+    def stored(self, medium: str) -> list[Any]:
+        return [event for event in self.heard if type(event).__name__ == "BlockStored" and event.medium == medium]
+
+    def announced(self, medium: str) -> set[Any]:
+        """Blocks that were ever stored on the medium, by their own (last) hashes."""
+        return {event.block_hashes[-1] for event in self.stored(medium)}
+
+    def held(self, medium: str) -> set[Any]:
+        """Blocks on the medium, by their own hashes, for whoever applies the events in their order."""
+        held: dict[Any, list[Any]] = {}
+        for event in self.heard:
+            if getattr(event, "medium", None) != medium:
+                continue
+            if type(event).__name__ == "BlockStored":
+                held[event.block_hashes[-1]] = event.block_hashes
+            else:
+                gone = [block for block in event.block_hashes if block in held]
+                assert gone
+                assert set(event.block_hashes) <= {part for block in gone for part in held.pop(block)}
+        return set(held)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@contextmanager
+def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Engine, Subscriber]]:
+    """An engine with a CPU tier and a local one, and a subscriber that hears all that it publishes."""
+    from vllm.config import KVEventsConfig
+
+    endpoint = f"ipc://{directory}/events"
+    tier = {"type": "local", "path": str(directory / "disk"), "capacity": "64MiB"}
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    subscriber = Subscriber(endpoint)
+    try:
+        with engine(model, {"secondary": [tier], **stack}, kv_events_config=events) as running:
+            seeds = count(30_000)
+            while not subscriber.hears(200):  # until the subscription has arrived
+                running.ask([prompt(next(seeds), 40)], 1, {"kv_tiering": {"load": False, "store": False}})
+            yield running, subscriber
+    finally:
+        subscriber.close()
+
+
+@pytest.fixture(scope="module", params=[PLAIN, DESCRIBED], ids=["plain", "self-describing, two blocks"])
+def published(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Subscriber, int]]:
+    """With the size of an offloaded block in tokens."""
+    with publishing(llama, tmp_path_factory.mktemp("events"), **request.param) as (running, subscriber):
+        yield running, subscriber, request.param.get("block_size", BLOCK)
+
+
+def blocks_of(subscriber: Subscriber, prompts: Sequence[list[int]], size: int) -> dict[Any, tuple[list[Any], Any, list[int]]]:
+    """(hashes, parent, tokens) of each whole block of ``size`` tokens, by its own hash, as vLLM announces those of its own cache."""
+    known = {}
+    for event in subscriber.stored(GPU):
+        parents = [event.parent_block_hash, *event.block_hashes]
+        for number, (parent, block) in enumerate(zip(parents, event.block_hashes, strict=False)):
+            known[parent, tuple(event.token_ids[number * BLOCK : (number + 1) * BLOCK])] = block
+    found = {}
+    for tokens in prompts:
+        parent = None
+        for start in range(0, len(tokens) - size + 1, size):
+            hashes = [parent]
+            for at in range(start, start + size, BLOCK):
+                hashes.append(known[hashes[-1], tuple(tokens[at : at + BLOCK])])
+            found[hashes[-1]] = hashes[1:], parent, tokens[start : start + size]
+            parent = hashes[-1]
+    return found
+
+
+def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(published):
+    running, subscriber, size = published
+    running.ask(PROMPTS)
+    running.settle()
+    subscriber.until(lambda: len(subscriber.announced(DISK)) >= whole_blocks(PROMPTS, size) * BLOCK // size)
+    own = blocks_of(subscriber, PROMPTS, size)
+    assert subscriber.announced(CPU) == subscriber.announced(DISK) == set(own)
+    kinds = {(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in subscriber.stored(GPU)}
+    for event in subscriber.stored(CPU) + subscriber.stored(DISK):
+        assert (event.group_idx, event.lora_id, event.lora_name, event.session_id) == (0, None, None, None)
+        if size == BLOCK:
+            assert (event.block_size, event.token_ids, event.parent_block_hash) == (0, [], None)
+        else:
+            assert (event.block_hashes, event.parent_block_hash, event.token_ids) == own[event.block_hashes[-1]]
+            assert event.block_size == BLOCK
+            assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) in kinds
+
+
+def test_who_applies_the_events_knows_what_each_tier_holds(published):
+    running, subscriber, size = published
+    for tokens in LATER:  # one at a time: what finds no room while its request runs is not stored
+        running.ask([tokens], 1)
+        running.settle()
+    blocks = whole_blocks(PROMPTS + LATER, size) * BLOCK // size
+    subscriber.until(lambda: len(subscriber.announced(DISK)) >= blocks)
+    manager = running.connector.scheduler_half.get_stats()["manager"]
+    assert len(subscriber.held(CPU)) == manager["rows"] - manager["rows_free"] < blocks
+    assert subscriber.held(DISK) == set(blocks_of(subscriber, PROMPTS + LATER, size))
+
+    assert running.llm.reset_prefix_cache(reset_connector=True)
+    running.ask([prompt(1, 8)], 1)
+    subscriber.until(lambda: not subscriber.held(DISK) and not subscriber.held(CPU))
