@@ -36,4 +36,4 @@ class GPUBlockPool(Protocol):
         """One more reference to each; those without any leave the free queue."""
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """One reference less to each; those left without any join the end of the free queue, in this order."""
+        """One reference less to each; of those left without any, the ones with a name join the end of the free queue, in this order."""
