@@ -9,12 +9,11 @@ here, as the simple scheduler does (``offload_prompt_only: false``).
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Sample, ratio
 from examples.demo.workload import Shape, Workload
 from examples.mini_engine import Engine, EngineOptions, ModelConfig
@@ -37,25 +36,6 @@ SMALL, LARGE = 80, 300
 SHAPES = {False: Shape(documents=4, users=5, turns=3, document_tokens=400, answer_tokens=6), True: Shape(2, 2, 2, 100, 2)}
 
 
-class Timed:
-    """A connector's scheduler half that is timed from outside."""
-
-    def __init__(self, half: Any) -> None:
-        self.seconds = 0.0
-        for name in CALLS:
-            setattr(self, name, self._timed(getattr(half, name)))
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            start = time.thread_time()
-            try:
-                return call(*args)
-            finally:
-                self.seconds += time.thread_time() - start
-
-        return timed
-
-
 def engine_of(mode: str, cpu_blocks: int) -> Engine:
     stack: dict[str, Any] = {"primary": {"capacity": cpu_blocks * BLOCK_BYTES}}
     options = EngineOptions(model=MODEL, num_blocks=GPU_BLOCKS, block_size=BLOCK, stack=stack)
@@ -71,11 +51,11 @@ def play(mode: str, cpu_blocks: int, workload: Workload) -> Sample:
     with engine_of(mode, cpu_blocks) as engine:
         if engine.tiers is None:
             raise RuntimeError("the engine has no connector")
-        timed = Timed(engine.tiers.scheduler_half)
-        engine.scheduler.connector = timed  # type: ignore[assignment]
+        clock = CallClock()
+        clock.watch(engine.tiers.scheduler_half, CALLS)
         outputs = [answered.output for answered in workload.play(engine, lambda: None)]
         steps, computed = engine.steps, engine.worker.computed_tokens
-        seconds = timed.seconds
+        seconds = clock.total
         engine.settle()
         moved = engine.tiers.bytes_moved
     ttft = sorted(output.ttft_s for output in outputs)

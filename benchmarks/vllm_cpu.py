@@ -1,17 +1,20 @@
 """What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and without connector.
 
 A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs on command, one at
-a time, in an order that rotates: new prompts in each round, the same for all engines.  Its CPU seconds are those of all its threads, from
-before the requests arrive until its copies and tiers have nothing left to do.  The ratio is the median over the rounds of that within a
-round.  Everything that is computed is stored in every tier; the S3 server (rclone on loopback) is a process of its own and not counted.
-"Where": CPU seconds per round by kind of thread, and of the main thread those that it spends in the connector's methods, and in steps
-that only see copies and tiers to their end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
+a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of the very same code differ by some
+percent for as long as they live (where their memory happens to lie), so all are started anew several times, and "by start" tells how
+far the ratio moves with that alone.  CPU seconds are those of all threads of an engine, from before the requests arrive until its copies
+and tiers have nothing left to do.  The ratio is the median over the rounds of that within a round.  Everything that is computed is
+stored in every tier; the S3 server (rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind
+of thread, and of the main thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their
+end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import statistics
 import threading
 import time
@@ -22,12 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
 from tests.servers import rclone_server
 
 PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
-ROUNDS = 10
+STARTS, ROUNDS = 5, 2
+"""How often all engines are started, and rounds that count from one start to the next."""
 BLOCKS = PROMPTS * (LENGTH // BLOCK)
 GPU_BLOCKS = 104
 CAPACITY = 104 * (BLOCK_BYTES + 4096)
@@ -49,24 +54,32 @@ class Cost:
 
 
 def run(bench: Bench) -> None:
-    """Rounds over all engines, then the tables."""
+    """Rounds over all engines, from several starts of each, then the tables."""
     progress("cpu: writing the model")
     model = bench.directory / "model"
     in_a_process(write_model, model)
+    starts = [rounds_of_a_start(bench, model, number) for number in range(1 if bench.quick else STARTS)]
+    report(bench, starts)
+
+
+def rounds_of_a_start(bench: Bench, model: Path, start: int) -> list[dict[str, Cost]]:
+    """The costs by engine, for each round that counts."""
     rounds: list[dict[str, Cost]] = []
-    with ExitStack() as opened:
-        engines = opened.enter_context(started(model, bench.directory))
+    disk = bench.directory / f"disk-{start}"
+    with started(model, disk) as engines:
         names = list(engines)
         for number in range((1 if bench.quick else ROUNDS) + 1):
+            at = (start * ROUNDS + number) % len(names)
             costs = {}
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                engines[name].send(number)
+            for name in names[at:] + names[:at]:
+                engines[name].send(100 * start + number)
                 costs[name] = receive(engines[name])
             rounds.append(costs)
             shown = ", ".join(f"{name} {costs[name].cpu:.2f} s CPU, {costs[name].wall:.1f} s" for name in names)
-            progress(f"cpu: round {number}{' (does not count)' * (not number)}: {shown}")
+            progress(f"cpu: start {start + 1}, round {number}{' (does not count)' * (not number)}: {shown}")
+    shutil.rmtree(disk)
     check(rounds)
-    report(bench, rounds[1:])
+    return rounds[1:]
 
 
 def in_a_process(work: Callable[..., object], *arguments: object) -> None:
@@ -79,26 +92,27 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 
 @contextmanager
-def started(model: Path, directory: Path) -> Iterator[dict[str, Connection]]:
+def started(model: Path, disk: Path) -> Iterator[dict[str, Connection]]:
     """An engine process per variant, and the pipe by which it is told what to do."""
+    progress("cpu: starting the engines")
     with ExitStack() as opened:
         server = opened.enter_context(rclone_server())
         bucket = server.make_bucket("kv-cache")
-        local = {"type": "local", "path": str(directory / "disk"), "capacity": "2GiB"}
+        local = {"type": "local", "path": str(disk), "capacity": "2GiB"}
         s3 = {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint}
         stacks: dict[str, list[dict[str, Any]] | None] = {WITHOUT: None, "cpu": [], "cpu + local": [local], "cpu + s3": [s3]}
         context = multiprocessing.get_context("spawn")
         engines: dict[str, Connection] = {}
         for name, secondary in stacks.items():
-            progress(f"cpu: starting an engine: {name}")
             ours, theirs = context.Pipe()
             stack = None if secondary is None else {"primary": {"capacity": CAPACITY}, "secondary": secondary}
             process = context.Process(target=serve, args=(theirs, model, stack, server.environment()), name=name)
             process.start()
             theirs.close()
             opened.callback(end, process, ours)
-            receive(ours)
             engines[name] = ours
+        for pipe in engines.values():
+            receive(pipe)
         yield engines
 
 
@@ -122,10 +136,10 @@ def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environme
     """An engine's process: a round per number that arrives, until the pipe is closed."""
     os.environ.update(environment)
     with running(model, stack, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=2048) as engine:
-        calls = Calls()
+        clock = CallClock()
         if engine.connector is not None:
-            calls.watch(engine.connector)
-            calls.watch(engine.worker)
+            clock.watch(engine.connector, CALLS)
+            clock.watch(engine.worker, CALLS)
         pipe.send("ready")
         while True:
             try:
@@ -133,7 +147,7 @@ def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environme
             except EOFError:
                 return
             prompts = [prompt(1000 * number + at, LENGTH) for at in range(PROMPTS)]
-            calls.seconds.clear()
+            clock.seconds.clear()
             threads, cpu, wall = thread_seconds(), time.process_time(), time.perf_counter()
             generate(engine, prompts, OUTPUTS)
             draining = time.thread_time()
@@ -141,12 +155,12 @@ def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environme
             draining = time.thread_time() - draining
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             spent = {kind: seconds - threads.get(kind, 0.0) for kind, seconds in thread_seconds().items()}
-            spent |= {"connector": sum(calls.seconds.values()), "draining": draining}
+            spent |= {"connector": clock.total, "draining": draining}
             written = {"cpu": engine.moved.get("gpu_to_cpu", 0)}
             if engine.connector is not None:
                 tiers = engine.connector.scheduler_half.get_stats()["tiers"]
                 written |= {name: int(counters["written_bytes"]) for name, counters in tiers.items()}
-            pipe.send(Cost(cpu, spent, wall, written, dict(calls.seconds)))
+            pipe.send(Cost(cpu, spent, wall, written, dict(clock.seconds)))
 
 
 CALLS = (
@@ -169,27 +183,6 @@ CALLS = (
     "build_connector_worker_meta",
     "get_kv_connector_stats",
 )
-
-
-class Calls:
-    """CPU seconds that the connector's methods take, by method."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def watch(self, connector: Any) -> None:
-        for name in CALLS:
-            setattr(connector, name, self._timed(name, getattr(connector, name)))
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.thread_time() - start
-
-        return timed
 
 
 def thread_seconds() -> dict[str, float]:
@@ -216,8 +209,9 @@ def check(rounds: list[dict[str, Cost]]) -> None:
                 raise RuntimeError(f"{name}: {tier} took {written} bytes, not {len(rounds) * BLOCKS * BLOCK_BYTES}")
 
 
-def report(bench: Bench, rounds: list[dict[str, Cost]]) -> None:
+def report(bench: Bench, starts: list[list[dict[str, Cost]]]) -> None:
     """The tables, and what had to be reached."""
+    rounds = [costs for start in starts for costs in start]
     tokens = PROMPTS * (LENGTH + OUTPUTS)
     kinds = ("main thread", "connector", "draining", "copies", "tier I/O", "other threads")
     costs: list[list[Cell]] = []
@@ -225,13 +219,15 @@ def report(bench: Bench, rounds: list[dict[str, Cost]]) -> None:
     for name in (WITHOUT, *LIMITS):
         mine = [costs_of[name] for costs_of in rounds]
         ratios = [cost[name].cpu / cost[WITHOUT].cpu for cost in rounds]
+        by_start = [statistics.mean(cost[name].cpu / cost[WITHOUT].cpu for cost in start) for start in starts]
         row: list[Cell] = [name, statistics.median(cost.cpu for cost in mine) / tokens * 1e3, statistics.median(ratios)]
-        costs.append([*row, min(ratios), max(ratios), statistics.median(cost.wall for cost in mine)])
+        spread = f"{min(by_start):.3f} to {max(by_start):.3f}"
+        costs.append([*row, min(ratios), max(ratios), spread, statistics.median(cost.wall for cost in mine)])
         where.append([name, *(statistics.median(cost.threads.get(kind, 0.0) for cost in mine) for kind in kinds)])
         if name in LIMITS:
             bench.target(f"CPU per token, {name}, against {WITHOUT}", statistics.median(ratios), LIMITS[name], "max", "x")
-    title = f"{PROMPTS} prompts of {LENGTH} tokens and {OUTPUTS} outputs each, {len(rounds)} rounds"
-    bench.table(title, ("engine", "CPU ms per token", "ratio", "lowest", "highest", "wall s per round"), costs)
+    title = f"{PROMPTS} prompts of {LENGTH} tokens and {OUTPUTS} outputs each, {len(rounds)} rounds, {len(starts)} starts"
+    bench.table(title, ("engine", "CPU ms per token", "ratio", "lowest", "highest", "by start", "wall s per round"), costs)
     bench.table("Where: CPU s per round", ("engine", *kinds), where)
     dearest = {name: sorted(rounds[-1][name].calls.items(), key=lambda item: -item[1])[:4] for name in LIMITS}
     for name, methods in dearest.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import sys
 import time
@@ -25,21 +24,6 @@ MAX_LEN = 4608
 GPU_BLOCKS = 280
 STEP_PAUSE = 0.001
 """Seconds that vLLM's engine core rests after a step in which the model did not run, while requests or transfers are open."""
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
-
-def prepare_environment() -> None:
-    """Before vLLM is imported: one process, no network."""
-    os.environ.update(ENVIRONMENT)
 
 
 def progress(text: str) -> None:

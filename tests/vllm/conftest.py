@@ -6,25 +6,16 @@ Needs vLLM, which has an environment of its own (``make test-vllm``); elsewhere 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+from tests.vllm.rig import prepare_environment
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 if not collect_ignore_glob:
-    os.environ.update(ENVIRONMENT)
+    prepare_environment()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,20 @@ NUM_BLOCKS = 40
 MAX_LEN = 640
 BLOCK_BYTES = 3 * 2 * 2 * 32 * BLOCK * 4
 """Of :func:`tests.vllm.models.write_llama`: layers, K and V, KV heads, head size, tokens, float32."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment() -> None:
+    """Before vLLM is imported: one process, no network."""
+    os.environ.update(_ENVIRONMENT)
 
 
 def prompt(seed: int, length: int = 200) -> list[int]:

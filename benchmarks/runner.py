@@ -1,0 +1,68 @@
+"""Runs benchmarks one after another, each in a directory of its own, and keeps what they found."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.harness import Bench, Target, machine, render_targets, write_json, write_section
+
+HERE = Path(__file__).resolve().parent
+
+
+def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
+    """Run those of ``modules`` (name on the command line → module in this package) that ``argv`` asks for.
+
+    The exit code says whether all ran to the end (and, with --strict, reached their targets).
+    """
+    options = _arguments(prog, description, sorted(modules), argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    disk: Path = options.directory or options.out
+    targets: list[Target] = []
+    broken: list[str] = []
+    for name in options.only:
+        subject = modules[name].removeprefix("bench_")
+        print(f"\n# {subject}", flush=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"{subject}-", dir=disk))
+        try:
+            module = importlib.import_module(f"benchmarks.{modules[name]}")
+            bench = Bench(subject, directory, quick=options.quick)
+            module.run(bench)
+            shape = machine(directory)
+            write_json(bench, shape, options.out / f"{subject}{'.quick' * options.quick}.json")
+            if not options.quick:
+                write_section(HERE / "RESULTS.md", bench, shape, module.__doc__ or "")
+            targets += bench.targets
+        except Exception:
+            # The others are still worth their time; what is broken decides the exit code.
+            traceback.print_exc()
+            broken.append(name)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    if targets:
+        print(render_targets(targets, judged=not options.quick))
+    if options.quick:
+        print("\nA quick run: the numbers mean nothing and were not written to benchmarks/RESULTS.md.")
+    if broken:
+        print(f"\nDid not run to the end: {', '.join(broken)}", file=sys.stderr)
+    missed = [target for target in targets if not target.ok]
+    return 1 if broken or (missed and options.strict and not options.quick) else 0
+
+
+def _arguments(prog: str, description: str, names: Sequence[str], argv: Sequence[str] | None) -> argparse.Namespace:
+    out = HERE.parent / "build" / "bench"
+    parser = argparse.ArgumentParser(
+        prog=prog, description=f"{description} Benchmarks: {', '.join(names)}", epilog=f"example: {prog} --only {names[0]}"
+    )
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help="only these (default: all)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: checks that they run; writes no results")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 if a target was missed")
+    parser.add_argument("--out", type=Path, default=out, help="where JSON goes (default: build/bench)")
+    parser.add_argument("--directory", type=Path, help="disk to measure (default: --out); use a real disk, not a tmpfs")
+    return parser.parse_args(argv)
