@@ -12,6 +12,7 @@ from tiering.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     EngineConfig,
+    GPULoadStoreSpec,
     KVCacheGroup,
     LoadStoreSpec,
     OffloadingEvent,
@@ -384,3 +385,19 @@ def go_on(
 def idle_step(scheduler: OffloadingConnectorScheduler) -> OffloadingConnectorMetadata:
     """A step without tokens."""
     return scheduler.build_connector_meta(FakeSchedulerOutput())
+
+
+def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoadStoreSpec, GPULoadStoreSpec]:
+    """Where a request's load of this step comes from, and where it goes."""
+    source, destination = meta.reqs_to_load[name].spec
+    assert isinstance(source, CPULoadStoreSpec)
+    assert isinstance(destination, GPULoadStoreSpec)
+    return source, destination
+
+
+def stored(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    """Where a request's store of this step comes from, and where it goes."""
+    source, destination = meta.reqs_to_store[name].spec
+    assert isinstance(source, GPULoadStoreSpec)
+    assert isinstance(destination, CPULoadStoreSpec)
+    return source, destination

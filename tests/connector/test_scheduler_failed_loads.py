@@ -10,19 +10,11 @@ from tests.connector.fakes import (
     finished,
     idle_step,
     ids,
+    loaded,
     make_scheduler,
     prompt,
     start_load,
 )
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.connector.metadata import OffloadingConnectorMetadata
-
-
-def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoadStoreSpec, GPULoadStoreSpec]:
-    source, destination = meta.reqs_to_load[name].spec
-    assert isinstance(source, CPULoadStoreSpec)
-    assert isinstance(destination, GPULoadStoreSpec)
-    return source, destination
 
 
 class TestShrunkHit:

@@ -12,21 +12,14 @@ from tests.connector.fakes import (
     go_on,
     idle_step,
     ids,
+    loaded,
     make_scheduler,
     prompt,
     run_prompt,
     start_load,
 )
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.testing.clock import FakeClock
-
-
-def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoadStoreSpec, GPULoadStoreSpec]:
-    source, destination = meta.reqs_to_load[name].spec
-    assert isinstance(source, CPULoadStoreSpec)
-    assert isinstance(destination, GPULoadStoreSpec)
-    return source, destination
 
 
 class TestSources:

@@ -16,16 +16,10 @@ from tests.connector.fakes import (
     prompt,
     run_prompt,
     start_load,
+    stored,
 )
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadPolicy
+from tiering.base import OffloadPolicy
 from tiering.connector.metadata import OffloadingConnectorMetadata
-
-
-def stored(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    source, destination = meta.reqs_to_store[name].spec
-    assert isinstance(source, GPULoadStoreSpec)
-    assert isinstance(destination, CPULoadStoreSpec)
-    return source, destination
 
 
 class TestWhichBlocks:

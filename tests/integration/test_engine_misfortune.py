@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from examples.mini_engine import Engine, Request
 from examples.mini_engine.request import Status
 from tests.mini_engine.chaos_tier import ChaosTier
 from tests.mini_engine.helpers import SMALL, WINDOWED, ask_all, one_row, options, prompt, reference, wrong_answers
+from tests.wrapped_handler import Wrapped
 from tiering.base import TransferSpec
 from tiering.copy.base import OffloadingHandler, TransferResult
 from tiering.secondary.layers.chaos import Fault
@@ -25,25 +26,6 @@ def stack(rows: int, *secondary: dict[str, Any], model: Any = SMALL) -> dict[str
 
 
 MEMORY = {"type": "memory", "capacity": "16MiB"}
-
-
-class Wrapped(OffloadingHandler):
-    """Passes everything on to the real handler; tests override one thing."""
-
-    def __init__(self, inner: OffloadingHandler) -> None:
-        self.inner = inner
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self.inner.transfer_async(job_id, spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        return self.inner.get_finished()
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        self.inner.wait(job_ids)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
 
 
 @MODELS

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 
+from tests.wrapped_handler import Wrapped
 from tiering.base import CPULoadStoreSpec, TransferSpec
 from tiering.copy.base import OffloadingHandler, TransferResult
-
-
-class Wrapped(OffloadingHandler):
-    """Passes everything on."""
-
-    def __init__(self, inner: OffloadingHandler) -> None:
-        self.inner = inner
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self.inner.transfer_async(job_id, spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        return self.inner.get_finished()
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        self.inner.wait(job_ids)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
 
 
 class CopyNothing(Wrapped):

@@ -21,7 +21,7 @@ import torch
 
 from tiering.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
-from tiering.connector.stats import OffloadingConnectorStats
+from tiering.connector.reports import CopyReports
 from tiering.copy.base import OffloadingWorker, TransferResult
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
 from tiering.errors import ConfigError
@@ -37,7 +37,7 @@ class _Job:
     load: TransferOrder | None
 
 
-class OffloadingConnectorWorker:
+class OffloadingConnectorWorker(CopyReports):
     """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions` and :meth:`shutdown` ever wait.
 
     ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a cache whose
@@ -45,6 +45,7 @@ class OffloadingConnectorWorker:
     """
 
     def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None) -> None:
+        super().__init__()
         self._spec = spec
         self._num_blocks = num_blocks
         self._worker = OffloadingWorker()
@@ -55,11 +56,9 @@ class OffloadingConnectorWorker:
         """Loads of each request that have not been reported."""
         self._unstarted: list[TransferResult] = []
         self._received: set[ReqId] = set()
-        self._unfilled: set[int] = set()
         self._unfilled_with_load: dict[ReqId, list[int]] = {}
         """Blocks that nothing fills, of requests that load the rest of their hit: reported when that load ends."""
         self._report = OffloadingWorkerMetadata()
-        self._stats = OffloadingConnectorStats()
         self._started: OffloadingConnectorMetadata | None = None
         self._prepared: OffloadingConnectorMetadata | None = None
 
@@ -165,18 +164,6 @@ class OffloadingConnectorWorker:
             del self._loads_of[job.req_id]
             self._unfilled.update(self._unfilled_with_load.pop(job.req_id, ()))
             self._received.add(job.req_id)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """The GPU blocks that failed loads did not fill, since the last call: exactly those the engine must compute itself."""
-        unfilled, self._unfilled = self._unfilled, set()
-        return unfilled
-
-    def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
-        """The transfers that were collected since the last call, or None."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadingConnectorStats()
-        return stats
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """The jobs that were collected since the last call, for the scheduler half, or None."""

@@ -95,10 +95,10 @@ _HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
 STATS_INTERVAL = 0.5
 """Seconds between two reports of the tiers' counters while requests run."""
 
-for metadata in (OffloadingConnectorMetadata, SimpleCPUOffloadMetadata):
-    KVConnectorMetadata.register(metadata)
-for report in (OffloadingWorkerMetadata, SimpleCPUOffloadWorkerMetadata):
-    KVConnectorWorkerMetadata.register(report)
+KVConnectorMetadata.register(OffloadingConnectorMetadata)
+KVConnectorMetadata.register(SimpleCPUOffloadMetadata)
+KVConnectorWorkerMetadata.register(OffloadingWorkerMetadata)
+KVConnectorWorkerMetadata.register(SimpleCPUOffloadWorkerMetadata)
 
 
 class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from tiering.base import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, GPULoadStoreSpec
-from tiering.connector.stats import OffloadingConnectorStats
+from tiering.connector.reports import CopyReports
 from tiering.copy.base import OffloadingWorker, TransferResult
 from tiering.copy.canonical import canonicalize
 from tiering.copy.handlers import HandlerEntry, make_handlers
@@ -36,13 +36,14 @@ class _Load:
     unfilled: list[int] = field(default_factory=list)
 
 
-class SimpleCPUOffloadWorker:
+class SimpleCPUOffloadWorker(CopyReports):
     """Copies of one worker.  Called from the engine's thread; only :meth:`handle_preemptions` and :meth:`shutdown` ever wait.
 
     The arguments are those of the scheduler half: both derive the same number of CPU blocks from them.
     """
 
     def __init__(self, engine_config: EngineConfig, kv_cache_config: KVCacheConfig, cpu_capacity_bytes: int) -> None:
+        super().__init__()
         check_engine(engine_config, kv_cache_config)
         self._gpu_config = kv_cache_config
         self._cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
@@ -53,8 +54,6 @@ class SimpleCPUOffloadWorker:
         self._over: list[TransferResult] = []
         """Events that needed no copy, or whose copy could not be started."""
         self._report = SimpleCPUOffloadWorkerMetadata()
-        self._unfilled: set[int] = set()
-        self._stats = OffloadingConnectorStats()
         self._started = -1
         self._prepared = -1
 
@@ -151,18 +150,6 @@ class SimpleCPUOffloadWorker:
                 self._stores.discard(event)
                 self._report.completed_store_events[event if result.success else failed(event)] = 1
         return set(), received
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """The GPU blocks that loads did not fill, since the last call: exactly those the engine must compute itself."""
-        unfilled, self._unfilled = self._unfilled, set()
-        return unfilled
-
-    def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
-        """The transfers that were collected since the last call, or None."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadingConnectorStats()
-        return stats
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
         """The store events that were collected since the last call, for the scheduler half, or None."""

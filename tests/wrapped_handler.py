@@ -1,0 +1,27 @@
+"""A copy handler that tests put before a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tiering.base import TransferSpec
+from tiering.copy.base import OffloadingHandler, TransferResult
+
+
+class Wrapped(OffloadingHandler):
+    """Passes everything on to the real handler; tests override one thing."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        self.inner = inner
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        return self.inner.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self.inner.get_finished()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self.inner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
