@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
     """Run those of ``modules`` (name on the command line → module in this package) that ``argv`` asks for.
 
+    A module has ``run(bench)``, and ``lacks()`` if it cannot be run everywhere: what is missing here, or an empty string.
     The exit code says whether all ran to the end (and, with --strict, reached their targets).
     """
     options = _arguments(prog, description, sorted(modules), argv)
@@ -32,6 +33,9 @@ def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[
         directory = Path(tempfile.mkdtemp(prefix=f"{subject}-", dir=disk))
         try:
             module = importlib.import_module(f"benchmarks.{modules[name]}")
+            if missing := getattr(module, "lacks", str)():
+                print(f"Left out: {missing}.")
+                continue
             bench = Bench(subject, directory, quick=options.quick)
             module.run(bench)
             shape = machine(directory)

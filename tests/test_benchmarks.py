@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_cuda
 from benchmarks.__main__ import found, main
 from benchmarks.harness import Bench, Sample, Stats, machine, ratio, show, write_json, write_section
+from tests.copy.fake_cuda import FakeCuda
 
 
 @pytest.fixture
@@ -99,6 +101,23 @@ def test_every_benchmark_says_what_it_measures_and_can_be_run(name):
     module = importlib.import_module(f"benchmarks.bench_{name}")
     assert callable(module.run)
     assert len(module.__doc__ or "") > 60
+
+
+def test_a_benchmark_that_cannot_run_here_is_left_out_and_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(importlib.import_module("benchmarks.bench_cuda"), "lacks", lambda: "it needs the moon")
+    assert main(["--quick", "--only", "cuda", "--out", str(tmp_path)]) == 0
+    assert "Left out: it needs the moon." in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_of_cuda_copies_moves_what_it_says(tmp_path):
+    bench = Bench("cuda", tmp_path, quick=True, out=io.StringIO())
+    api = FakeCuda()
+    bench_cuda.compare(bench, 1024, "cpu", api)
+    assert set(bench.results) == {"store, pages of 1 KiB", "load, pages of 1 KiB"}
+    assert [len(stats) for stats in bench.results.values()] == [3, 3]
+    assert api.log.count("host waits for event") == 2
+    assert not api.runtime.registered
 
 
 def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(monkeypatch, tmp_path, capsys):
