@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tiering.connector.stats import OffloadingConnectorStats
+from tiering.connector.stats import OffloadingConnectorStats, TierIncrements
 from tiering.secondary.stats import TierStats
 
 STORE, LOAD = ("gpu", "cpu"), ("cpu", "gpu")
@@ -62,12 +62,47 @@ def test_aggregate_shares_nothing_with_the_other() -> None:
     assert other.data["tiers"] == {"local": TierStats().as_dict()}
 
 
-def test_the_latest_counters_of_a_tier_stand_for_those_before() -> None:
+def test_what_is_new_of_a_tier_adds_up_and_its_gauges_are_as_told_last() -> None:
     stats, later = OffloadingConnectorStats(), OffloadingConnectorStats()
-    stats.record_tiers({"local": TierStats(hits=1).as_dict(), "s3": TierStats(hits=5).as_dict()})
-    later.record_tiers({"local": TierStats(hits=3).as_dict()})
-    stats.aggregate(later)
-    assert {name: fields["hits"] for name, fields in stats.data["tiers"].items()} == {"local": 3, "s3": 5}
+    stats.record_tiers({"local": TierStats(hits=1, blocks=9, job_latency_sum=0.5).as_dict(), "s3": TierStats(hits=5).as_dict()})
+    more = TierStats(hits=3, blocks=4)
+    more.observe_job(0.25)
+    later.record_tiers({"local": more.as_dict()})
+    stats.aggregate(later).aggregate(later)
+    local, s3 = stats.data["tiers"]["local"], stats.data["tiers"]["s3"]
+    assert (local["hits"], local["blocks"], local["job_latency_sum"], sum(local["job_latency"])) == (7, 4, 1.0, 2)
+    assert s3["hits"] == 5
+
+
+class TestIncrements:
+    def test_are_what_is_new_since_the_time_before(self) -> None:
+        increments, stats = TierIncrements(), TierStats(hits=5, blocks=7)
+        stats.observe_job(0.5)
+        assert increments.take({"local": stats.as_dict()}) == {"local": stats.as_dict()}
+        stats.hits, stats.blocks = 8, 6
+        stats.observe_job(0.5)
+        stats.observe_job(100)
+        new = increments.take({"local": stats.as_dict()})["local"]
+        assert (new["hits"], new["blocks"], new["job_latency_sum"], sum(new["job_latency"])) == (3, 6, 100.5, 2)
+        assert increments.take({"local": stats.as_dict()})["local"]["hits"] == 0
+
+    def test_of_a_tier_that_comes_later_are_all_that_it_has_counted(self) -> None:
+        increments = TierIncrements()
+        increments.take({"local": {"hits": 5}})
+        assert increments.take({"local": {"hits": 5}, "s3": {"hits": 2}}) == {"local": {"hits": 0}, "s3": {"hits": 2}}
+
+    def test_of_counters_that_have_started_again_are_all_that_they_count_now(self) -> None:
+        increments = TierIncrements()
+        increments.take({"local": {"hits": 5, "misses": 1, "job_latency": [3, 1]}})
+        again = {"hits": 2, "misses": 2, "job_latency": [1, 0]}
+        assert increments.take({"local": again}) == {"local": again}
+
+    def test_share_nothing_with_what_they_were_taken_from(self) -> None:
+        increments, fields = TierIncrements(), {"job_latency": [1, 2]}
+        new = increments.take({"local": fields})
+        fields["job_latency"][0] = 5
+        assert new == {"local": {"job_latency": [1, 2]}}
+        assert increments.take({"local": fields}) == {"local": {"job_latency": [4, 0]}}
 
 
 def test_tiers_alone_are_worth_a_report_and_are_no_transfers() -> None:

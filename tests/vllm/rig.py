@@ -125,6 +125,12 @@ class Engine:
         """A secondary tier's counters."""
         return dict(self.connector.scheduler_half.get_stats()["tiers"][name])
 
+    def came_from(self, **tokens: int) -> bool:
+        """Whether vLLM was told these tokens of hits by source; it asks from 0.32 on, and is told nothing before."""
+        from tiering.engines.vllm import CacheHitSource
+
+        return self.sources == ({} if CacheHitSource is None else tokens)
+
     @contextmanager
     def loads_through(self, replace: Callable[[OffloadingHandler], OffloadingHandler]) -> Iterator[OffloadingHandler]:
         """Put another handler in front of the one that loads."""

@@ -52,13 +52,13 @@ def test_back_from_the_local_disk_after_a_restart_in_larger_blocks_too(llama, ex
             assert wrong(answers, expected) == []
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES
             assert first.tier("local")["read_bytes"] == 0
-            assert first.sources == {"host": whole_blocks(PROMPTS, size) * BLOCK}
+            assert first.came_from(host=whole_blocks(PROMPTS, size) * BLOCK)
         with engine(llama, stack, disable_log_stats=False) as second:
             answers, loaded = second.loaded(lambda: second.ask(PROMPTS))
             assert wrong(answers, expected) == []
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES
             assert second.tier("local")["read_bytes"] >= loaded
-            assert second.sources == {"disk": whole_blocks(PROMPTS, size) * BLOCK}
+            assert second.came_from(disk=whole_blocks(PROMPTS, size) * BLOCK)
 
 
 def test_a_new_machine_is_warm_from_the_bucket(llama, expected, tmp_path, endpoint):
@@ -74,7 +74,7 @@ def test_a_new_machine_is_warm_from_the_bucket(llama, expected, tmp_path, endpoi
         assert wrong(answers, expected) == []
         assert loaded == whole_blocks(PROMPTS) * BLOCK_BYTES
         assert new.tier("s3")["read_bytes"] >= loaded
-        assert new.sources == {"external_unspecified": whole_blocks(PROMPTS) * BLOCK}
+        assert new.came_from(external_unspecified=whole_blocks(PROMPTS) * BLOCK)
         assert new.tier("local")["read_bytes"] == 0
 
 

@@ -1,8 +1,7 @@
 """Prometheus metrics of the connector: transfers of the workers, and every tier's counters, labelled by tier.
 
-Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.  The tiers'
-counters arrive cumulative and leave as increments, so that it does not matter how often they are observed, nor that their source
-starts again from zero.
+Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.  What arrives
+are increments, each of which must be observed once: an engine with several front ends sends each report to one of them.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def representative_seconds(counts: Sequence[int], total: float) -> list[float]:
 
 
 class _TierSeries:
-    """The metrics of all tiers, and what each was last told."""
+    """The metrics of all tiers."""
 
     def __init__(self, classes: MetricClasses, labelnames: Sequence[str]) -> None:
         labels = [*labelnames, "tier"]
@@ -136,33 +135,18 @@ class _TierSeries:
             labelnames=labels,
             buckets=list(JOB_LATENCY_BUCKETS),
         )
-        self._last: dict[tuple[str, ...], Mapping[str, Any]] = {}
 
     def observe(self, labels: tuple[str, ...], fields: Mapping[str, Any]) -> None:
-        last = self._last.get(labels, {})
         for key, counter in self._counters.items():
-            now, before = fields.get(key, 0), last.get(key, 0)
-            increment = now - before if now >= before else now
-            if increment:
+            if increment := fields.get(key, 0):
                 counter.labels(*labels).inc(increment)
         for key, gauge in self._gauges.items():
             if key in fields:
                 gauge.labels(*labels).set(fields[key])
-        self._observe_latency(labels, fields, last)
-        self._last[labels] = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
-
-    def _observe_latency(self, labels: tuple[str, ...], fields: Mapping[str, Any], last: Mapping[str, Any]) -> None:
         counts: list[int] = fields.get("job_latency", [])
-        if len(counts) != len(JOB_LATENCY_BUCKETS) + 1:
-            return
-        total: float = fields.get("job_latency_sum", 0.0)
-        before: list[int] = last.get("job_latency", [0] * len(counts))
-        if all(now >= then for now, then in zip(counts, before, strict=True)):
-            counts = [now - then for now, then in zip(counts, before, strict=True)]
-            total -= last.get("job_latency_sum", 0.0)
-        if any(counts):
+        if any(counts) and len(counts) == len(JOB_LATENCY_BUCKETS) + 1:
             histogram = self._latency.labels(*labels)
-            for count, seconds in zip(counts, representative_seconds(counts, total), strict=True):
+            for count, seconds in zip(counts, representative_seconds(counts, fields.get("job_latency_sum", 0.0)), strict=True):
                 for _ in range(count):
                     histogram.observe(seconds)
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from tiering.connector.metadata import OffloadingOperationMetrics
 from tiering.copy.base import TransferType
+from tiering.secondary.stats import GAUGES
 
 TIERS = "tiers"
 """The key of ``data`` that holds the tiers' counters; every other key is a transfer type."""
@@ -19,11 +20,33 @@ def transfer_type_name(transfer_type: TransferType) -> str:
     return f"{source}_to_{destination}"
 
 
+class TierIncrements:
+    """Turns the tiers' counters, which run from the start, into what is new since the report before.
+
+    Several processes may take in an engine's reports, each report one of them: only increments add up there.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Mapping[str, Any]] = {}
+
+    def take(self, tiers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """``tiers``: tier name → fields of :class:`tiering.secondary.stats.TierStats`, as they are now.  Gauges stay as they are.
+
+        A tier whose counters have started again from zero (it was opened anew) has all of them as increments.
+        """
+        new = {}
+        for name, fields in tiers.items():
+            before = self._before.get(name, {})
+            new[name] = _plain_copy(fields) if _started_again(fields, before) else _combined(fields, before, -1)
+        self._before = {name: _plain_copy(fields) for name, fields in tiers.items()}
+        return new
+
+
 class OffloadingConnectorStats:
-    """Transfers since the last report, and the latest counters of each tier.
+    """Transfers, and what has happened in each tier, since the last report.
 
     ``data`` is plain dicts and lists: transfer type → list of ``{"op_size": bytes, "op_time": seconds}``, and under ``"tiers"``
-    tier name → the fields of :class:`tiering.secondary.stats.TierStats` (cumulative: the latest report stands for all before).
+    tier name → fields of :class:`tiering.secondary.stats.TierStats`: of counters what is new, of gauges how they are.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -37,9 +60,10 @@ class OffloadingConnectorStats:
         self.data.setdefault(transfer_type_name(transfer_type), []).append(operation)
 
     def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the tiers' counters as they are now: tier name → plain fields."""
-        if tiers:
-            self.data.setdefault(TIERS, {}).update({name: _plain_copy(fields) for name, fields in tiers.items()})
+        """Add what is new of the tiers: tier name → plain fields, of counters the increments (:class:`TierIncrements`)."""
+        for name, fields in tiers.items():
+            known = self.data.setdefault(TIERS, {})
+            known[name] = _combined(fields, known.get(name, {}), 1)
 
     def aggregate(self, other: OffloadingConnectorStats) -> Self:
         """Add ``other``, later or another worker's, to this; returns itself and shares nothing with ``other``."""
@@ -66,6 +90,24 @@ class OffloadingConnectorStats:
     def reset(self) -> None:
         """Forget what was reported.  Data handed out before is not touched."""
         self.data = {}
+
+
+def _started_again(fields: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return any(
+        now < before[name] for name, now in fields.items() if name in before and name not in GAUGES and not isinstance(now, list)
+    )
+
+
+def _combined(fields: Mapping[str, Any], others: Mapping[str, Any], sign: int) -> dict[str, Any]:
+    """``fields``, their counters with those of ``others`` added (``sign`` 1) or taken away (-1)."""
+    result = _plain_copy(fields)
+    for name in fields.keys() & others.keys() - GAUGES:
+        value, other = fields[name], others[name]
+        if isinstance(value, list):
+            result[name] = [mine + sign * theirs for mine, theirs in zip(value, other, strict=True)]
+        else:
+            result[name] = value + sign * other
+    return result
 
 
 def _plain_copy(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.connector.stats import TIERS, OffloadingConnectorStats
+from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncrements
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache
 from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
@@ -135,6 +135,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
         self._adapters = AdapterGuard()
         self._next_stats_at = 0.0
+        self._tier_increments = TierIncrements()
         self._open_requests: set[str] = set()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
@@ -331,7 +332,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         self._next_stats_at = now + STATS_INTERVAL
         stats = TieringConnectorStats()
-        stats.record_tiers(self._scheduler.get_stats().get("tiers", {}))
+        stats.record_tiers(self._tier_increments.take(self._scheduler.get_stats().get("tiers", {})))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

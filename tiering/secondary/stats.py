@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 JOB_LATENCY_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds of the job latency histogram; one more bucket counts what is slower."""
 
+GAUGES = frozenset(
+    ("promotions_active", "cascades_active", "blocks", "occupancy_bytes", "capacity_bytes", "breaker_state", "available")
+)
+"""The fields of :class:`TierStats` that tell how things are; all others count what has happened since the start."""
+
 
 @dataclass(slots=True)
 class TierStats:
