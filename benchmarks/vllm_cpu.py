@@ -29,6 +29,7 @@ from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
 from tests.servers import rclone_server
+from tiering.base import PRIMARY_TIER
 
 PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
 STARTS, ROUNDS = 5, 2
@@ -159,7 +160,7 @@ def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environme
             written = {"cpu": engine.moved.get("gpu_to_cpu", 0)}
             if engine.connector is not None:
                 tiers = engine.connector.scheduler_half.get_stats()["tiers"]
-                written |= {name: int(counters["written_bytes"]) for name, counters in tiers.items()}
+                written |= {name: int(counters["written_bytes"]) for name, counters in tiers.items() if name != PRIMARY_TIER}
             pipe.send(Cost(cpu, spent, wall, written, dict(clock.seconds)))
 
 

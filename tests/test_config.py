@@ -220,6 +220,11 @@ def test_a_tier_inside_another_ones_directory_is_refused(paths):
     assert len(load_stack({"primary": PRIMARY, "secondary": apart}).secondary) == 2
 
 
+def test_the_primary_tiers_name_is_not_for_another():
+    stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "name": "cpu", "path": "/a"}]}
+    assert "secondary[0].name: 'cpu' is the name of the primary tier; give this one another" in refusal(stack)
+
+
 def test_two_tiers_of_one_name_are_refused():
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "path": path} for path in ("/a", "/b")]}
     assert "secondary[1].name: 'FAKE_TIER' is also the name of secondary[0]; give each tier a name of its own" in refusal(stack)

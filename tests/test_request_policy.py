@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.base import ReqContext, RequestPolicy, parse_request_policy
+from tiering.connector.protocols import policy_of
 from tiering.errors import ConfigError
 
 
@@ -38,6 +40,13 @@ def test_every_word_is_read() -> None:
 def test_a_wrong_word_is_named(words: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"kv_transfer_params\.kv_tiering\.{field}"):
         parse_request_policy({"kv_tiering": words})
+
+
+@pytest.mark.parametrize("computes_all", [False, True])
+def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed(computes_all: bool) -> None:
+    params = {"kv_tiering": {"max_store_tokens": 5}}
+    request: Any = SimpleNamespace(kv_transfer_params=params, skip_reading_prefix_cache=computes_all)
+    assert policy_of(request) == RequestPolicy(load=not computes_all, max_store_tokens=5)
 
 
 @pytest.mark.parametrize("params", [{"kv_tiering": 1}, {"kv_tiering": []}, ["kv_tiering"], "kv_tiering"])

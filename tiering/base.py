@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 """Row numbers (or block ids): a one-dimensional int64 array."""
 
+PRIMARY_TIER = "cpu"
+"""The primary tier's name where tiers are told by name; no secondary tier may have it."""
+
 # --------------------------------------------------------------------------------------------------------------------- keys
 
 OffloadKey = bytes

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValidator, model_validator
 
+from tiering.base import PRIMARY_TIER
 from tiering.block_table import load_policy
 from tiering.config_errors import Problem, Problems, problems_of, refuse
 from tiering.config_source import read_source
@@ -142,6 +143,11 @@ class StackConfig(Strict):
                 ("secondary", index, "name"), f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own"
             )
             for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
+        ]
+        problems += [
+            Problem(("secondary", index, "name"), f"{PRIMARY_TIER!r} is the name of the primary tier; give this one another")
+            for index, tier in enumerate(self.secondary)
+            if tier.tier_name == PRIMARY_TIER
         ]
         places = [tier_definition(tier.type).location(tier) for tier in self.secondary]
         problems += [

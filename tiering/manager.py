@@ -370,7 +370,18 @@ class TieringOffloadingManager(OffloadingManager):
             tier_stats = self._call(state, state.tier.get_stats)
             if tier_stats is not None:
                 tiers[state.tier.name] = tier_stats.as_dict()
-        return {"manager": stats.as_dict(), "tiers": tiers}
+        return {"manager": stats.as_dict(), "primary": self._primary_fields(), "tiers": tiers}
+
+    def _primary_fields(self) -> dict[str, int]:
+        """The primary tier in the words of :class:`tiering.secondary.stats.TierStats`, as far as they have a meaning for it."""
+        buffer, blocks = self.primary_tier.get_kv_memoryview(), len(self._readable)
+        return {
+            "blocks": blocks,
+            "occupancy_bytes": blocks * (buffer.nbytes // self._table.num_rows),
+            "capacity_bytes": buffer.nbytes,
+            "evictions": self._stats.evicted_blocks,
+            "available": 1,
+        }
 
     # ------------------------------------------------------------------------------------------------------ reset, shutdown
 

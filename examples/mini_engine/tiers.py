@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.mini_engine.worker import Worker, layer_name
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, KVCacheGroup, LoadStoreSpec, TransferSpec
+from tiering.base import PRIMARY_TIER, CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, KVCacheGroup, LoadStoreSpec, TransferSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.base import OffloadingHandler, TransferResult
@@ -40,7 +40,7 @@ class Tiers:
     def secondary_stats(self) -> dict[str, dict[str, Any]]:
         """Counters and gauges of each secondary tier by its name (see :class:`tiering.secondary.stats.TierStats`)."""
         tiers: dict[str, dict[str, Any]] = self.scheduler_half.get_stats()["tiers"]
-        return tiers
+        return {name: fields for name, fields in tiers.items() if name != PRIMARY_TIER}
 
     def shutdown(self) -> None:
         """Stop the copies, then the tiers."""

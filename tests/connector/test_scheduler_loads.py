@@ -33,6 +33,29 @@ class TestSources:
         scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
         assert scheduler.get_hit_sources(request, 32) == {"DISK": 8, "OBJECT": 4, "CPU": 20}
 
+    def test_make_the_primary_tiers_hits_those_that_no_other_tier_brought(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        manager.hold(request.keys()[:6])
+        manager.sources = dict.fromkeys(request.keys()[2:4], "DISK")
+        for _ in range(3):  # the engine asks again while it has no room
+            scheduler.get_num_new_matched_tokens(request, 4)
+        scheduler.update_state_after_alloc(request, FakeBlocks((ids(6),)), 20)
+        told = scheduler.get_stats()["tiers"]["cpu"]
+        assert (told["queries"], told["hits"]) == (7, 3)
+
+    def test_count_a_request_that_loads_again_once(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        manager.hold(request.keys())
+        for _ in range(2):
+            scheduler.get_num_new_matched_tokens(request, 0)
+            scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+            meta = idle_step(scheduler)
+            scheduler.update_connector_output(finished(meta.reqs_to_load["r1"].job_id))
+        told = scheduler.get_stats()["tiers"]["cpu"]
+        assert (told["queries"], told["hits"]) == (8, 8)
+
     def test_never_tell_of_more_tokens_than_are_loaded(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(32)

@@ -62,6 +62,17 @@ def test_without_secondary_tiers_the_manager_is_a_cpu_cache() -> None:
     assert not rig.manager.has_pending_work()
 
 
+def test_the_primary_tier_tells_how_full_it_is_and_what_it_evicted() -> None:
+    rig = Rig(3)
+    row = rig.manager.primary_tier.get_kv_memoryview().nbytes // 3
+    rig.store(make_keys(0, 2))
+    told = rig.manager.get_stats()["primary"]
+    assert told == {"blocks": 2, "occupancy_bytes": 2 * row, "capacity_bytes": 3 * row, "evictions": 0, "available": 1}
+    rig.store(make_keys(2, 2))
+    told = rig.manager.get_stats()["primary"]
+    assert (told["blocks"], told["evictions"]) == (3, 1)
+
+
 def test_a_tier_that_wants_whole_requests_gets_held_blocks_too() -> None:
     picky = FakeTier("picky", policy=OffloadPolicy.REQUEST_LEVEL)
     rig = Rig(4, [picky])

@@ -45,7 +45,8 @@ class RequestState:
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
     it got its first blocks.  ``stale``: its KV is from before a
     reset, so that nothing more of it is stored.  ``untouched_blocks`` were stored since its stored blocks were touched last.
-    ``loaded_keys``: offloaded blocks of its last load, of the group that tells how long a hit is.
+    ``loaded_keys``: offloaded blocks of its last load, of the group that tells how long a hit is; ``asked_blocks``: of the same group,
+    those that were asked for when it was matched first and of which no load has told yet how many the primary tier had.
     """
 
     request: EngineRequest
@@ -57,6 +58,7 @@ class RequestState:
     keys: list[list[OffloadKey]] = field(init=False)
     match: Match | None = None
     touched: bool = False
+    asked_blocks: int = 0
     may_load: bool = True
     sharer_deadline: float | None = None
     invalid_from: int | None = None

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from tiering.base import OffloadingSpec, OffloadPolicy, ReqContext, RequestPolicy, parse_request_policy
+from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext, RequestPolicy
 from tiering.connector.events import PRIMARY_MEDIUM, ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import HitSearch, build_groups, interleave
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import BlockIdsByGroup, OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput, policy_of
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_state import NEVER, GroupState, Match, RequestState
 from tiering.connector.stores import StorePlanner
@@ -46,10 +46,15 @@ ASK_AGAIN: tuple[None, bool] = (None, False)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What the scheduler half has seen since the start, and the present number of jobs and requests."""
+    """What the scheduler half has seen since the start, and the present number of jobs and requests.
+
+    ``queried_blocks`` were asked for when a request was matched first, ``hit_blocks`` of them were in the primary tier without a promotion.
+    """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    queried_blocks: int = 0
+    hit_blocks: int = 0
     loads: int = 0
     loads_failed: int = 0
     hits_shrunk: int = 0
@@ -119,6 +124,11 @@ class OffloadingConnectorScheduler:
         if not state.touched:
             state.touched = True
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
+            if state.may_load:
+                measure = self._loads.measure
+                known = len(state.keys[measure.group_idx])
+                state.asked_blocks = max(0, known - num_computed_tokens // measure.offloaded_block_size)
+                self._counters.queried_blocks += state.asked_blocks
             if any(state.keys):
                 self._manager.touch(interleave(state.keys), state.ctx)
         if not state.may_load or self._orphans:
@@ -148,6 +158,9 @@ class OffloadingConnectorScheduler:
             self._loads.plan(state, num_external_tokens)
             self._counters.loads += 1
             self._counters.hit_tokens += num_external_tokens
+            brought = sum(self._manager.count_sources(state.loaded_keys, state.ctx).values())
+            self._counters.hit_blocks += min(state.asked_blocks, len(state.loaded_keys) - brought)
+            state.asked_blocks = 0
             state.match = None
 
     def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
@@ -257,11 +270,13 @@ class OffloadingConnectorScheduler:
         return complete
 
     def get_stats(self) -> Mapping[str, Any]:
-        """The manager's statistics, and under ``connector`` those of :class:`SchedulerCounters`."""
+        """The manager's statistics, the primary tier among its tiers, and under ``connector`` those of :class:`SchedulerCounters`."""
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
-        return {**self._manager.get_stats(), "connector": dataclasses.asdict(counters)}
+        stats = dict(self._manager.get_stats())
+        primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
+        return {**stats, "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})}, "connector": dataclasses.asdict(counters)}
 
     def shutdown(self) -> None:
         """Shut the manager down.  May be called twice; may never be called, and nothing durable depends on it."""
@@ -274,7 +289,7 @@ class OffloadingConnectorScheduler:
     def _admit(self, request: EngineRequest) -> RequestState:
         params = getattr(request, "kv_transfer_params", None)
         try:
-            policy = parse_request_policy(params)
+            policy = policy_of(request)
         except ConfigError as error:
             self._warn_policy("request %s neither loads nor stores KV: %s", request.request_id, error)
             policy, params = RequestPolicy(load=False, store=False), None

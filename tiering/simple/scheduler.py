@@ -14,9 +14,9 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tiering.base import EngineConfig, OffloadKey, RequestPolicy, parse_request_policy
+from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey, RequestPolicy
 from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput, policy_of
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.errors import ConfigError
 from tiering.simple.block_pool import CPUBlockPool
@@ -29,7 +29,7 @@ from tiering.simple.lazy import LazyStores, Offer, lazy_target
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.request_state import BlockIds, GroupState, RequestState
-from tiering.simple.stats import TIER_NAME, SimpleCounters, tier_fields
+from tiering.simple.stats import SimpleCounters, tier_fields
 
 logger = logging.getLogger("kv_tiering.simple")
 
@@ -280,7 +280,7 @@ class SimpleCPUOffloadScheduler:
             "cached_blocks": len(pool.cached),
             "held_blocks": pool.num_held_blocks,
             "num_blocks": pool.num_blocks,
-            "tiers": {TIER_NAME: tier_fields(counters, pool, self.cpu_config.block_bytes * self._world_size)},
+            "tiers": {PRIMARY_TIER: tier_fields(counters, pool, self.cpu_config.block_bytes * self._world_size)},
         }
 
     def shutdown(self) -> None:
@@ -290,7 +290,7 @@ class SimpleCPUOffloadScheduler:
 
     def _admit(self, request: EngineRequest) -> RequestState:
         try:
-            policy = parse_request_policy(getattr(request, "kv_transfer_params", None))
+            policy = policy_of(request)
         except ConfigError as error:
             self._warn("request %s neither loads nor stores KV: %s", request.request_id, error)
             policy = RequestPolicy(load=False, store=False)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from tiering.simple.block_pool import CPUBlockPool
 
-TIER_NAME = "cpu"
-
 
 @dataclass(slots=True)
 class SimpleCounters:
