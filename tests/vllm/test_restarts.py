@@ -84,12 +84,12 @@ def test_a_bucket_that_dies_in_the_middle_changes_no_answer(llama, expected, mon
             for name, value in server.environment().items():
                 monkeypatch.setenv(name, value)
             tier = s3(server, server.make_bucket("kv-cache"))
-            tier.update(deadline="2s", lookup_deadline="1s", retries={"attempts": 1})
             stack = {"primary": {"capacity": "2MiB"}, "secondary": [tier]}
             with engine(llama, stack) as writer:
                 assert wrong(writer.ask(PROMPTS), expected) == []
                 writer.settle()
-            reader = opened.enter_context(engine(llama, stack))
+            impatient = {**tier, "deadline": "10s", "lookup_deadline": "5s", "retries": {"attempts": 1}}
+            reader = opened.enter_context(engine(llama, {**stack, "secondary": [impatient]}))
             assert wrong(reader.ask(PROMPTS[:2]), expected[:2]) == []
             read = reader.tier("s3")["read_bytes"]
             assert read >= whole_blocks(PROMPTS[:2]) * BLOCK_BYTES
