@@ -259,6 +259,13 @@ class TestPolicies:
         manager.hold(request.keys())
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
+    def test_a_request_whose_whole_prompt_must_be_computed_is_offered_nothing(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        request.skip_reading_prefix_cache = True  # type: ignore[attr-defined]
+        manager.hold(request.keys())
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
     def test_max_load_tokens_limits_the_hit_to_whole_blocks(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(32, kv_transfer_params={"kv_tiering": {"max_load_tokens": 18}})

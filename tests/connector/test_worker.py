@@ -67,6 +67,9 @@ class FakeHandler(OffloadingHandler):
             self.log.append(f"wait {job_id}")
             self.end(job_id)
 
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        self.log.append(f"compute after {sorted(job_ids)}")
+
     def shutdown(self) -> None:
         self.wait(list(self.running))
         self.log.append("shutdown")
@@ -173,6 +176,25 @@ def test_without_a_flush_nothing_is_waited_for_nor_started_early(worker: Offload
     step(worker, meta(reqs_to_store={"a": store(1)}))
     worker.handle_preemptions(meta())
     assert handler.log == []
+
+
+def test_an_engine_that_writes_to_new_blocks_early_computes_after_the_step_s_stores(handler: FakeHandler) -> None:
+    worker = OffloadingConnectorWorker(Spec(handler), writes_early=True)
+    worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
+    step(worker, meta(reqs_to_store={"a": store(1), "b": store(2)}, reqs_to_load={"c": load(3)}))
+    assert handler.log == ["start 3", "start 1", "start 2", "compute after [1, 2]"]
+    step(worker)
+    assert len(handler.log) == 4
+
+
+def test_copies_that_no_device_can_order_are_waited_for() -> None:
+    rows = Spec()
+    worker = OffloadingConnectorWorker(rows, writes_early=True)
+    cache = torch.arange(BLOCKS * 16, dtype=torch.uint8).reshape(BLOCKS, 16)
+    worker.register_kv_caches({"l0": cache})
+    step(worker, meta(reqs_to_store={"a": store(1, 5)}))
+    cache.zero_()
+    assert rows.rows[5, :16].tolist() == list(range(80, 96))
 
 
 def test_jobs_that_ended_before_the_flush_are_no_trouble(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:

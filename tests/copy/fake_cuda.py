@@ -21,6 +21,11 @@ class FakeStream:
             raise RuntimeError("CUDA error")
         self.log.append(f"{self.name} waits for {stream.name}")
 
+    def wait_event(self, event: FakeEvent) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error")
+        self.log.append(f"{self.name} waits for event {event.api.events.index(event)}")
+
     def synchronize(self) -> None:
         self.log.append(f"host waits for {self.name}")
         if self.broken:
@@ -58,18 +63,25 @@ class FakeEvent:
 
 @dataclass
 class FakeRuntime:
+    """``code``: what registering answers if not zero.  ``on``: the current device of each call."""
+
+    api: FakeCuda
     code: int = 0
     registered: dict[int, int] = field(default_factory=dict)
+    on: list[object] = field(default_factory=list)
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        if self.code == 0:
-            assert address not in self.registered
-            self.registered[address] = nbytes
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.registered[address]
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802
+        self.on.append(self.api.current_device)
+        if self.code:
+            return self.code
+        if any(start < address + nbytes and address < start + size for start, size in self.registered.items()):
+            return 712
+        self.registered[address] = nbytes
         return 0
+
+    def cudaHostUnregister(self, address: int) -> object:  # noqa: N802
+        self.on.append(self.api.current_device)
+        return 713 if self.registered.pop(address, None) is None else 0
 
 
 class FakeCuda:
@@ -81,7 +93,8 @@ class FakeCuda:
         self.compute = FakeStream("compute", self.log)
         self.streams: list[FakeStream] = []
         self.events: list[FakeEvent] = []
-        self.runtime = FakeRuntime()
+        self.runtime = FakeRuntime(self)
+        self.current_device: object = None
         self.entered: FakeStream | None = None
 
     def Stream(self, device: object = None, priority: int = 0) -> FakeStream:  # noqa: N802
@@ -100,6 +113,14 @@ class FakeCuda:
             yield
         finally:
             self.entered = None
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        before, self.current_device = self.current_device, device
+        try:
+            yield
+        finally:
+            self.current_device = before
 
     def current_stream(self, device: object = None) -> FakeStream:
         return self.entered or self.compute

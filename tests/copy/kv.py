@@ -55,6 +55,12 @@ def interleaved(seed: int = 1) -> dict[str, torch.Tensor]:
     return {name: pool[:, i] for i, name in enumerate(LAYERS)}
 
 
+def interleaved_heads(seed: int = 1) -> dict[str, torch.Tensor]:
+    """All layers of a head side by side: (num_blocks, heads, layers, tokens, head size)."""
+    pool = fill(torch.empty(NUM_BLOCKS, 4, len(LAYERS), 8, 16, dtype=torch.bfloat16), seed)
+    return {name: pool[:, :, i] for i, name in enumerate(LAYERS)}
+
+
 def finer_kernel_blocks(seed: int = 1) -> dict[str, torch.Tensor]:
     """Attention kernels with blocks of half the size: twice as many of them."""
     return {name: fill(torch.empty(2 * NUM_BLOCKS, 2, 3, dtype=torch.int16), seed + i) for i, name in enumerate(LAYERS)}
@@ -62,7 +68,16 @@ def finer_kernel_blocks(seed: int = 1) -> dict[str, torch.Tensor]:
 
 LAYOUTS = {
     layout.__name__: layout
-    for layout in (block_first, split_kv, split_kv_blocks_outside, one_storage, padded, interleaved, finer_kernel_blocks)
+    for layout in (
+        block_first,
+        split_kv,
+        split_kv_blocks_outside,
+        one_storage,
+        padded,
+        interleaved,
+        interleaved_heads,
+        finer_kernel_blocks,
+    )
 }
 
 

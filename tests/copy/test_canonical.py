@@ -43,7 +43,8 @@ def test_a_block_s_pages_are_exactly_that_block_s_bytes(layout: str) -> None:
         ("split_kv_blocks_outside", 3, 160),
         ("one_storage", 3, 84),
         ("padded", 3, 24),
-        ("interleaved", 3, 36),
+        ("interleaved", 1, 108),
+        ("interleaved_heads", 1, 3072),
         ("finer_kernel_blocks", 3, 24),
     ],
 )
@@ -51,6 +52,44 @@ def test_refs_name_the_unpadded_pages(layout: str, tensors: int, page_bytes: int
     canonical = kv.canonical(layout)
     assert len(canonical.tensors) == tensors
     assert [ref.page_size_bytes for ref in canonical.group_data_refs[0]] == [page_bytes] * tensors
+
+
+def test_layers_that_are_no_neighbours_are_pages_of_their_own() -> None:
+    tensors = kv.interleaved()
+    canonical = canonicalize(tensors, [KVCacheGroup(("l0", "l2"), 16), KVCacheGroup(("l1",), 16)], NUM_BLOCKS)
+    assert [[ref.page_size_bytes for ref in refs] for refs in canonical.group_data_refs] == [[36, 36], [36]]
+    for group, layer in ((0, "l0"), (1, "l1")):
+        assert kv.page(canonical, group, 0, 4) == tensors[layer][4].view(torch.uint8).numpy().tobytes()
+
+
+def test_neighbours_are_joined_in_memory_s_order_whatever_the_group_s() -> None:
+    tensors = kv.interleaved()
+    canonical = canonicalize(tensors, [KVCacheGroup(("l2", "l0", "l1"), 16)], NUM_BLOCKS)
+    whole = b"".join(tensors[layer][4].view(torch.uint8).numpy().tobytes() for layer in LAYERS)
+    assert kv.gpu_block(canonical, 0, 4) == whole
+
+
+def test_neighbours_in_memory_that_are_other_blocks_are_not_joined() -> None:
+    """With one block, the second layer begins where the first one's only page ends."""
+    pool = kv.fill(torch.empty(2, 1, 8, dtype=torch.uint8), 1)
+    canonical = canonicalize({"l0": pool[0], "l1": pool[1]}, [KVCacheGroup(("l0", "l1"), 16)], 1)
+    assert [ref.page_size_bytes for ref in canonical.group_data_refs[0]] == [8, 8]
+
+
+def test_groups_that_share_blocks_share_what_begins_at_one_place() -> None:
+    """A block is of one group or the other: pages of other sizes lie where the first group's do."""
+    pool = kv.fill(torch.empty(NUM_BLOCKS, 80, dtype=torch.uint8), 1)
+    tensors = {"a": pool[:, :40], "b": pool[:, 40:64], "c": pool[:, :48], "d": pool[:, 48:80]}
+    canonical = canonicalize(tensors, [KVCacheGroup(("a", "b"), 16), KVCacheGroup(("c", "d"), 16)], NUM_BLOCKS)
+    assert len(canonical.tensors) == 1
+    assert [[ref.page_size_bytes for ref in refs] for refs in canonical.group_data_refs] == [[64], [80]]
+
+
+def test_pages_of_a_group_that_overlap_are_copied_once() -> None:
+    pool = kv.fill(torch.empty(NUM_BLOCKS, 80, dtype=torch.uint8), 1)
+    tensors = {"a": pool[:, :40], "b": pool[:, 24:64], "c": pool[:, 30:36]}
+    canonical = canonicalize(tensors, [KVCacheGroup(("a", "b", "c"), 16)], NUM_BLOCKS)
+    assert [[ref.page_size_bytes for ref in refs] for refs in canonical.group_data_refs] == [[64]]
 
 
 def test_padding_shows_in_the_tensor_s_page_size() -> None:
@@ -127,6 +166,7 @@ def test_one_tensor_whose_layers_lie_outside_is_split() -> None:
         ({"l0": torch.zeros(4, 6, 8)[:, ::2]}, 4, "not contiguous"),
         ({"l0": torch.zeros(8, 6)[:, :3]}, 4, "parts of a block"),
         ({"l0": torch.zeros(1, 6).expand(4, 6)}, 4, "overlap|interleaved"),
+        ({"l0": torch.zeros(4, 8).as_strided((4, 3, 3), (8, 2, 1))}, 4, "overlaps with itself"),
         ({"l0": torch.zeros(4, 2), "own": torch.zeros(4, 2)}, 4, "own has KV of its own but is in no KV-cache group"),
         ({"l0": torch.zeros(4, 2), "l1": torch.zeros(5, 2)}, None, "do not agree"),
         ({"l0": torch.zeros(4, 2)}, 0, "num_blocks 0"),

@@ -290,6 +290,19 @@ def test_a_request_may_say_that_nothing_is_stored_or_loaded_for_it():
     assert again.gpu_hit_tokens < 16
 
 
+def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed():
+    class Scored(Request):
+        skip_reading_prefix_cache = True
+
+    sim = Simulation(gpu_blocks=8)
+    sim.run("a", tokens(1, 17), 1)
+    sim.run("filler", tokens(2, 26), 1)
+    for kind in (Scored, Request):
+        request = kind(kind.__name__, tokens(1, 17), 1)
+        request.update_hashes(BLOCK)
+        assert sim.half.get_num_new_matched_tokens(request, 0) == ((16, True) if kind is Request else (0, False))
+
+
 # -------------------------------------------------------------------------------------------------------------------- lazy
 
 

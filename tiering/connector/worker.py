@@ -7,6 +7,9 @@ what was deferred is not left waiting.
 
 A step's stores are queued and start with the next step's transfers, behind what token sampling needs.  Until then, and until they
 end, their blocks are fenced: when a step reuses one, the scheduler half names the job in ``jobs_to_flush``.
+
+An engine that writes to the blocks that a step newly allocates before it calls ``handle_preemptions`` (zeroing them, say) must say so:
+then a step's stores start with it, and whatever the engine computes afterwards is ordered after them.
 """
 
 from __future__ import annotations
@@ -41,12 +44,14 @@ class OffloadingConnectorWorker(CopyReports):
     """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions` and :meth:`shutdown` ever wait.
 
     ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a cache whose
-    attention kernels use smaller blocks than the scheduler's; an engine should say it.
+    attention kernels use smaller blocks than the scheduler's; an engine should say it.  ``writes_early``: the engine writes to newly
+    allocated blocks before :meth:`handle_preemptions`.
     """
 
-    def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None) -> None:
+    def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None, *, writes_early: bool = False) -> None:
         super().__init__()
         self._spec = spec
+        self._writes_early = writes_early
         self._num_blocks = num_blocks
         self._worker = OffloadingWorker()
         self._registered = False
@@ -109,9 +114,14 @@ class OffloadingConnectorWorker(CopyReports):
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Queue this step's stores; they start with the next step.  The same metadata again does nothing."""
-        if metadata is not self._prepared:
-            self._prepared = metadata
-            self._deferred += metadata.reqs_to_store.items()
+        if metadata is self._prepared:
+            return
+        self._prepared = metadata
+        self._deferred += metadata.reqs_to_store.items()
+        if self._writes_early and self._deferred:
+            jobs = [order.job_id for _, order in self._deferred]
+            self._submit_deferred()
+            self._worker.order_before_compute(jobs)
 
     def _submit_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []

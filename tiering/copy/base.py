@@ -38,6 +38,10 @@ class OffloadingHandler(ABC):
     def wait(self, job_ids: Collection[int]) -> None:
         """Block until these transfers have ended (unknown ids are ignored).  Their results are still handed out."""
 
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        """What the engine computes from here on runs after these transfers.  Without a device to order that, they are waited for."""
+        self.wait(job_ids)
+
     def shutdown(self) -> None:
         """Wait for what is running and release threads, streams and pins.  May be called twice."""
 
@@ -66,6 +70,11 @@ class OffloadingWorker:
         """Block until these transfers have ended."""
         for handler in self._unique():
             handler.wait(job_ids)
+
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        """Let what the engine computes from here on run after these transfers."""
+        for handler in self._unique():
+            handler.order_before_compute(job_ids)
 
     def shutdown(self) -> None:
         """Shut all handlers down."""

@@ -1,13 +1,15 @@
 """From an engine's KV-cache tensors, whatever their layout, to unique int8 tensors that begin with the block dimension.
 
 Decided by shapes and strides alone.  The dimensions that lie outside the block dimension in memory, such as the 2 of
-(2, num_blocks, ...), are split into tensors of their own; those inside must be dense and make up a page, in any order.  Bytes are
-never moved: every canonical tensor is a view of the engine's memory.
+(2, num_blocks, ...), are split into tensors of their own; those inside are dense and make up a page, in any order, or a few long
+pieces with other layers' between them.  Pieces of a group that are neighbours in every block are one page: of an engine that keeps all
+layers of a block together, a whole block.  Bytes are never moved: every canonical tensor is a view of the engine's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -17,6 +19,9 @@ from tiering.errors import ConfigError
 
 ALL_LAYERS = "ALL_LAYERS"
 """The pseudo-layer of an engine that keeps the KV of all layers in one tensor."""
+
+_SMALLEST_PIECE = 256
+"""Bytes; a page in smaller pieces than this is not worth its copies."""
 
 
 def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
@@ -53,22 +58,24 @@ def canonicalize(
     blocks = infer_num_blocks(kv_caches) if num_blocks is None else num_blocks
     builder = _Builder(blocks)
     refs = []
+    own: set[tuple[int, int]] = set()
     for index, group in enumerate(groups):
-        pages: dict[int, int] = {}
+        pieces: dict[tuple[int, int], _Piece] = {}
         for layer in group.layer_names:
             if layer not in kv_caches:
                 raise ConfigError(
                     f"layer {layer} of KV-cache group {index} has no KV-cache tensor; registered are {', '.join(kv_caches)}"
                 )
-            for tensor_idx, page in builder.add(layer, kv_caches[layer]):
-                pages[tensor_idx] = max(page, pages.get(tensor_idx, 0))
-        if not pages:
+            for piece in builder.pieces(layer, kv_caches[layer]):
+                known = pieces.get(piece.place)
+                if known is None or known.nbytes < piece.nbytes:
+                    pieces[piece.place] = piece
+        if not pieces:
             raise ConfigError(f"KV-cache group {index} has no layers")
-        refs.append(tuple(CanonicalKVCacheRef(tensor_idx, page) for tensor_idx, page in pages.items()))
-    known = len(builder.tensors)
+        own.update(pieces)
+        refs.append(tuple(map(builder.add, _joined(pieces.values()))))
     for layer, tensor in kv_caches.items():
-        builder.add(layer, tensor)
-        if len(builder.tensors) != known:
+        if any(piece.place not in own for piece in builder.pieces(layer, tensor)):
             raise ConfigError(f"layer {layer} has KV of its own but is in no KV-cache group: what it holds would be lost")
     return CanonicalKVCaches(tuple(builder.tensors), tuple(refs))
 
@@ -88,6 +95,37 @@ def canonicalize_cross_layers(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Contiguous bytes of every block: from ``address`` in block 0 on, ``stride`` bytes from one block to the next."""
+
+    address: int
+    stride: int
+    nbytes: int
+    tensor: torch.Tensor
+    """Whose storage it is in."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.address, self.stride
+
+
+def _joined(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """``pieces`` with those joined that touch or overlap in every block, in the order in which each was first there."""
+    order = {piece.place: index for index, piece in enumerate(pieces)}
+    found: list[tuple[int, _Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.address):
+        if found:
+            first, last = found[-1]
+            nbytes = max(last.nbytes, piece.address - last.address + piece.nbytes)
+            same_memory = last.tensor.untyped_storage().data_ptr() == piece.tensor.untyped_storage().data_ptr()
+            if same_memory and last.stride == piece.stride >= nbytes and last.address + last.nbytes >= piece.address:
+                found[-1] = min(first, order[piece.place]), _Piece(last.address, last.stride, nbytes, last.tensor)
+                continue
+        found.append((order[piece.place], piece))
+    return [piece for _, piece in sorted(found, key=lambda entry: entry[0])]
+
+
 class _Builder:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -95,53 +133,56 @@ class _Builder:
         self.num_blocks = num_blocks
         self.tensors: list[CanonicalKVCacheTensor] = []
         self._known: dict[tuple[int, int], int] = {}
-        """(address of block 0, distance of two blocks in bytes) → index in ``tensors``."""
+        """Place → index in ``tensors``."""
 
-    def add(self, layer: str, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """(index of the canonical tensor, unpadded page bytes) of each part of ``layer``."""
-        found = []
-        for offset, stride, page in self._parts(layer, tensor):
-            key = (tensor.untyped_storage().data_ptr() + offset, stride)
-            if key not in self._known:
-                self._known[key] = len(self.tensors)
-                self.tensors.append(self._view(tensor, offset, stride, page))
-            tensor_idx = self._known[key]
-            if self.tensors[tensor_idx].page_size_bytes < page:
-                self.tensors[tensor_idx] = self._view(tensor, offset, stride, page)
-            found.append((tensor_idx, page))
-        return found
+    def add(self, piece: _Piece) -> CanonicalKVCacheRef:
+        """The reference to ``piece``, in a tensor that may be there already (of another group, with another size)."""
+        index = self._known.setdefault(piece.place, len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(self._view(piece))
+        elif self.tensors[index].page_size_bytes < piece.nbytes:
+            self.tensors[index] = self._view(piece)
+        return CanonicalKVCacheRef(index, piece.nbytes)
 
-    def _view(self, tensor: torch.Tensor, offset: int, stride: int, page: int) -> CanonicalKVCacheTensor:
-        storage = tensor.untyped_storage()
+    def _view(self, piece: _Piece) -> CanonicalKVCacheTensor:
+        storage, stride = piece.tensor.untyped_storage(), piece.stride
+        offset = piece.address - storage.data_ptr()
         # Padding is part of the page where the storage has it behind every block; the last one's may be missing.
-        width = stride if offset + self.num_blocks * stride <= storage.nbytes() else page
-        raw = torch.empty(0, dtype=torch.int8, device=tensor.device)
+        width = stride if offset + self.num_blocks * stride <= storage.nbytes() else piece.nbytes
+        raw = torch.empty(0, dtype=torch.int8, device=piece.tensor.device)
         raw.set_(storage, offset, (self.num_blocks, width), (stride, 1))
         return CanonicalKVCacheTensor(raw, width)
 
-    def _parts(self, layer: str, tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-        """(byte offset of block 0 in the storage, bytes from one block to the next, unpadded page bytes), in logical order."""
+    def pieces(self, layer: str, tensor: torch.Tensor) -> Iterator[_Piece]:
+        """What ``layer`` has of each block, in logical order."""
         dim, ratio = self._block_dim(layer, tensor)
         item = tensor.element_size()
         step = tensor.stride(dim)
-        others = [(tensor.shape[d], tensor.stride(d), d) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]
-        inner = sorted((stride, size) for size, stride, _ in others if stride < step)
-        dense = 1
-        for stride, size in inner:
-            if stride != dense:
-                raise ConfigError(f"layer {layer}: {self._describe(tensor)}: a block's page is not contiguous in memory")
-            dense *= size
-        if dense > step:
+        others = [(tensor.shape[d], tensor.stride(d)) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]
+        dense = extent = 1
+        apart = set()
+        for stride, size in sorted((stride, size) for size, stride in others if stride < step):
+            if stride == dense == extent:
+                dense = extent = dense * size
+            elif stride < extent:
+                raise ConfigError(f"layer {layer}: {self._describe(tensor)}: a block overlaps with itself in memory")
+            else:
+                extent += stride * (size - 1)
+                apart.add(stride)
+        if apart and dense * item < _SMALLEST_PIECE:
+            raise ConfigError(f"layer {layer}: {self._describe(tensor)}: a block's page is not contiguous in memory")
+        if extent > step:
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: blocks overlap in memory")
         if ratio > 1 and dense != step:
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: the {ratio} parts of a block are not contiguous in memory")
-        outer = [(size, stride) for size, stride, _ in others if stride >= step]
         span = tensor.shape[dim] * step
-        if any(stride < span for _, stride in outer):
+        if any(step <= stride < span for _, stride in others):
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: blocks are interleaved with another dimension")
-        for index in product(*(range(size) for size, _ in outer)):
-            start = tensor.storage_offset() + sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
-            yield int(start) * item, step * ratio * item, dense * ratio * item
+        split = [(size, stride) for size, stride in others if stride >= step or stride in apart]
+        base = tensor.untyped_storage().data_ptr()
+        for index in product(*(range(size) for size, _ in split)):
+            start = tensor.storage_offset() + sum(i * stride for i, (_, stride) in zip(index, split, strict=True))
+            yield _Piece(base + int(start) * item, step * ratio * item, dense * ratio * item, tensor)
 
     def _block_dim(self, layer: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Which dimension the blocks are, and how many of its entries one block has."""

@@ -3,14 +3,17 @@
 A job is one submission.  A store first gathers the job's pages, layer by layer, into a staging buffer on the device that looks like the
 rows' segments, then moves each row with a single copy; a load goes the other way.  So a row costs one transfer over the bus, however
 many layers it has.  The side stream is ordered after what the compute stream had been given when the job was submitted; the compute
-stream never waits for it, and the host only does in :meth:`CudaCopyHandler.wait`.
+stream waits for it only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.
+
+An engine that measures free memory to size its KV cache does not know of the staging buffers: they are taken when it hands its KV
+cache over, so that too little memory shows at start.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +27,7 @@ from tiering.base import CanonicalKVCaches, TransferSpec
 from tiering.copy.base import OffloadingHandler, TransferResult
 from tiering.copy.host import Direction, blocks_per_group, check_rows, split_spec
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
 
@@ -45,6 +49,7 @@ class StreamLike(Protocol):
     """A torch.cuda.Stream."""
 
     def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
@@ -54,6 +59,7 @@ class CudaApi(Protocol):
     def Stream(self, device: Any = ..., priority: int = ...) -> StreamLike: ...  # noqa: N802
     def Event(self, enable_timing: bool = ...) -> EventLike: ...  # noqa: N802
     def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
+    def device(self, device: Any) -> AbstractContextManager[Any]: ...
     def current_stream(self, device: Any = ...) -> StreamLike: ...
     def cudart(self) -> Any: ...
 
@@ -72,27 +78,63 @@ class PinnedRows:
         self._users = 0
         self._registered = False
 
-    def acquire(self) -> None:
-        """One more user; the first one pins."""
+    def acquire(self, device: torch.device) -> None:
+        """One more user; the first one pins.  Raises :class:`ConfigError` if copies to the rows would end elsewhere."""
+        if not self._users:
+            with self.api.device(device):  # else CUDA would make a context on its first device
+                self._pin(device)
         self._users += 1
-        if self._users > 1:
-            return
-        code = int(self.api.cudart().cudaHostRegister(self._rows.ctypes.data, self._rows.nbytes, 0))
+
+    def _pin(self, device: torch.device) -> None:
+        address, nbytes = self._rows.ctypes.data, self._rows.nbytes
+        runtime = self.api.cudart()
+        code = _status(runtime.cudaHostRegister, address, nbytes, 0)
+        if code == _ALREADY_REGISTERED:
+            # It was another mapping's address, which went without being unregistered: copies would go to its pages, not to these.
+            _status(runtime.cudaHostUnregister, address)
+            code = _status(runtime.cudaHostRegister, address, nbytes, 0)
         self._registered = code == 0
-        if code not in (0, _ALREADY_REGISTERED):
+        if not self._registered:
+            _take_error(device)
+        if code == _ALREADY_REGISTERED:
+            raise ConfigError(
+                "the primary tier's memory lies where an earlier engine of this process left memory registered with CUDA; shut engines "
+                "down before the next one is built, or give each a process of its own"
+            )
+        if not self._registered:
             logger.warning(
                 "the primary tier's %d bytes could not be pinned (CUDA error %d): copies will be slower; raise the limit on locked "
                 "memory (ulimit -l, docker: --ulimit memlock=-1)",
-                self._rows.nbytes,
+                nbytes,
                 code,
             )
 
-    def release(self) -> None:
+    def release(self, device: torch.device) -> None:
         """One user less; the last one unpins."""
         self._users -= 1
         if self._users == 0 and self._registered:
             self._registered = False
-            self.api.cudart().cudaHostUnregister(self._rows.ctypes.data)
+            with self.api.device(device):
+                code = _status(self.api.cudart().cudaHostUnregister, self._rows.ctypes.data)
+            if code:
+                logger.warning("the primary tier's memory could not be unpinned (CUDA error %d)", code)
+
+
+def _status(call: Callable[..., Any], *arguments: int) -> int:
+    """A runtime call's error number; -1 if it has none that can be read (an enum of Python's knows only numbers that it names)."""
+    try:
+        answer = call(*arguments)
+        return int(getattr(answer, "value", answer))
+    except (TypeError, ValueError):
+        return -1
+
+
+def _take_error(device: torch.device) -> None:
+    """CUDA gives the error of a call that failed to the thread's next kernel launch as well: to one that nobody needs."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        logger.debug("taken from CUDA: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +167,9 @@ def _word(kv_caches: CanonicalKVCaches, group: int) -> torch.dtype:
 class CudaCopyHandler(OffloadingHandler):
     """Copies one way between a CUDA KV cache and pinned rows.
 
-    ``staging_bytes``: of device memory per direction.  Raises :class:`tiering.errors.ConfigError` if the rows are too small for ``layout``.
+    ``staging_bytes``: of device memory per direction, and up to as much again while torch gathers pages; one row's part of this rank
+    where that is more, and no more than all rows'.
+    Raises :class:`ConfigError` if the rows are too small for ``layout``, or there is no device memory for it.
     """
 
     def __init__(
@@ -145,14 +189,25 @@ class CudaCopyHandler(OffloadingHandler):
         self._device: torch.device = kv_caches.tensors[0].tensor.device
         self._words = [_word(kv_caches, group) for group in range(len(kv_caches.group_data_refs))]
         self._layers = [self._group_layers(kv_caches, group) for group in range(len(self._words))]
-        self._staging_rows = [max(1, staging_bytes // size) for size in layout.rank_bytes]
-        self._staging: torch.Tensor | None = None
+        self._staging_rows = [max(1, min(len(rows.tensor), staging_bytes // size)) for size in layout.rank_bytes]
         # Loads are waited for by requests; stores by nobody.
         self._stream = self._api.Stream(device=self._device, priority=-1 if direction is Direction.LOAD else 0)
         self._running: dict[int, _Running] = {}
         self._instant: deque[TransferResult] = deque()
         self._open = True
-        rows.acquire()
+        self._staging = self._allocate_staging()
+        rows.acquire(self._device)
+
+    def _allocate_staging(self) -> torch.Tensor:
+        size = max(rows * size for rows, size in zip(self._staging_rows, self._layout.rank_bytes, strict=True))
+        try:
+            with self._api.stream(self._stream):  # torch's allocator gives memory to a stream, and only this one uses it
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no device memory for the {size} bytes that copies to the primary tier need: {error}; leave the engine's KV cache less "
+                "(vLLM: a lower --gpu-memory-utilization)"
+            ) from error
 
     def _group_layers(self, kv_caches: CanonicalKVCaches, group: int) -> list[_Layer]:
         word = self._words[group]
@@ -219,7 +274,7 @@ class CudaCopyHandler(OffloadingHandler):
         rows = pages.rows[changes]
         slots = (np.cumsum(changes) - 1) * layout.block_size_factor + pages.subs
         ids, at = self._upload(pages.gpu), self._upload(slots)
-        staging = self._staging_buffer()[: len(rows) * layout.rank_bytes[group]].view(len(rows), -1)
+        staging = self._staging[: len(rows) * layout.rank_bytes[group]].view(len(rows), -1)
         blocks = staging.view(word).view(len(rows) * layout.block_size_factor, -1)
         if self._direction is Direction.STORE:
             for layer in self._layers[group]:
@@ -240,17 +295,11 @@ class CudaCopyHandler(OffloadingHandler):
             source, destination = (staging[slot], in_row) if self._direction is Direction.STORE else (in_row, staging[slot])
             destination.copy_(source, non_blocking=True)
 
-    def _staging_buffer(self) -> torch.Tensor:
-        if self._staging is None:
-            pairs = zip(self._staging_rows, self._layout.rank_bytes, strict=True)
-            self._staging = torch.empty(max(rows * size for rows, size in pairs), dtype=torch.uint8, device=self._device)
-        return self._staging
-
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(numbers))
         if self._device.type == "cpu":
             return tensor
-        # The pinned copy goes back to torch's pool, which reuses it only after the copy's event.
+        # The pinned copy goes back to torch's pool, which reuses it only after the copy's end.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def get_finished(self) -> list[TransferResult]:
@@ -275,8 +324,22 @@ class CudaCopyHandler(OffloadingHandler):
             except RuntimeError as error:
                 logger.error("waiting for copies failed: %s", error)  # get_finished reports the job as failed
 
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
+        try:
+            compute = self._api.current_stream(self._device)
+            for job in jobs:
+                compute.wait_event(job.end)
+        except RuntimeError as error:
+            logger.error("the compute stream cannot wait for copies: %s", error)
+            self.wait(job_ids)
+
     def shutdown(self) -> None:
         if self._open:
             self._open = False
-            self.wait(list(self._running))
-            self._rows.release()
+            try:
+                with self._api.device(self._device):
+                    self.wait(list(self._running))
+                self._rows.release(self._device)
+            except RuntimeError as error:
+                logger.error("the device does not answer: %s; the primary tier stays pinned until the process ends", error)

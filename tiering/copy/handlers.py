@@ -32,7 +32,13 @@ def make_handlers(
         from tiering.copy.cuda import CudaCopyHandler, PinnedRows
 
         pinned = PinnedRows(rows)
-        yield GPULoadStoreSpec, CPULoadStoreSpec, CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE)
-        yield CPULoadStoreSpec, GPULoadStoreSpec, CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD)
+        store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE)
+        try:
+            load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD)
+        except ConfigError:
+            store.shutdown()
+            raise
+        yield GPULoadStoreSpec, CPULoadStoreSpec, store
+        yield CPULoadStoreSpec, GPULoadStoreSpec, load
     else:
         raise ConfigError(f"the KV cache is on a {device!r} device; copies exist for cpu and cuda")

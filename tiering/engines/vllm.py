@@ -31,7 +31,7 @@ from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unre
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncrements
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache
+from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
 from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
 from tiering.engines.vllm_loads import LoadLedger, ordered_loads
 from tiering.engines.vllm_logging import share_logging
@@ -143,7 +143,9 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
         if is_worker:
-            self.worker_half = OffloadingConnectorWorker(self._spec, num_blocks=int(kv_cache_config.num_blocks))
+            self.worker_half = OffloadingConnectorWorker(
+                self._spec, int(kv_cache_config.num_blocks), writes_early=zeroes_early(vllm_config, kv_cache_config)
+            )
         else:
             self._start_scheduler(vllm_config, self._spec)
 

@@ -69,6 +69,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
             raise ConfigError(
                 f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; run the model without this connector"
             )
+        if getattr(_first(group.kv_cache_spec), "rswa_window", None) is not None:
+            raise ConfigError(
+                f"KV-cache group {index} (reference sliding window): a running request gives up blocks in its middle, and what it "
+                "generates is computed from fewer tokens than the same text in a prompt; run the model without this connector"
+            )
         if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
             raise ConfigError(
                 f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector"
@@ -108,14 +113,13 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any
     segments = 1 if replicated else world_size
     places = _places(kv_cache_config)
     blocks = tuple(_block_bytes(group, places) for group in kv_cache_config.kv_cache_groups)
-    data_parallel = int(getattr(parallel, "data_parallel_size", 1)) > 1
     return Geometry(
         engine=engine,
         group_bytes=tuple(size * factor * segments for size in blocks),
         block_size_factor=factor,
         replicated=replicated,
         rank=int(parallel.rank),
-        replica=str(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)) if data_parallel else None,
+        replica=_replica(parallel, engine.engine_id),
         group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups)),
         kv_dtype=_kv_dtype(vllm_config),
     )
@@ -132,6 +136,16 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
     context = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
     engine = replace(geometry.engine, context_parallel_size=context)
     return engine, KVCacheConfig(int(kv_cache_config.num_blocks), cache, engine.groups)
+
+
+def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether blocks that are allocated anew are zeroed before the connector hears of the step.
+
+    vLLM's second model runner zeroes them (where caches of several precisions share blocks) while it prepares the step; its first one
+    calls ``handle_preemptions`` before anything else.
+    """
+    prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return prepares_first and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:
@@ -158,13 +172,29 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
     )
 
 
+def _first(spec: Any) -> Any:
+    """The spec of a group's first layer."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
 def _group(group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
     spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
-    first = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+    first = _first(spec)
     # Full attention may name a window too (hybrid manager off): all its blocks are kept then.
     window = int(first.sliding_window) if "sliding" in kind else None
     sharded = context if getattr(spec, "dcp_sharded", True) else 1
     return KVCacheGroup(tuple(group.layer_names), int(spec.block_size) * sharded, window, kind)
+
+
+def _replica(parallel: Any, engine_id: str) -> str | None:
+    """The data-parallel rank, None without data parallelism.
+
+    Each replica of a dense model is configured as an engine of its own, of data-parallel size 1; that it is the first of several
+    shows in what vLLM appends to the engine ids of all of them.
+    """
+    index = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+    several = int(getattr(parallel, "data_parallel_size", 1)) > 1 or engine_id.endswith(f"_dp{index}")
+    return str(index) if several or index > 0 else None
 
 
 def _factor(block_size: Any, groups: tuple[KVCacheGroup, ...]) -> int:
@@ -220,6 +250,6 @@ def _kv_dtype(vllm_config: Any) -> str:
 def _text(group: KVCacheGroup, found: Any) -> str:
     spec = found.kv_cache_spec
     words = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state", "cache_dtype_str")
-    first = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+    first = _first(spec)
     geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
     return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}"

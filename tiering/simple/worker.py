@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 
-from tiering.base import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, GPULoadStoreSpec
+from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, GPULoadStoreSpec
 from tiering.connector.reports import CopyReports
 from tiering.copy.base import OffloadingWorker, TransferResult
 from tiering.copy.canonical import canonicalize
@@ -68,12 +68,9 @@ class SimpleCPUOffloadWorker(CopyReports):
         if self._region is not None:
             raise ConfigError("the KV cache is registered already")
         gpu, num_blocks = self._gpu_config, self._cpu_config.num_blocks
-        canonical = canonicalize(kv_caches, gpu.kv_cache_groups, gpu.num_blocks)
-        pages: dict[int, int] = {}
-        for ref in chain.from_iterable(canonical.group_data_refs):
-            pages[ref.tensor_idx] = max(ref.page_size_bytes, pages.get(ref.tensor_idx, 0))
-        refs = tuple(CanonicalKVCacheRef(index, page) for index, page in sorted(pages.items()))
-        whole = CanonicalKVCaches(canonical.tensors, (refs,))
+        layers = chain.from_iterable(group.layer_names for group in gpu.kv_cache_groups)
+        block = replace(gpu.kv_cache_groups[0], layer_names=tuple(layers))
+        whole = canonicalize(kv_caches, [block], gpu.num_blocks)
         layout = RowLayout.of(whole)
         if layout.row_bytes > gpu.block_bytes:
             raise ConfigError(

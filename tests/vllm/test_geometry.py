@@ -1,0 +1,67 @@
+"""What the connector reads of vLLM's parallelism: which replica it is, and what decode-context parallelism does to a block."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.engines.vllm_geometry import Geometry, read_geometry, simple_cache
+from tiering.errors import ConfigError
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
+
+PAGE = 8192
+
+
+def configuration(engine_id: str = "engine", sharded: bool = True, **parallel: Any) -> tuple[Any, Any]:
+    """Two workers, one group of two layers in blocks of 32 tokens."""
+    settings = {"world_size": 2, "rank": 0, "data_parallel_size": 1, "data_parallel_index": 0, "data_parallel_rank": 0}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**settings, **parallel}),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_connector_extra_config={}),
+        model_config=SimpleNamespace(use_mla=False, dtype="torch.float32"),
+    )
+    spec = SimpleNamespace(block_size=32, sliding_window=None, page_size_bytes=PAGE, dcp_sharded=sharded)
+    tensors = [SimpleNamespace(size=PAGE * 10, shared_by=[name]) for name in ("a", "b")]
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
+    return config, SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=tensors, num_blocks=10)
+
+
+def read(config: tuple[Any, Any], hash_block_size: int = 32) -> Geometry:
+    return read_geometry(*config, lambda spec: "full_attention", hash_block_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "replica"),
+    [
+        (configuration(), None),
+        (configuration(data_parallel_size=2, data_parallel_index=1, data_parallel_rank=1), "1"),
+        # vLLM configures the replicas of a dense model as engines of their own, and leaves the index and the engine id's end
+        (configuration("engine_dp0"), "0"),
+        (configuration("engine_dp1", data_parallel_index=1), "1"),
+    ],
+)
+def test_data_parallel_engines_are_told_apart(config, replica):
+    assert read(config).replica == replica
+
+
+def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context():
+    geometry = read(configuration(decode_context_parallel_size=2), 64)
+    assert geometry.engine.block_sizes == (64,)
+    assert geometry.engine.groups[0].gpu_block_size == 64
+    assert geometry.group_bytes == (2 * 2 * PAGE,)  # both layers, on both ranks: they hold different tokens
+    assert not geometry.replicated
+
+
+def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_parallelism():
+    assert read(configuration(sharded=False, decode_context_parallel_size=2)).engine.block_sizes == (32,)
+
+
+def test_the_simple_mode_refuses_context_parallelism():
+    config, cache = configuration(decode_context_parallel_size=2)
+    engine, simple = simple_cache(config, cache, read((config, cache), 64))
+    with pytest.raises(ConfigError, match="context-parallel sizes of 2"):
+        SimpleCPUOffloadScheduler(engine, simple, 1 << 20)

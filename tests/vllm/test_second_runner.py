@@ -1,0 +1,108 @@
+"""vLLM's second model runner, which needs a GPU: its own connector driver, step by step, over our worker half and CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.worker.gpu import kv_connector as second_runner
+
+from tiering.base import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    EngineConfig,
+    GPULoadStoreSpec,
+    KVCacheGroup,
+    OffloadingManager,
+    OffloadingSpec,
+)
+from tiering.connector.metadata import OffloadingConnectorMetadata, TransferOrder
+from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.copy.handlers import HandlerEntry, make_handlers
+from tiering.copy.layout import RowLayout
+from tiering.engines.vllm import TieringConnector
+from tiering.engines.vllm_loads import LoadLedger
+
+BLOCKS, PAGE = 8, 4096
+
+
+class Spec(OffloadingSpec):
+    """Host copies to rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig((16,), 16, (KVCacheGroup(("layer",), 16),)))
+        self.rows = np.zeros((BLOCKS, PAGE), np.uint8)
+
+    def get_manager(self) -> OffloadingManager:
+        raise AssertionError
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        yield from make_handlers(kv_caches, self.rows.data, RowLayout.of(kv_caches), 1)
+
+
+class Runner:
+    """The parts of a step that concern the KV cache, in the order of the second runner's ``execute_model`` and ``sample_tokens``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, writes_early: bool) -> None:
+        self.spec = Spec()
+        self.cache = torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)
+        connector: Any = TieringConnector.__new__(TieringConnector)
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
+        KVConnectorBase_V1.__init__(connector, config, KVConnectorRole.WORKER, SimpleNamespace())
+        connector._several_groups, connector._ledger = False, LoadLedger()
+        connector.worker_half = OffloadingConnectorWorker(self.spec, BLOCKS, writes_early=writes_early)
+        self.worker = connector.worker_half
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        monkeypatch.setattr(second_runner, "is_forward_context_available", lambda: True)
+        monkeypatch.setattr(second_runner, "get_forward_context", lambda: None)
+        self.driver = second_runner.ActiveKVConnector(config, {"layer": self.cache})
+
+    def step(self, metadata: OffloadingConnectorMetadata, zeroed: int | None = None, computed: dict[int, int] | None = None) -> Any:
+        """``zeroed``: a block that this step allocates anew.  ``computed``: block → value that the forward pass writes."""
+        if zeroed is not None:
+            self.cache[zeroed] = 0
+        self.driver.pre_forward(SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False))
+        for block, value in (computed or {}).items():
+            self.cache[block] = value
+        self.driver.finish_forward()
+        return self.driver.post_forward(set())
+
+
+@pytest.fixture(params=[True, False], ids=["writes early", "does not say so"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    runner = Runner(monkeypatch, request.param)
+    yield runner
+    runner.worker.shutdown()
+
+
+def orders(gpu_block: int, row: int, job_id: int) -> dict[str, TransferOrder]:
+    return {"a": TransferOrder(job_id, (GPULoadStoreSpec([gpu_block], [1], [0]), CPULoadStoreSpec([row])))}
+
+
+def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(runner: Runner, request: pytest.FixtureRequest) -> None:
+    """And the negative control: a worker that does not know of it stores the zeros."""
+    runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 77})
+    runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1})), zeroed=3, computed={3: 99})
+    expected = 77 if "writes early" in request.node.name else 0
+    assert set(runner.spec.rows[5].tolist()) == {expected}
+
+
+def test_what_a_step_orders_is_reported_by_a_later_one(runner: Runner) -> None:
+    runner.spec.rows[2] = 55
+    store, load = orders(3, 5, 1), orders(4, 2, 2)
+    load["a"] = TransferOrder(2, load["a"].spec[::-1])
+    outputs = [runner.step(OffloadingConnectorMetadata(reqs_to_store=store, reqs_to_load=load), computed={3: 77})]
+    outputs += [runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1, 2}))) for _ in range(2)]
+    finished: dict[int, int] = {}
+    for output in outputs:
+        finished.update(output.kv_connector_worker_meta.finished if output.kv_connector_worker_meta else {})
+    assert finished == {1: 1, 2: 1}
+    assert [output.finished_recving for output in outputs if output.finished_recving] == [{"a"}]
+    assert set(runner.cache[4].tolist()) == {55}
+    assert set(runner.spec.rows[5].tolist()) == {77}
