@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 VOCABULARY = 512
@@ -29,6 +30,43 @@ def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def write_draft(directory: Path, model: Path, noise: float) -> Path:
+    """A copy of the Llama at ``model`` with noise on its weights, which guesses some of its tokens; returns ``directory``."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    draft = LlamaForCausalLM.from_pretrained(model)
+    dice = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weights in draft.parameters():
+            weights += noise * torch.randn(weights.shape, generator=dice)
+    draft.save_pretrained(directory)
+    return directory
+
+
+RANK = 4
+"""Of the adapters."""
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter of :func:`write_llama` that changes K and V in all layers; returns ``directory``."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    dice = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(3):
+        for name, width in [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]:
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, 128, generator=dice) * 0.1
+            tensors[f"{at}.lora_B.weight"] = torch.randn(width, RANK, generator=dice) * 0.5
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 

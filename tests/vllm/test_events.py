@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK, Engine, engine, prompt, whole_blocks
 
 PROMPTS = [prompt(seed) for seed in range(3)]
@@ -17,6 +18,7 @@ LATER = [prompt(seed, 500) for seed in range(20, 24)]
 """More blocks than the CPU tier has rows."""
 PLAIN: dict[str, Any] = {"primary": {"capacity": "1500KiB"}}
 DESCRIBED = {**PLAIN, "block_size": 2 * BLOCK, "self_describing_kv_events": True}
+WITH_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
 
 
@@ -81,7 +83,7 @@ def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Eng
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
     subscriber = Subscriber(endpoint)
     try:
-        with engine(model, {"secondary": [tier], **stack}, kv_events_config=events) as running:
+        with engine(model, {"secondary": [tier], **stack}, kv_events_config=events, **WITH_ADAPTERS) as running:
             seeds = count(30_000)
             while not subscriber.hears(200):  # until the subscription has arrived
                 running.ask([prompt(next(seeds), 40)], 1, {"kv_tiering": {"load": False, "store": False}})
@@ -127,7 +129,8 @@ def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(published
     assert subscriber.announced(CPU) == subscriber.announced(DISK) == set(own)
     kinds = {(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in subscriber.stored(GPU)}
     for event in subscriber.stored(CPU) + subscriber.stored(DISK):
-        assert (event.group_idx, event.lora_id, event.lora_name, event.session_id) == (0, None, None, None)
+        assert (event.group_idx, event.lora_id, event.lora_name) == (0, None, None)
+        assert getattr(event, "session_id", None) is None  # from vLLM 0.30 on
         if size == BLOCK:
             assert (event.block_size, event.token_ids, event.parent_block_hash) == (0, [], None)
         else:
@@ -150,3 +153,25 @@ def test_who_applies_the_events_knows_what_each_tier_holds(published):
     assert running.llm.reset_prefix_cache(reset_connector=True)
     running.ask([prompt(1, 8)], 1)
     subscriber.until(lambda: not subscriber.held(DISK) and not subscriber.held(CPU))
+
+
+def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_describe_themselves(published, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    running, subscriber, size = published
+    start = len(subscriber.heard)
+    prompts = [prompt(seed) for seed in range(60, 62)]
+    running.ask(prompts, lora=LoRARequest("parrot", 7, str(write_adapter(tmp_path / "parrot", 1))))
+    running.settle()
+    del subscriber.heard[:start]
+    subscriber.until(lambda: len(subscriber.announced(CPU)) >= whole_blocks(prompts, size) * BLOCK // size)
+    own = blocks_of(subscriber, prompts, size)
+    assert {(event.lora_id, event.lora_name) for event in subscriber.stored(GPU)} == {(7, "parrot")}
+    assert subscriber.announced(CPU) == set(own)
+    assert not subscriber.stored(DISK)
+    for event in subscriber.stored(CPU):
+        if size == BLOCK:
+            assert (event.lora_id, event.lora_name, event.token_ids) == (None, None, [])
+        else:
+            assert (event.lora_id, event.lora_name) == (7, "parrot")
+            assert (event.block_hashes, event.parent_block_hash, event.token_ids) == own[event.block_hashes[-1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,31 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, engine, prompt, whole_blocks, wrong
 
 PROMPTS = [prompt(seed) for seed in range(3)]
 ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
-RANK = 4
 OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}
-
-
-def write_adapter(directory: Path, seed: int) -> Path:
-    """An adapter of :func:`tests.vllm.models.write_llama` that changes K and V in all layers; returns ``directory``."""
-    import torch
-    from safetensors.torch import save_file
-
-    directory.mkdir()
-    dice = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(3):
-        for name, width in [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]:
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, 128, generator=dice) * 0.1
-            tensors[f"{at}.lora_B.weight"] = torch.randn(width, RANK, generator=dice) * 0.5
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +24,12 @@ class Asked:
     name: str
     number: int
     path: Path
+    in_place: bool = False
 
     def request(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(self.name, self.number, str(self.path))
+        return LoRARequest(self.name, self.number, str(self.path), load_inplace=self.in_place)
 
 
 def ask(running: Engine, adapter: Asked | None, params: dict[str, Any] | None = None) -> list[Answer]:
@@ -106,3 +87,22 @@ def test_another_adapter_under_a_name_that_was_used_gets_nothing_of_the_first_on
     answers, loaded = tiered.loaded(lambda: ask(tiered, adapters["new one"]))
     assert wrong(answers, expected["two"]) == []
     assert loaded == 0
+
+
+def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_a_reset(tiered, expected, tmp_path):
+    path = write_adapter(tmp_path / "changing", 1)
+    before, after = Asked("changing", 4, path), Asked("changing", 4, path, in_place=True)
+    assert wrong(ask(tiered, before), expected["one"]) == []
+    tiered.evict()
+    write_adapter(path, 2)
+    for adapter in (after, before):  # its blocks have the names of the first one's, and whoever has loaded it, it stays
+        answers, loaded = tiered.loaded(lambda adapter=adapter: ask(tiered, adapter))
+        assert wrong(answers, expected["two"]) == []
+        assert loaded == 0
+        tiered.evict()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    assert wrong(ask(tiered, before), expected["two"]) == []
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: ask(tiered, before))
+    assert wrong(answers, expected["two"]) == []
+    assert loaded == ALL
