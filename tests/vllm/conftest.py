@@ -5,6 +5,7 @@ Needs vLLM, which has an environment of its own (``make test-vllm``); elsewhere 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,15 +38,16 @@ def _removes_what_killed_servers_leave() -> Iterator[None]:
     before = _vllm_segments()
     yield
     appeared = _vllm_segments() - before  # first: what appears while maps are read may be another process's
-    mapped = ""
+    mapped: set[str] = set()  # inodes: a semaphore is mapped under another name, which it had while it was made
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            mapped += maps.read_text()
+            mapped.update(line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
         except OSError:  # the process has ended, or is not ours
             continue
     for file in appeared:
-        if str(file) not in mapped:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if str(file.stat().st_ino) not in mapped:
+                file.unlink()
 
 
 @pytest.fixture(scope="session")

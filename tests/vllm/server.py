@@ -42,31 +42,48 @@ class Server:
     port: int
     log: Path
 
-    def call(self, path: str, body: dict[str, Any] | None = None, *, method: str | None = None, timeout: float = 60.0) -> bytes:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        method: str | None = None,
+        timeout: float = 60.0,
+        replica: int | None = None,
+    ) -> bytes:
+        """What the server replies; ``replica``: of several data-parallel engines, the one to ask."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method
-        )
+        headers = {"Content-Type": "application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             return bytes(reply.read())
 
-    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 8, **extra: Any) -> list[Answer]:
+    def ask(
+        self, prompts: Sequence[list[int]], max_tokens: int = 8, *, replica: int | None = None, timeout: float = 100.0, **extra: Any
+    ) -> list[Answer]:
         """Answers to ``prompts``, which are sent as one batch."""
-        body = {
-            "model": "tiny",
-            "prompt": list(prompts),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
-            "return_token_ids": True,
-            "detokenize": False,
-            "ignore_eos": True,
-            **extra,
-        }
-        reply = json.loads(self.call("/v1/completions", body, timeout=100))
+        body = _completion(prompts, max_tokens, extra)
+        reply = json.loads(self.call("/v1/completions", body, timeout=timeout, replica=replica))
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         return [Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+    def stream(self, prompts: Sequence[list[int]], max_tokens: int, **extra: Any) -> Iterator[list[Answer]]:
+        """Like :meth:`ask`, each time that there is more of the answers."""
+        answers = [Answer([], []) for _ in prompts]
+        data = json.dumps(_completion(prompts, max_tokens, {"stream": True, **extra})).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=100) as reply:
+            for line in reply:
+                word, _, text = line.decode().strip().partition(": ")
+                if word != "data" or text == "[DONE]":
+                    continue
+                for choice in json.loads(text)["choices"]:
+                    if choice["token_ids"]:
+                        answers[choice["index"]].tokens.extend(choice["token_ids"])
+                        answers[choice["index"]].logprobs.extend(choice["logprobs"]["token_logprobs"])
+                yield answers
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
@@ -77,18 +94,19 @@ class Server:
                 total += float(found[3])
         return total
 
-    def loaded(self) -> float:
+    def loaded(self, **labels: str) -> float:
         """Bytes copied from the CPU tier to the workers' blocks, on all of them."""
-        return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="cpu_to_gpu")
+        return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="cpu_to_gpu", **labels)
 
     def stored(self) -> float:
         """Bytes copied from the workers' blocks to the CPU tier."""
         return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="gpu_to_cpu")
 
-    def evict(self) -> None:
+    def evict(self, replicas: Sequence[int | None] = (None,)) -> None:
         """Overwrite the workers' blocks, and forget what they held."""
         policy = {"kv_tiering": {"load": False, "store": False}}
-        self.ask([prompt(10_000 + number, 500) for number in range(4)], 1, kv_transfer_params=policy)
+        for replica in replicas:
+            self.ask([prompt(10_000 + number, 500) for number in range(4)], 1, replica=replica, kv_transfer_params=policy)
         self.reset()
 
     def reset(self, *, tiers: bool = False) -> bool:
@@ -110,6 +128,21 @@ class Server:
                 self.process.wait(10)
                 raise
         until(lambda: not _group_lives(self.process.pid), 30, "the end of the server's processes")
+
+
+def _completion(prompts: Sequence[list[int]], max_tokens: int, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": list(prompts),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+        "detokenize": False,
+        "ignore_eos": True,
+        **extra,
+    }
 
 
 def _group_lives(group: int) -> bool:

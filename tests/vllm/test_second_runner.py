@@ -29,6 +29,9 @@ from tiering.copy.layout import RowLayout
 from tiering.engines.vllm import TieringConnector
 from tiering.engines.vllm_loads import LoadLedger
 
+if not hasattr(second_runner.ActiveKVConnector, "finish_forward"):
+    pytest.skip("vLLM's second model runner drives connectors in another way before 0.30", allow_module_level=True)
+
 BLOCKS, PAGE = 8, 4096
 
 

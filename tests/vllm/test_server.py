@@ -1,102 +1,179 @@
-"""The HTTP server in three processes and more: metrics, resets, kill -9, two tensor-parallel workers."""
+"""The HTTP server with two workers, and with two data-parallel engines: metrics, resets, pauses, sleep."""
 
 from __future__ import annotations
 
-import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.rig import BLOCK_BYTES, Answer, answers_without_tiers, prompt, whole_blocks, wrong
+from tests.vllm.rig import BLOCK_BYTES, Answer, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 
 PROMPTS = [prompt(seed) for seed in range(4)]
-MORE = [prompt(seed, 400) for seed in range(60, 66)]
 ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
+
+MANY = [prompt(seed, 400) for seed in range(60, 66)]
+LENGTHY = 60
+"""Tokens to generate for ``MANY``, so that they run for a while, three of them at a time."""
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[Answer]:
-    return answers_without_tiers(llama, PROMPTS + MORE)
+def plain(llama: Path) -> Iterator[tuple[list[Answer], list[Answer]]]:
+    """Answers to ``PROMPTS`` and to ``MANY`` without tiers."""
+    with engine(llama, None, enable_prefix_caching=False) as without:
+        yield without.ask(PROMPTS), without.ask(MANY, LENGTHY)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: tuple[list[Answer], list[Answer]]) -> list[Answer]:
+    return plain[0]
+
+
+@pytest.fixture(scope="module")
+def expected_of_many(plain: tuple[list[Answer], list[Answer]]) -> list[Answer]:
+    return plain[1]
 
 
 def shared_memory() -> list[str]:
     return [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
 
 
-def back_from_the_cpu(server: Server, expected: list[Answer]) -> None:
-    before = server.loaded()
-    assert wrong(server.ask(PROMPTS), expected[:4]) == []
+@pytest.fixture(scope="module", params=["tiering", "simple"])
+def two_workers(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose model is split over two tensor-parallel workers, in both modes."""
+    stack = {"mode": request.param, "primary": {"capacity": "32MiB"}}
+    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(llama, stack, log, *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        assert shared_memory() == []
+        yield server
+    assert shared_memory() == []
+
+
+def loaded(server: Server) -> float:
+    """Bytes loaded, as of a step that this makes the engine take."""
+    server.ask([prompt(0, 8)], 1)
+    return server.loaded()
+
+
+def test_what_leaves_the_workers_comes_back_from_the_cpu_until_a_reset(two_workers, expected):
+    server = two_workers
+    assert wrong(server.ask(PROMPTS), expected) == []
     until(lambda: server.stored() >= ALL, 30, "the store of all blocks")
     server.evict()
-    assert wrong(server.ask(PROMPTS), expected[:4]) == []
-    until(lambda: server.loaded() >= before + ALL, 10, "the report of the loads")
-    assert server.loaded() == before + ALL
+    assert wrong(server.ask(PROMPTS), expected) == []
+    until(lambda: server.loaded() >= ALL, 10, "the report of the loads")
+    assert loaded(server) == ALL
+    server.reset(tiers=True)
+    assert wrong(server.ask(PROMPTS), expected) == []
+    assert loaded(server) == ALL
 
 
-def test_three_processes_metrics_resets_and_a_kill_in_the_middle_of_stores(llama, expected, tmp_path):
+class Asking:
+    """``MANY`` in the background, one of them at its first token and others in the queue."""
+
+    def __init__(self, server: Server, **params: bool) -> None:
+        self.answers: list[Answer] = []
+        self._server, self._params = server, {"kv_tiering": params}
+        self._began = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+        assert self._began.wait(60)
+
+    def _ask(self) -> None:
+        for answers in self._server.stream(MANY, LENGTHY, kv_transfer_params=self._params):
+            self.answers = answers
+            if any(answer.tokens for answer in answers):
+                self._began.set()
+
+    def is_complete(self) -> bool:
+        return all(len(answer.tokens) == LENGTHY for answer in self.answers)
+
+    def end(self) -> list[Answer]:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.answers
+
+
+def interrupted(server: Server, stop: str, resume: str, **params: bool) -> list[Answer]:
+    """Answers to ``MANY`` that were stopped in the middle; ``PROMPTS`` had left the workers, for the tiers, before."""
+    for _ in range(8):  # where processors are scarce, the front end may hear of the end before it is heard
+        server.ask(PROMPTS)
+        server.evict()
+        asking = Asking(server, **params)
+        server.call(stop, {})
+        in_the_middle = not asking.is_complete()
+        server.call(resume, {})
+        answers = asking.end()
+        if in_the_middle:
+            return answers
+    pytest.fail("all requests ended before they could be stopped")
+
+
+def test_a_pause_that_clears_nothing_changes_nothing(two_workers, expected, expected_of_many):
+    server = two_workers
+    assert wrong(interrupted(server, "/pause?mode=keep&clear_cache=false", "/resume"), expected_of_many) == []
+    server.evict()
+    before = loaded(server)
+    assert wrong(server.ask(PROMPTS), expected) == []
+    assert loaded(server) == before + ALL
+
+
+def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(two_workers, expected, expected_of_many):
+    server = two_workers
+    # vLLM refuses to clear what a request that waits for a load holds
+    answers = interrupted(server, "/sleep?mode=keep&level=1", "/wake_up", load=False)
+    assert wrong(answers, expected_of_many) == []
+    server.evict()
+    before = loaded(server)
+    assert wrong(server.ask(PROMPTS), expected) == []
+    assert loaded(server) == before
+
+
+def test_a_pause_that_aborts_what_runs_and_loads_empties_the_tiers(two_workers, expected, expected_of_many):
+    server = two_workers
+    server.ask(MANY, 1)
+    cut = interrupted(server, "/pause?mode=abort", "/resume")
+    for answer, whole in zip(cut, expected_of_many, strict=True):
+        assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    before = loaded(server)
+    assert wrong(server.ask(PROMPTS), expected) == []
+    assert loaded(server) == before
+
+
+def test_data_parallel_engines_have_tiers_of_their_own(llama, expected, tmp_path):
     tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
-    stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier]}
-    with serve(llama, stack, tmp_path / "first.log") as first:
+    stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier], "keep_secondary": True}
+    replicas = range(2)
+    with serve(llama, stack, tmp_path / "log", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert shared_memory() == []
-        back_from_the_cpu(first, expected)
-        until(lambda: first.metric("kv_tiering_cascades_total", tier="local") >= whole_blocks(PROMPTS), 30, "the cascade")
-        assert first.metric("kv_tiering_occupancy_bytes", tier="local") >= ALL
-        assert first.metric("kv_tiering_read_bytes_total", tier="local") == 0
 
-        stored = first.stored()
-        asking = threading.Thread(target=_ask_and_lose, args=(first,))
-        asking.start()
-        until(lambda: first.stored() > stored, 30, "stores of the requests that run")
-        first.end(signal.SIGKILL)
-        asking.join(30)
-        assert not asking.is_alive()
-    assert shared_memory() == []
-    with serve(llama, stack, tmp_path / "second.log") as second:
-        until(lambda: blocks_known(second) >= whole_blocks(PROMPTS), 30, "the recovery of the local tier")
-        assert wrong(second.ask(PROMPTS + MORE), expected) == []
-        until(lambda: second.metric("kv_tiering_read_bytes_total", tier="local") >= ALL, 10, "the report of the reads")
-        loaded = second.loaded()
-        assert loaded >= ALL
-        second.reset(tiers=True)
-        assert wrong(second.ask(PROMPTS), expected[:4]) == []
-        assert second.loaded() == loaded
-    assert shared_memory() == []
+        def local(name: str, replica: int) -> float:
+            server.ask([prompt(0, 8)], 1, replica=replica)
+            return server.metric(f"kv_tiering_{name}", engine=str(replica), tier="local")
 
+        assert wrong(server.ask(PROMPTS, replica=0), expected) == []
+        until(lambda: local("cascades_total", 0) >= whole_blocks(PROMPTS), 30, "the cascade")
+        assert local("occupancy_bytes", 0) >= ALL
+        assert local("blocks", 1) == 0
+        assert wrong(server.ask(PROMPTS, replica=1), expected) == []
+        until(lambda: local("cascades_total", 1) >= whole_blocks(PROMPTS), 30, "the cascade of the other")
 
-def blocks_known(server: Server) -> float:
-    """Blocks that the local tier holds, as of a step that this makes the engine take."""
-    server.ask([prompt(0, 8)], 1)
-    return server.metric("kv_tiering_blocks", tier="local")
+        server.evict(replicas)
+        for replica in replicas:
+            assert wrong(server.ask(PROMPTS, replica=replica), expected) == []
+            assert local("read_bytes_total", replica) == 0
+            assert server.loaded(engine=str(replica)) == ALL
 
-
-def _ask_and_lose(server: Server) -> None:
-    try:
-        server.ask(MORE, 200)
-    except OSError:
-        return
-    pytest.fail("the server answered although it was to be killed in the middle")
-
-
-def test_two_tensor_parallel_workers(llama, expected, tmp_path):
-    stack = {"primary": {"capacity": "32MiB"}}
-    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    with serve(llama, stack, tmp_path / "tp.log", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
-        assert shared_memory() == []
-        back_from_the_cpu(server, expected)
-    assert shared_memory() == []
-
-
-def test_the_simple_scheduler_in_processes_of_their_own(llama, expected, tmp_path):
-    stack = {"mode": "simple", "primary": {"capacity": "32MiB"}}
-    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    with serve(llama, stack, tmp_path / "simple.log", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
-        back_from_the_cpu(server, expected)
-        loaded = server.loaded()
-        server.reset(tiers=True)
-        assert wrong(server.ask(PROMPTS), expected[:4]) == []
-        assert server.loaded() == loaded
+        server.call("/pause?mode=wait", {})
+        server.call("/resume", {})
+        for replica in replicas:
+            assert wrong(server.ask(PROMPTS, replica=replica), expected) == []
+            assert local("read_bytes_total", replica) >= ALL
+            assert server.loaded(engine=str(replica)) == 2 * ALL
+        assert sorted(folder.name for folder in (tmp_path / "disk").iterdir()) == ["replica-0", "replica-1"]
     assert shared_memory() == []

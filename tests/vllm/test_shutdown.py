@@ -1,21 +1,27 @@
-"""The ends of a server over one local directory: kill -9 right after a reset, SIGTERM in the middle of stores.  Three servers in a row."""
+"""The ends of a server over one local directory, five servers in a row.
+
+kill -9 in the middle of stores and right after a reset, SIGTERM with time to drain and without, each followed by a restart.
+"""
 
 from __future__ import annotations
 
+import http.client
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vllm.rig import BLOCK_BYTES, Answer, answers_without_tiers, prompt, whole_blocks, wrong
+from tests.vllm.rig import BLOCK_BYTES, Answer, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 
 PROMPTS = [prompt(seed) for seed in range(4)]
 MORE = [prompt(seed, 400) for seed in range(60, 66)]
 ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
+FORGOTTEN = [prompt(seed, 400) for seed in range(90, 96)]
 
 LAST = [prompt(seed, 400) for seed in range(70, 76)]
 LENGTHY = 60
@@ -24,33 +30,109 @@ LENGTHY = 60
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def expected(llama: Path) -> list[Answer]:
-    return answers_without_tiers(llama, PROMPTS + MORE) + answers_without_tiers(llama, LAST, LENGTHY)
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Answers without tiers."""
+
+    prompts: list[Answer]
+    more: list[Answer]
+    forgotten: list[Answer]
+    last: list[Answer]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shutdown")
+def expected(llama: Path) -> Expected:
+    with engine(llama, None, enable_prefix_caching=False) as plain:
+        return Expected(plain.ask(PROMPTS), plain.ask(MORE), plain.ask(FORGOTTEN), plain.ask(LAST, LENGTHY))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where the servers are started, one after the other."""
+
+    model: Path
+    directory: Path
+
+    def serve(self, name: str, *options: str) -> AbstractContextManager[Server]:
+        """The next server, which keeps what it stores where the ones before did."""
+        tier = {"type": "local", "path": str(self.directory / "disk"), "capacity": "64MiB"}
+        stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier]}
+        return serve(self.model, stack, self.directory / f"{name}.log", *options)
 
 
 @pytest.fixture(scope="module")
-def stack(directory: Path) -> dict[str, Any]:
-    tier = {"type": "local", "path": str(directory / "disk"), "capacity": "64MiB"}
-    return {"primary": {"capacity": "32MiB"}, "secondary": [tier]}
+def row(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Row:
+    return Row(llama, tmp_path_factory.mktemp("shutdown"))
+
+
+class Asking:
+    """Requests in the background, some of whose blocks are stored already."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], max_tokens: int, timeout: float = 100.0) -> None:
+        self.answers: list[Answer] = []
+        self._lost = False
+        self._server, self._request, self._timeout = server, (prompts, max_tokens), timeout
+        self._thread = threading.Thread(target=self._ask)
+        stored = server.stored()
+        self._thread.start()
+        until(lambda: server.stored() > stored, 30, "stores of the requests that run")
+
+    def _ask(self) -> None:
+        try:
+            self.answers += self._server.ask(*self._request, timeout=self._timeout)
+        except (OSError, http.client.HTTPException):
+            self._lost = True
+
+    def was_lost(self) -> bool:
+        """Whether the server ended without an answer, or with one that was cut short."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self._lost or any(len(answer.tokens) < self._request[1] for answer in self.answers)
 
 
 @pytest.fixture(scope="module")
-def after_a_reset(llama: Path, expected: list[Answer], stack: dict[str, Any], directory: Path) -> Iterator[Server]:
-    """A server over the directory of one that was reset, while it cascaded, and killed as soon as it said that it was."""
-    with serve(llama, stack, directory / "first.log") as first:
-        assert wrong(first.ask(PROMPTS), expected[:4]) == []
+def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
+    """A server over the directory of one that was killed while it stored, having written ``PROMPTS``."""
+    with row.serve("first") as first:
+        assert wrong(first.ask(PROMPTS), expected.prompts) == []
         until(lambda: cascaded(first) >= whole_blocks(PROMPTS), 30, "the cascade")
-        assert wrong(first.ask(MORE), expected[4:10]) == []
-        assert first.reset(tiers=True)
+        asking = Asking(first, MORE, 200)
         first.end(signal.SIGKILL)
-    with serve(llama, stack, directory / "second.log", "--shutdown-timeout", "30") as second:
+        assert asking.was_lost()
+    assert shared_memory() == []
+    with row.serve("second") as second:
         yield second
+
+
+@pytest.fixture(scope="module")
+def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterator[Server]:
+    """A server over the directory of one that was reset, while it cascaded, and killed as soon as it said that it was."""
+    assert wrong(after_a_kill.ask(PROMPTS), expected.prompts) == []
+    assert wrong(after_a_kill.ask(FORGOTTEN), expected.forgotten) == []
+    assert after_a_kill.reset(tiers=True)
+    after_a_kill.end(signal.SIGKILL)
+    assert shared_memory() == []
+    with row.serve("third", "--shutdown-timeout", "30") as third:
+        yield third
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A server over the directory of one that got SIGTERM while it answered ``LAST`` and stored, with what that one answered."""
+
+    server: Server
+    answers: list[Answer]
+    return_code: int | None
+
+
+@pytest.fixture(scope="module")
+def after_a_drain(row: Row, after_a_reset: Server) -> Iterator[Drained]:
+    asking = Asking(after_a_reset, LAST, LENGTHY)
+    after_a_reset.end(signal.SIGTERM)
+    assert not asking.was_lost()
+    assert shared_memory() == []
+    with row.serve("fourth") as fourth:
+        yield Drained(fourth, asking.answers, after_a_reset.process.returncode)
 
 
 def cascaded(server: Server) -> float:
@@ -65,37 +147,56 @@ def read(server: Server) -> float:
     return server.metric("kv_tiering_read_bytes_total", tier="local")
 
 
+def known(server: Server) -> float:
+    """Blocks that the local tier holds, as of a step that this makes the engine take."""
+    server.ask([prompt(0, 8)], 1)
+    return server.metric("kv_tiering_blocks", tier="local")
+
+
 def shared_memory() -> list[str]:
     return [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
 
 
+def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(after_a_kill, expected):
+    server = after_a_kill
+    until(lambda: known(server) >= whole_blocks(PROMPTS), 30, "the recovery of the local tier")
+    assert wrong(server.ask(PROMPTS), expected.prompts) == []
+    assert wrong(server.ask(MORE), expected.more) == []
+    assert read(server) >= ALL
+    assert server.loaded() >= ALL
+
+
 def test_nothing_from_before_a_reset_is_served_after_a_kill_and_a_restart(after_a_reset, expected):
     server = after_a_reset
-    assert shared_memory() == []
-    assert wrong(server.ask(PROMPTS + MORE), expected[:10]) == []
+    assert wrong(server.ask(PROMPTS), expected.prompts) == []
+    assert wrong(server.ask(MORE), expected.more) == []
+    assert wrong(server.ask(FORGOTTEN), expected.forgotten) == []
     assert read(server) == server.loaded() == 0
 
 
-def test_sigterm_drains_requests_and_stores_and_what_was_stored_is_there_after_a_restart(
-    after_a_reset, llama, expected, stack, directory
-):
-    server, answers = after_a_reset, list[Answer]()
-    stored = server.stored()
-    asking = threading.Thread(target=lambda: answers.extend(server.ask(LAST, LENGTHY)))
-    asking.start()
-    until(lambda: server.stored() > stored, 30, "stores of the requests that run")
+def test_sigterm_drains_requests_and_stores_and_what_was_stored_is_there_after_a_restart(after_a_drain, expected):
+    server = after_a_drain.server
+    assert after_a_drain.return_code == 0
+    assert [answer.tokens for answer in after_a_drain.answers] == [answer.tokens for answer in expected.last]
+    assert wrong(server.ask(PROMPTS), expected.prompts) == []
+    read_before, loaded_before = read(server), server.loaded()
+    assert read_before >= ALL
+    assert wrong(server.ask(LAST, LENGTHY), expected.last) == []
+    assert read(server) - read_before >= whole_blocks(LAST) * BLOCK_BYTES
+    assert server.loaded() - loaded_before >= whole_blocks(LAST) * BLOCK_BYTES
+
+
+def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_was_written(after_a_drain, row, expected):
+    server = after_a_drain.server
+    # vLLM's front end, its engine gone, may wait for clients that wait for it
+    asking = Asking(server, [prompt(seed, 400) for seed in range(80, 86)], 200, timeout=8)
+    written = known(server)
     server.end(signal.SIGTERM)
-    asking.join(30)
-    assert not asking.is_alive()
-    assert server.process.returncode == 0
+    assert asking.was_lost()
     assert shared_memory() == []
-    with serve(llama, stack, directory / "third.log") as third:
-        assert wrong(third.ask(PROMPTS + MORE), expected[:10]) == []
-        read_before, loaded_before = read(third), third.loaded()
-        assert read_before >= ALL
-        assert wrong(third.ask(LAST, LENGTHY), expected[10:]) == []
-        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected[10:]]
-        assert read(third) - read_before >= whole_blocks(LAST) * BLOCK_BYTES
-        assert third.loaded() - loaded_before >= whole_blocks(LAST) * BLOCK_BYTES
-        third.ask([prompt(seed, 500) for seed in range(80, 84)], 1)
+    with row.serve("fifth") as fifth:
+        until(lambda: known(fifth) >= written, 30, "the recovery of the local tier")
+        assert wrong(fifth.ask(LAST, LENGTHY), expected.last) == []
+        assert read(fifth) >= whole_blocks(LAST) * BLOCK_BYTES
+        assert wrong(fifth.ask(MORE), expected.more) == []
     assert shared_memory() == []
