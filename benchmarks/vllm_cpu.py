@@ -2,12 +2,14 @@
 
 A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs on command, one at
 a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of the very same code differ by some
-percent for as long as they live (where their memory happens to lie), so all are started anew several times, and "by start" tells how
-far the ratio moves with that alone.  CPU seconds are those of all threads of an engine, from before the requests arrive until its copies
-and tiers have nothing left to do.  The ratio is the median over the rounds of that within a round.  Everything that is computed is
-stored in every tier; the S3 server (rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind
-of thread, and of the main thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their
-end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
+percent for as long as they live (where their memory happens to lie), so all are started anew several times, in another order each time,
+and "by start" tells how far the ratio moves with that alone.  Threads that wait for others of a parallel loop sleep
+(OMP_WAIT_POLICY=passive): by default they spin, and whatever else runs on their cores, the S3 server above all, would show as seconds of
+the engine.  CPU seconds are those of all threads of an engine, from before the requests arrive until its copies and tiers have nothing
+left to do.  The ratio is the median over the rounds of that within a round.  Everything that is computed is stored in every tier; the S3
+server (rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind of thread, and of the main
+thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their end.  What is in "other
+threads" is the engine's own arithmetic, and the S3 client's runtime.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Cell
@@ -67,12 +70,11 @@ def rounds_of_a_start(bench: Bench, model: Path, start: int) -> list[dict[str, C
     """The costs by engine, for each round that counts."""
     rounds: list[dict[str, Cost]] = []
     disk = bench.directory / f"disk-{start}"
-    with started(model, disk) as engines:
+    with started(model, disk, start) as engines:
         names = list(engines)
         for number in range((1 if bench.quick else ROUNDS) + 1):
-            at = (start * ROUNDS + number) % len(names)
             costs = {}
-            for name in names[at:] + names[:at]:
+            for name in rotated(names, number):
                 engines[name].send(100 * start + number)
                 costs[name] = receive(engines[name])
             rounds.append(costs)
@@ -93,10 +95,11 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 
 @contextmanager
-def started(model: Path, disk: Path) -> Iterator[dict[str, Connection]]:
-    """An engine process per variant, and the pipe by which it is told what to do."""
+def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connection]]:
+    """An engine process per variant, and the pipe by which it is told what to do.  ``first``: where in their order to begin."""
     progress("cpu: starting the engines")
     with ExitStack() as opened:
+        opened.enter_context(patch.dict(os.environ, OMP_WAIT_POLICY="passive"))  # read when a process loads the library
         server = opened.enter_context(rclone_server())
         bucket = server.make_bucket("kv-cache")
         local = {"type": "local", "path": str(disk), "capacity": "2GiB"}
@@ -104,7 +107,8 @@ def started(model: Path, disk: Path) -> Iterator[dict[str, Connection]]:
         stacks: dict[str, list[dict[str, Any]] | None] = {WITHOUT: None, "cpu": [], "cpu + local": [local], "cpu + s3": [s3]}
         context = multiprocessing.get_context("spawn")
         engines: dict[str, Connection] = {}
-        for name, secondary in stacks.items():
+        for name in rotated(list(stacks), first):
+            secondary = stacks[name]
             ours, theirs = context.Pipe()
             stack = None if secondary is None else {"primary": {"capacity": CAPACITY}, "secondary": secondary}
             process = context.Process(target=serve, args=(theirs, model, stack, server.environment()), name=name)
@@ -115,6 +119,12 @@ def started(model: Path, disk: Path) -> Iterator[dict[str, Connection]]:
         for pipe in engines.values():
             receive(pipe)
         yield engines
+
+
+def rotated(names: list[str], by: int) -> list[str]:
+    """``names``, beginning somewhere else."""
+    at = by % len(names)
+    return names[at:] + names[:at]
 
 
 def end(process: Any, pipe: Connection) -> None:
