@@ -9,7 +9,7 @@ import pytest
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.base import ReqContext, RequestPolicy, parse_request_policy
-from tiering.connector.protocols import policy_of
+from tiering.connector.request_policy import policy_of
 from tiering.errors import ConfigError
 
 

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 SHARP = 0.1
 """Initializer range: with the usual 0.02 the logits of a model this small hardly depend on what came before."""
 
 
-def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
-    """A Llama with full attention; returns ``directory``."""
+def _write(directory: Path, kind: str, seed: int, **words: Any) -> Path:
+    """A model of the transformers family ``kind``, small in what all of ours have in common; returns ``directory``."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(
+    config_class = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    config = getattr(transformers, config_class)(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=2048,
         initializer_range=SHARP,
         tie_word_embeddings=False,
         dtype="float32",
+        **words,
     )
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).float().save_pretrained(directory)
+    getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(directory)
     return directory
+
+
+def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
+    """A Llama with full attention; returns ``directory``."""
+    return _write(directory, "Llama", seed, num_hidden_layers=layers, num_key_value_heads=2, head_dim=32)
 
 
 def write_draft(directory: Path, model: Path, noise: float) -> Path:
@@ -76,53 +81,31 @@ WINDOW = 48
 
 def write_gemma(directory: Path, seed: int = 0) -> Path:
     """A Gemma 3 text model: four layers, full attention and a sliding window in turns; returns ``directory``."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+    return _write(
+        directory,
+        "Gemma3",
+        seed,
         num_hidden_layers=4,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=2048,
-        initializer_range=SHARP,
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    torch.manual_seed(seed)
-    Gemma3ForCausalLM(config).float().save_pretrained(directory)
-    return directory
 
 
 def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
     """A DeepSeek V2 without experts; latent attention (MLA) of the size that vLLM's CPU kernel has.  Returns ``directory``."""
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+    return _write(
+        directory,
+        "DeepseekV2",
+        seed,
         num_hidden_layers=layers,
         first_k_dense_replace=layers,
-        num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=None,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=32,
         v_head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=SHARP,
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    torch.manual_seed(seed)
-    DeepseekV2ForCausalLM(config).float().save_pretrained(directory)
-    return directory

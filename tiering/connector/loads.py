@@ -72,10 +72,11 @@ class LoadPlanner:
         loading = self._loading
         return bool(loading) and any(keys and (keys[0] in loading or keys[-1] in loading) for keys in needed)
 
-    def plan(self, state: RequestState, external_tokens: int) -> None:
+    def plan(self, state: RequestState, external_tokens: int) -> Sequence[OffloadKey]:
         """Queue the load of ``external_tokens`` tokens after those that were computed when the hit was matched.
 
         What has become unreadable since is queued as failed: the worker reports its GPU blocks, and the engine recomputes them.
+        Returns the hit's blocks, of :attr:`measure`.
         """
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
@@ -83,7 +84,7 @@ class LoadPlanner:
         for part in parts:
             self._allocated += part.block_ids
         keys = list(chain.from_iterable(part.keys for part in parts))
-        state.loaded_keys = parts[self.measure.group_idx].keys
+        measured = parts[self.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
         invalid = list(chain.from_iterable(part.block_ids for part in parts))
         if source is not None:
@@ -106,6 +107,7 @@ class LoadPlanner:
             self._failed[state.ctx.req_id] = invalid
             state.load_failed(end)
             self._warn_shrunk("%d GPU blocks of a hit are not readable any more; the engine recomputes them", len(invalid))
+        return measured
 
     def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]]]:
         """This step's load orders, fenced from now on, and the blocks that nothing will fill, by request."""

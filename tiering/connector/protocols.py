@@ -6,10 +6,8 @@ Names and meanings are vLLM's (0.29 to 0.32), because the same core is driven by
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
-from tiering.base import RequestPolicy, parse_request_policy
 from tiering.connector.metadata import OffloadingWorkerMetadata
 
 
@@ -30,16 +28,6 @@ class EngineRequest(Protocol):
     all_token_ids: Sequence[int]
     lora_request: Any
     kv_transfer_params: Mapping[str, Any] | None
-
-
-def policy_of(request: EngineRequest) -> RequestPolicy:
-    """What ``request`` asks of the tiers.  Raises :class:`tiering.errors.ConfigError` naming the field that is wrong.
-
-    Nothing is loaded for a request whose prompt must be computed (its logprobs are asked for, or all its tokens are pooled): what is
-    loaded has no hidden states.  vLLM before 0.31 would take a hit for it.
-    """
-    policy = parse_request_policy(getattr(request, "kv_transfer_params", None))
-    return replace(policy, load=False) if getattr(request, "skip_reading_prefix_cache", False) else policy
 
 
 class AllocatedBlocks(Protocol):

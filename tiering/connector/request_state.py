@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,8 +45,8 @@ class RequestState:
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
     it got its first blocks.  ``stale``: its KV is from before a
     reset, so that nothing more of it is stored.  ``untouched_blocks`` were stored since its stored blocks were touched last.
-    ``loaded_keys``: offloaded blocks of its last load, of the group that tells how long a hit is; ``asked_blocks``: of the same group,
-    those that were asked for when it was matched first and of which no load has told yet how many the primary tier had.
+    ``sources``: of its last load's blocks, how many were brought in for it, by medium; ``asked_blocks``: those that were asked for when
+    it was matched first and of which no load has told yet how many the primary tier had; both of the group that tells how long a hit is.
     """
 
     request: EngineRequest
@@ -70,7 +70,7 @@ class RequestState:
     backoff_steps: int = 1
     batch_tokens: int = NEVER
     untouched_blocks: int = 0
-    loaded_keys: Sequence[OffloadKey] = ()
+    sources: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys = [group.keys for group in self.groups]

@@ -28,8 +28,9 @@ from tiering.connector.groups import HitSearch, build_groups, interleave
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import BlockIdsByGroup, OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput, policy_of
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
+from tiering.connector.request_policy import policy_of
 from tiering.connector.request_state import NEVER, GroupState, Match, RequestState
 from tiering.connector.stores import StorePlanner
 from tiering.errors import ConfigError
@@ -155,11 +156,11 @@ class OffloadingConnectorScheduler:
         state.set_blocks(blocks.get_block_ids())
         state.allocated_at_step = self._step + 1
         if num_external_tokens > 0:
-            self._loads.plan(state, num_external_tokens)
+            keys = self._loads.plan(state, num_external_tokens)
+            state.sources = self._manager.count_sources(keys, state.ctx)
             self._counters.loads += 1
             self._counters.hit_tokens += num_external_tokens
-            brought = sum(self._manager.count_sources(state.loaded_keys, state.ctx).values())
-            self._counters.hit_blocks += min(state.asked_blocks, len(state.loaded_keys) - brought)
+            self._counters.hit_blocks += min(state.asked_blocks, len(keys) - sum(state.sources.values()))
             state.asked_blocks = 0
             state.match = None
 
@@ -172,7 +173,7 @@ class OffloadingConnectorScheduler:
         left, sources = num_external_tokens, dict[str, int]()
         if state is not None:
             size = self._loads.measure.offloaded_block_size
-            for medium, blocks in self._manager.count_sources(state.loaded_keys, state.ctx).items():
+            for medium, blocks in state.sources.items():
                 sources[medium] = tokens = min(left, blocks * size)
                 left -= tokens
         sources[PRIMARY_MEDIUM] = left

@@ -113,7 +113,7 @@ class OffloadingConnectorWorker(CopyReports):
             self._submit(order, _Job(req_id, order))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Queue this step's stores; they start with the next step.  The same metadata again does nothing."""
+        """Queue this step's stores; they start with the next step, or now if the engine writes early.  The same metadata again does nothing."""
         if metadata is self._prepared:
             return
         self._prepared = metadata

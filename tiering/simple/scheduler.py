@@ -16,8 +16,9 @@ from typing import Any
 
 from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey, RequestPolicy
 from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput, policy_of
+from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
+from tiering.connector.request_policy import policy_of
 from tiering.errors import ConfigError
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
