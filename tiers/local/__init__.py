@@ -13,7 +13,7 @@ What it guarantees:
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from tiering.definition import TierDefinition
 from tiering.secondary.base import TierContext
@@ -43,7 +43,11 @@ def _build(options: LocalOptions, context: TierContext) -> LocalTier:
 
 
 def _location(options: LocalOptions) -> str:
-    return str(Path(options.path).expanduser().resolve())
+    """The directory's absolute path, from its spelling alone: a hung mount must not block the validation of a stack.
+
+    Two spellings of one directory (a symbolic link, a second mount) are found when the directory is locked.
+    """
+    return os.path.abspath(os.path.expanduser(options.path))  # noqa: PTH100, PTH111
 
 
 LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location)

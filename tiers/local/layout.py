@@ -22,6 +22,9 @@ from tiering.errors import ConfigError
 PAGE = 4096
 """Bytes of a slot's header, and what every offset, length and address of O_DIRECT is a multiple of."""
 
+REPLICA_PREFIX = "replica-"
+"""Begins the names of the subdirectories of data-parallel replicas, which share the directory above them."""
+
 _SEGMENT = re.compile(r"slots-(\d+)-(\d+)-(\d+)")
 _REPLICA = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEGMENTS = 4
@@ -100,7 +103,7 @@ def tier_directory(path: str, replica: str | None) -> Path:
         return root
     if not _REPLICA.fullmatch(replica) or replica.strip(".") == "":
         raise ConfigError(f"replica: {replica!r} cannot name a subdirectory; allowed are letters, digits, '.', '_' and '-'")
-    return root / f"replica-{replica}"
+    return root / f"{REPLICA_PREFIX}{replica}"
 
 
 def used_bytes(root: Path) -> int:
@@ -112,7 +115,7 @@ def used_bytes(root: Path) -> int:
             if entry.is_symlink():
                 continue
             if entry.is_dir():
-                if not (entry.parent == root and entry.name.startswith("replica-")):
+                if not (entry.parent == root and entry.name.startswith(REPLICA_PREFIX)):
                     pending.append(entry)
                 continue
             try:
