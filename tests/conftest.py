@@ -18,6 +18,8 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thread_limit import ThreadLimit
+
 T = TypeVar("T")
 
 GRACE_SECONDS = 3.0
@@ -112,3 +114,9 @@ def _leaves_nothing_behind() -> Iterator[None]:
         process.join()
     if problems:
         pytest.fail("the test left something behind: " + "; ".join(sorted(problems)), pytrace=False)
+
+
+@pytest.fixture
+def thread_limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
+    """A limit on threads that a test can reach and leave; it is not reached at first."""
+    return ThreadLimit(monkeypatch)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.thread_limit import ThreadLimit
 from tiering.errors import ConfigError, RegionError
 from tiering.primary import prefault, region, room
 from tiering.primary.region import PAGE, SharedRegion, shared_path, sweep
@@ -362,3 +363,19 @@ def test_an_address_space_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(region.mmap, "mmap", refuse)
     with pytest.raises(RegionError, match="ulimit -v"):
         SharedRegion.create(ROWS, ROW_BYTES)
+
+
+def test_threads_that_cannot_be_started_are_a_region_error_with_the_limit(thread_limit: ThreadLimit) -> None:
+    thread_limit.reach("prefault")
+    with pytest.raises(RegionError, match="ulimit -u"):
+        SharedRegion.create(ROWS, ROW_BYTES)
+    assert len(thread_limit.refused) == 1
+
+
+def test_one_thread_is_enough_to_prepare_the_memory(thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "_CHUNK", room_bytes := 4096)
+    thread_limit.refuse = lambda name: "prefault" in name and not name.endswith("-0")
+    created = SharedRegion.create(ROWS, ROW_BYTES)
+    assert created.nbytes > room_bytes
+    assert len(thread_limit.refused) == 1
+    created.close()

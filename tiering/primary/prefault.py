@@ -7,8 +7,10 @@ import errno
 import logging
 import mmap
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +55,7 @@ def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) 
 def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) -> None:
     """Populate ``flat``, which maps the file ``fd`` from its start, without changing it.  Returns when all pages are there.
 
-    Raises :class:`RegionError` if the memory is not to be had.
+    Raises :class:`RegionError` if the memory is not to be had, or no thread to populate it.
     """
     address, nbytes = flat.ctypes.data, flat.nbytes
     workers = threads or min(16, os.cpu_count() or 1)
@@ -73,17 +75,51 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
             raise _no_room(nbytes, error) from error
         return stop - start
 
+    chunks = deque(range(0, nbytes, _CHUNK))
+    done: list[int] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            try:
+                start = chunks.popleft()
+            except IndexError:
+                return
+            try:
+                done.append(populate(start))
+            except BaseException as error:
+                failures.append(error)
+
     started = reported = time.monotonic()
-    done = 0
-    with ThreadPoolExecutor(workers, thread_name_prefix="kv-tiering-prefault") as pool:
-        futures = [pool.submit(populate, start) for start in range(0, nbytes, _CHUNK)]
+    running = _start_threads(work, min(workers, len(chunks)))
+    for thread in running:
+        while thread.is_alive():
+            thread.join(_PROGRESS_SECONDS)
+            if time.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                logger.info("preparing the primary tier's memory: %s of %s", format_bytes(sum(done)), format_bytes(nbytes))
+    if failures:
+        raise failures[0]
+    logger.debug("prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, len(running))
+
+
+def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:
+    """Start up to ``count`` threads that run ``work``; fewer where the process may not have so many.
+
+    Raises :class:`RegionError` if not even one can be started.
+    """
+    running: list[threading.Thread] = []
+    for number in range(count):
+        thread = threading.Thread(target=work, name=f"kv-tiering-prefault-{number}", daemon=True)
         try:
-            for future in as_completed(futures):
-                done += future.result()
-                if time.monotonic() - reported > _PROGRESS_SECONDS:
-                    reported = time.monotonic()
-                    logger.info("preparing the primary tier's memory: %s of %s", format_bytes(done), format_bytes(nbytes))
-        except RegionError:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    logger.debug("prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, workers)
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            if running:
+                logger.warning("preparing the primary tier's memory with %d of %d threads: %s", len(running), count, error)
+                break
+            raise RegionError(
+                f"no thread can be started to prepare the primary tier's memory ({error}); raise the limit on processes "
+                "(ulimit -u, docker: --pids-limit)"
+            ) from error
+        running.append(thread)
+    return running

@@ -6,6 +6,9 @@ Inside a unit, blocks are ordered by slot, so that a store finds neighbours side
 
 Threads are daemons: one that hangs in a medium delays neither the others nor the end of the process.  While threads are stuck in
 units whose deadline has passed, others stand in for them, at most as many again; they leave when those come back.
+
+A thread that cannot be started (the process or its container may have no more of them) is tried again later.  Until one can be, jobs
+fail, and so do tasks, with a :class:`TemporaryStoreError`: whoever asked for a task tries again.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from tiering.secondary.layers.retry import RetryLayer
 from tiering.secondary.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.pipeline import LOG_PERIOD, Pipeline, forget_frames
 from tiering.secondary.ratelimit import RateLimit
+from tiering.secondary.threads import ThreadStarter
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -112,6 +116,7 @@ class IoHost:
         self._num_threads = threads
         self._threads: list[threading.Thread] = []
         self._background: list[threading.Thread] = []
+        self._starter = ThreadStarter(name, clock)
         self._queues = _Queues()
         # At least as many tokens as queued items: a thread that finds no item for its token goes on to the next.
         self._tokens: SimpleQueue[None] = SimpleQueue()
@@ -122,6 +127,7 @@ class IoHost:
         self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
+        self._hanging = RateLimit(LOG_PERIOD, clock)
         self._running: dict[threading.Thread, float] = {}
         """Deadlines of the units that are running."""
         self._alive = 0
@@ -139,23 +145,27 @@ class IoHost:
         unit = _Unit(_JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
         if not job.keys:
             self._fail(unit, None)
-        elif not self._serving():
-            self._fail(unit, PermanentStoreError(f"tier {self.name} is closed"))
+        elif (refusal := self._refusal()) is not None:
+            self._fail(unit, refusal)
         else:
             queues = self._queues
             (queues.loads if job.kind is IoKind.LOAD else queues.stores).append(unit)
             self._tokens.put(None)
 
     def run(self, task: IoTask) -> None:
-        """Take up a task; returns at once.  Its ``on_done`` is called from :meth:`poll`."""
-        if self.stopping.is_set() or not (task.background or self._serving()):
-            self._end(_TaskDone(task, None, PermanentStoreError(f"tier {self.name} is closed")))
-        elif task.background:
-            self._background = [thread for thread in self._background if thread.is_alive()]
-            self._background += self._start([(f"kv-{self.name}-{task.name}", lambda: self._run_task(task))])
-        else:
+        """Take up a task; returns at once.  Its ``on_done`` is called from :meth:`poll`, also if no thread can be had for it."""
+        if (refusal := self._closed_error() if task.background else self._refusal()) is not None:
+            self._end(_TaskDone(task, None, refusal))
+        elif not task.background:
             self._queues.tasks.append(task)
             self._tokens.put(None)
+        else:
+            self._background = [thread for thread in self._background if thread.is_alive()]
+            started = self._starter.start(f"kv-{self.name}-{task.name}", lambda: self._run_task(task))
+            if isinstance(started, TemporaryStoreError):
+                self._end(_TaskDone(task, None, started))
+            else:
+                self._background.append(started)
 
     def poll(self) -> list[IoResult]:
         """The jobs that ended since the last call.  Calls ``on_done`` of the tasks that did."""
@@ -215,38 +225,34 @@ class IoHost:
         self._pipeline.release()
         return True
 
-    def _serving(self) -> bool:
-        """Whether there are threads to work; starts them."""
-        if self.stopping.is_set():
-            return False
-        if not self._threads:
+    def _closed_error(self) -> StoreError | None:
+        return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
+
+    def _refusal(self) -> StoreError | None:
+        """Why nothing can be taken up now: the host is closed, or it has no thread at all.  Starts threads."""
+        if (closed := self._closed_error()) is not None:
+            return closed
+        if not self._alive and self._starter.due:
             self._add_threads(self._num_threads)
-        return bool(self._threads)
+        return None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
 
     def _add_threads(self, count: int) -> None:
-        with self._lock:
-            self._alive += count
-        started = self._start([(f"kv-{self.name}-io-{number}", self._work) for number in range(count)])
-        with self._lock:
-            self._alive -= count - len(started)
-        self._threads = [thread for thread in self._threads if thread.is_alive()] + started
+        """Start up to ``count`` more I/O threads; the first that cannot be started is the last one tried."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for number in range(count):
+            with self._lock:
+                self._alive += 1
+            started = self._starter.start(f"kv-{self.name}-io-{number}", self._work)
+            if isinstance(started, TemporaryStoreError):
+                with self._lock:
+                    self._alive -= 1
+                return
+            self._threads.append(started)
 
     def _stuck(self) -> int:
         """Threads that have been in a unit since before its deadline."""
         now = self._clock()
         return sum([deadline <= now for deadline in list(self._running.values())])
-
-    def _start(self, threads: list[tuple[str, Callable[[], None]]]) -> list[threading.Thread]:
-        started: list[threading.Thread] = []
-        for name, target in threads:
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                _log.exception("tier %s: cannot start thread %s", self.name, name)
-                break
-            started.append(thread)
-        return started
 
     def _waits(self, deadline: float) -> Iterator[float]:
         """Lengths of waits until the clock, or as much real time as it promises, has reached ``deadline``; a last one of 0."""
@@ -268,10 +274,12 @@ class IoHost:
                 with self.stats.lock:
                     self.stats.overdue += unit.stop - unit.start
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        if self._running and not self.stopping.is_set():
-            missing = self._num_threads + min(self._stuck(), self._num_threads) - self._alive
+        if self._alive and self._starter.due and not self.stopping.is_set():
+            stuck = min(self._stuck(), self._num_threads)
+            missing = self._num_threads + stuck - self._alive
             if missing > 0:
-                _log.warning("tier %s: %d I/O thread(s) hang in the medium, starting others", self.name, missing)
+                if stuck and (count := self._hanging.admit(stuck)):
+                    _log.warning("tier %s: %d I/O thread(s) hang in the medium, starting others", self.name, count)
                 self._add_threads(missing)
 
     def _take_overdue(self, queue: _Queue, now: float) -> _Unit | None:

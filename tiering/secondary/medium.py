@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 
 from tiering.block_store import BlockStore
@@ -33,6 +34,7 @@ def parameters_document(namespace: Namespace) -> str:
 
 
 _PRIVATE = b"reset"
+_THREAD_RETRY_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,19 @@ class Medium:
             except Exception:
                 logger.exception("tier %s: closing its store failed", self._name)
 
-        thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
-        thread.start()
-        thread.join(max(timeout, 0.0))
+        end = time.monotonic() + max(timeout, 0.0)
+        while True:
+            thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
+            try:
+                thread.start()
+                break
+            except RuntimeError as error:
+                # The process may have no more threads for the moment; the tier's own have just ended.
+                if time.monotonic() >= end:
+                    logger.error("tier %s: its store is left to the end of the process: %s", self._name, error)
+                    return
+            time.sleep(_THREAD_RETRY_SECONDS)
+        thread.join(max(end - time.monotonic(), 0.0))
         if thread.is_alive():
             logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
 

@@ -185,9 +185,17 @@ class _Recovery:
                 except BaseException as error:
                     errors.append(error)
 
-        threads = [threading.Thread(target=work, name="kv-scan", daemon=True) for _ in pieces[:SCAN_THREADS]]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
+        for _ in pieces[:SCAN_THREADS]:
+            thread = threading.Thread(target=work, name="kv-scan", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                # The process may have no more threads: those that run, or else this one, do all of it.
+                break
+            threads.append(thread)
+        if not threads:
+            work()
         for thread in threads:
             thread.join()
         if errors:

@@ -153,7 +153,13 @@ class S3Store(BlockStore):
             except StoreError:
                 return None
 
-        return StoreProbe(tuple(map(ask, places) if len(places) == 1 else askers.map(ask, places)))
+        if len(places) == 1:
+            return StoreProbe((ask(places[0]),))
+        try:
+            return StoreProbe(tuple(askers.map(ask, places)))
+        except RuntimeError:
+            # No further thread can be started at present: that is no failure of the bucket.
+            return StoreProbe(tuple(map(ask, places)))
 
     # --------------------------------------------------------------------------------------------- small documents
 

@@ -1,0 +1,104 @@
+"""A process that may have no more threads: whatever was to be done fails for now, and is done once threads can be started again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.secondary.fakes import FakeStore, make_namespace
+from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.thread_limit import ThreadLimit
+from tiering.errors import TemporaryStoreError
+from tiering.secondary.medium import Medium
+from tiering.secondary.messages import IoKind, IoTask
+from tiering.secondary.threads import RETRY_SECONDS
+from tiering.testing.clock import FakeClock, until
+from tiering.testing.faults import DictStore
+
+
+def test_a_background_task_without_a_thread_ends_with_a_temporary_error(thread_limit: ThreadLimit) -> None:
+    seen: list[tuple[object, BaseException | None]] = []
+    task = IoTask("recovery", lambda: 42, lambda result, error: seen.append((result, error)), background=True)
+    with running_host(DictStore(), Primary(1)) as host:
+        thread_limit.reach()
+        host.run(task)
+        assert seen == []
+        host.poll()
+        ((result, error),) = seen
+        assert result is None
+        assert isinstance(error, TemporaryStoreError)
+        assert "ulimit -u" in str(error)
+        thread_limit.leave()
+        host.run(task)
+        assert until(lambda: host.poll() or len(seen) == 2)
+        assert seen[1] == (42, None)
+
+
+def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(thread_limit: ThreadLimit) -> None:
+    clock, primary, failed = FakeClock(), Primary(4), []
+    with running_host(DictStore(), primary, clock=clock) as host:
+        thread_limit.reach()
+        for job_id in range(20):
+            host.submit(make_job(primary, IoKind.STORE, range(4), job_id=job_id))
+        host.run(IoTask("probe", lambda: 1, lambda result, error: failed.append(error)))
+        assert [outcome_names(result.outcomes) for result in host.poll()] == [["TemporaryStoreError"] * 4] * 20
+        assert isinstance(failed[0], TemporaryStoreError)
+        assert len(thread_limit.refused) == 1, "one attempt in so short a time, however many jobs there are"
+        thread_limit.leave()
+        clock.advance(RETRY_SECONDS)
+        host.submit(make_job(primary, IoKind.STORE, range(4)))
+        assert finish(host)[0].all_done
+
+
+def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: ThreadLimit) -> None:
+    clock, primary, gate = FakeClock(), Primary(8), threading.Event()
+
+    class Gated(DictStore):
+        waiting = 0
+
+        def put_one(self, block: object) -> None:
+            Gated.waiting += 1
+            gate.wait()
+
+    with running_host(Gated(), primary, threads=4, clock=clock, release=gate.set) as host:
+        thread_limit.reach("io-1", "io-2", "io-3")
+        host.submit(make_job(primary, IoKind.STORE, range(8)))
+        assert until(lambda: Gated.waiting == 1)
+        assert host.poll() == []
+        thread_limit.leave()
+        clock.advance(RETRY_SECONDS)
+        host.poll()
+        assert until(lambda: Gated.waiting == 4)
+        gate.set()
+        assert finish(host)[0].all_done
+
+
+def test_the_log_tells_of_the_limit_once_in_a_while(thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    thread_limit.reach()
+    with caplog.at_level(logging.ERROR, "kv_tiering.io"), running_host(DictStore(), Primary(1), clock=clock) as host:
+        for _ in range(500):
+            clock.advance(0.1)
+            host.run(IoTask("open", lambda: None, lambda result, error: None, background=True))
+            host.poll()
+    assert len(thread_limit.refused) == 500
+    assert 1 <= len(caplog.records) <= 2
+
+
+def test_a_store_is_closed_although_no_thread_can_be_started_at_first(thread_limit: ThreadLimit) -> None:
+    store = FakeStore()
+    thread_limit.refuse = lambda name: len(thread_limit.refused) < 3
+    Medium("t", store, make_namespace()).close(10.0)
+    assert (store.closed, len(thread_limit.refused)) == (1, 3)
+
+
+def test_a_store_that_no_thread_can_be_had_for_is_left_to_the_end_of_the_process(
+    thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FakeStore()
+    thread_limit.reach()
+    Medium("t", store, make_namespace()).close(0.0)
+    assert store.closed == 0
+    assert "left to the end of the process" in caplog.text
