@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from examples import vllm_offline
-from tiering.base import RequestPolicy, parse_request_policy
 from tiering.config import TIER_TYPES, PrimaryOptions, StackConfig, load_stack, tier_definition
 from tiering.manager_stats import ManagerStats
+from tiering.request_policy import RequestPolicy, parse_request_policy
 from tiering.secondary.stats import TierStats
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.connector.fakes import make_spec, prompt, run_prompt
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import ReqContext, RequestPolicy, parse_request_policy
+from tiering.base import ReqContext
+from tiering.config import load_stack
 from tiering.connector.request_policy import policy_of
+from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
+from tiering.namespace import ModelIdentity
+from tiering.primary.region import PAGE
+from tiering.request_policy import RequestPolicy, parse_request_policy
+from tiering.stack import open_manager
+
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
 
 
 def test_without_parameters_everything_is_allowed() -> None:
@@ -55,10 +65,60 @@ def test_parameters_of_another_shape_are_refused(params: Any) -> None:
         parse_request_policy(params)
 
 
-@pytest.mark.parametrize("params", [{"kv_tiering": {"tiers": 5}}, ["kv_tiering"]])
-def test_the_manager_goes_on_after_a_wrong_wish(params: Any) -> None:
-    tier = FakeTier(held=set(make_keys(0)))
+def test_the_words_of_routers_are_ours() -> None:
+    assert parse_request_policy({"max_load_tokens": 7, "max_offload_tokens": 5}) == RequestPolicy(
+        max_load_tokens=7, max_store_tokens=5
+    )
+    both = {"max_load_tokens": 7, "max_offload_tokens": 5, "kv_tiering": {"max_load_tokens": 9, "max_store_tokens": 3}}
+    assert parse_request_policy(both) == RequestPolicy(max_load_tokens=7, max_store_tokens=3)
+
+
+@pytest.mark.parametrize("word", ["max_load_tokens", "max_offload_tokens"])
+@pytest.mark.parametrize("value", ["12", -1, True, 1.5])
+def test_a_wrong_word_of_a_router_is_named(word: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_transfer_params\.{word}: "):
+        parse_request_policy({word: value})
+
+
+WRONG = [{"kv_tiering": {"tiers": 5}}, ["kv_tiering"], {"max_offload_tokens": "all"}]
+
+
+@pytest.mark.parametrize("params", WRONG)
+def test_a_request_with_a_wrong_wish_neither_loads_nor_stores(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+    keys = make_keys(0, 3)
+    tier = FakeTier(held={keys[1]})
     rig = Rig(4, [tier])
+    rig.store(keys[:1])
     wrong = ReqContext("wrong", params)
     rig.manager.on_new_request(wrong)
-    assert rig.manager.lookup(make_keys(0)[0], wrong) is None
+    assert [rig.manager.lookup(key, wrong) for key in keys[:2]] == [False, False]
+    assert rig.manager.match_prefix(keys, wrong) == (0, False)
+    output = rig.manager.prepare_store(keys, wrong)
+    assert output is not None
+    assert (output.keys_to_store, output.evicted_keys) == ([], [])
+    assert rig.manager.match_prefix(keys[:2], rig.ctx) == (2, True)
+    assert sum("wrong" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("params", WRONG)
+def test_a_wrong_wish_is_told_once_in_the_whole_stack(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+    stack = load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
+    with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack, 1000, MODEL) as manager:
+        manager.on_new_request(ReqContext("wrong", params))
+        scheduler = OffloadingConnectorScheduler(make_spec(manager=manager))  # type: ignore[arg-type]
+        request = prompt(16, "mistaken", kv_transfer_params=params)
+        assert not run_prompt(scheduler, request, [1, 2, 3, 4]).reqs_to_store
+        scheduler.request_finished(request, [])
+    told = [record.name for record in caplog.records if "kv_transfer_params" in record.message]
+    assert told == ["kv_tiering.manager", "kv_tiering.connector"]
+
+
+def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
+    keys = make_keys(0, 2)
+    tier = FakeTier("local", held=set(keys))
+    rig = Rig(4, [tier])
+    other = rig.request("r2", tiers=["s3"])
+    assert rig.manager.lookup(keys[0], other) is False
+    rig.store(keys[:1], other)
+    assert not [entry for entry in tier.log if entry[0] == "submit_store"]
+    assert rig.manager.lookup(keys[1], rig.request("r3", tiers=["local"])) is None

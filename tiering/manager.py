@@ -28,13 +28,13 @@ from tiering.base import (
     ReqContext,
     RequestOffloadingContext,
     Rows,
-    parse_request_policy,
 )
 from tiering.errors import ConfigError
 from tiering.manager_stats import ManagerStats
-from tiering.prefix_search import UNDECIDED_PATIENCE, PrefixSearch
+from tiering.prefix_search import PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
+from tiering.request_policy import NEITHER, parse_request_policy
 from tiering.requests import Request, Shares, TierState
 from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -107,33 +107,19 @@ class TieringOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self._collected:
-            self._collect()
-        if key in self._readable:
-            return True
-        request = self._request(req_context)
-        if key in request.refused:
-            return False
-        if key in self._pending:
-            self._promotions.join(request, (key,))
-            return None
-        undecided = False
-        for state in request.tiers:
-            if not state.in_service or key in request.failed.get(state.rank, ()):
-                continue
-            answer = self._call(state, state.tier.lookup, key, req_context)
-            if answer:
-                return None if self._promotions.start(state, request, (key,)) else False
-            undecided = undecided or (answer is None and state.in_service)
-        return None if undecided and request.may_wait(self._clock(), UNDECIDED_PATIENCE) else False
+        match = self.match_prefix((key,), req_context)
+        return None if match.pending else match.hits == 1
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
         if not self._collected:
             self._collect()
+        request = self._request(req_context)
+        if not request.policy.load:
+            return PrefixMatch(0, False)
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
             return PrefixMatch(hits, False)
-        return self._search.match(self._request(req_context), keys, hits)
+        return self._search.match(request, keys, hits)
 
     # ------------------------------------------------------------------------------------------------------- load and touch
 
@@ -165,6 +151,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._collect()
+        request = self._request(req_context)
+        if not request.policy.store:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             self._collect()
@@ -173,10 +162,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._stats.stores_without_room += 1
             return None
         self._stats.evicted_blocks += len(output.evicted_keys)
-        if len(output.keys_to_store) < len(keys):
-            wants_all = self._request(req_context).wants_all
-            if wants_all:
-                self._cascade_held(wants_all, keys, req_context)
+        if len(output.keys_to_store) < len(keys) and request.wants_all:
+            self._cascade_held(request.wants_all, keys, req_context)
         return output
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -216,15 +203,15 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(policy)
 
     def _begin(self, ctx: ReqContext) -> Request:
-        tiers = self._states
         try:
-            names = parse_request_policy(ctx.kv_transfer_params).tiers
+            policy = parse_request_policy(ctx.kv_transfer_params)
         except ConfigError as error:
-            _log.warning("request %s: %s; its kv_tiering parameters are ignored", ctx.req_id, error)
-            names = None
+            _log.warning("request %s neither loads nor stores KV: %s", ctx.req_id, error)
+            policy = NEITHER
+        names, tiers = policy.tiers, self._states
         if names is not None:
             tiers = [state for state in tiers if state.tier.name in names]
-        request = Request(ctx, tiers, [])
+        request = Request(ctx, policy, tiers, [])
         for state in tiers:
             if state.in_service:
                 answer = self._call(state, state.tier.on_new_request, ctx)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiering.base import OffloadKey, ReqContext
+from tiering.request_policy import RequestPolicy
 from tiering.secondary.base import SecondaryTierManager
 
 
@@ -53,6 +54,7 @@ class Shares:
 class Request:
     """One request.
 
+    ``policy``: what it asks of the tiers.
     ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``: those that want all of its blocks.  ``refused``: keys
     that stay a miss for it (no room, or overdue).  ``failed``: per tier rank, keys that the tier said it had and did not bring.
     ``asked``: keys in flight that it waits for.  ``decide_by``: until when tiers may leave its lookups open (None: none has yet).  ``reserved``: key → row of promoted blocks that are pinned for it.
@@ -60,6 +62,7 @@ class Request:
     """
 
     ctx: ReqContext
+    policy: RequestPolicy
     tiers: list[TierState]
     wants_all: list[TierState]
     finished: bool = False

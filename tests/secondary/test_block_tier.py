@@ -369,21 +369,6 @@ def test_a_full_medium_that_answers_is_no_outage() -> None:
 # ---------------------------------------------------------------------------------------------------------------- requests, policies
 
 
-def test_a_request_that_names_other_tiers_is_not_served() -> None:
-    rig = Rig().opened()
-    rig.store_blocks(K[:2])
-    other = ReqContext("r2", {"kv_tiering": {"tiers": ["s3"]}})
-    rig.tier.on_new_request(other)
-    assert rig.tier.lookup(K[0], other) is False
-    assert rig.tier.lookup(K[0], CTX) is True
-    job_id = rig.submit_store(K[2:3], other)
-    assert rig.finished() == [JobResult(job_id, False, [])]
-    rig.tier.on_request_finished(other)
-    named = ReqContext("r2", {"kv_tiering": {"tiers": ["t"]}})
-    rig.tier.on_new_request(named)
-    assert rig.tier.lookup(K[0], named) is True
-
-
 def test_admission_none_takes_no_block() -> None:
     rig = Rig(admission="none").opened()
     job_id = rig.submit_store(K[:2])

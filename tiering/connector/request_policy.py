@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiering.base import RequestPolicy, parse_request_policy
 from tiering.connector.protocols import EngineRequest
+from tiering.request_policy import RequestPolicy, parse_request_policy
 
 
 def policy_of(request: EngineRequest) -> RequestPolicy:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiering.base import OffloadKey, ReqContext, RequestPolicy
+from tiering.base import OffloadKey, ReqContext
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import BlockIdsByGroup
 from tiering.connector.protocols import EngineRequest
+from tiering.request_policy import RequestPolicy
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext, RequestPolicy
+from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
 from tiering.connector.events import PRIMARY_MEDIUM, ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import HitSearch, build_groups, interleave
@@ -35,6 +35,7 @@ from tiering.connector.request_state import NEVER, GroupState, Match, RequestSta
 from tiering.connector.stores import StorePlanner
 from tiering.errors import ConfigError
 from tiering.options import parse_duration
+from tiering.request_policy import NEITHER, NEITHER_PARAMS
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -293,7 +294,7 @@ class OffloadingConnectorScheduler:
             policy = policy_of(request)
         except ConfigError as error:
             self._warn_policy("request %s neither loads nor stores KV: %s", request.request_id, error)
-            policy, params = RequestPolicy(load=False, store=False), None
+            policy, params = NEITHER, NEITHER_PARAMS
         ctx = ReqContext(request.request_id, params)
         answer = self._manager.on_new_request(ctx)
         limit = request.num_prompt_tokens if self._spec.offload_prompt_only else NEVER

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiering.base import parse_request_policy
 from tiering.errors import ConfigError
+from tiering.request_policy import parse_request_policy
 
 logger = logging.getLogger("kv_tiering.vllm")
 

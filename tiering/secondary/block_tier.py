@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 
-from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext, parse_request_policy
+from tiering.base import OffloadingEvent, OffloadKey, ReqContext
 from tiering.block_store import BlockStore, Done, Outcome, Place
-from tiering.errors import ConfigError, CorruptBlockError, OverdueError
+from tiering.errors import CorruptBlockError, OverdueError
 from tiering.namespace import Namespace
 from tiering.options import TierOptions
 from tiering.secondary.admission import make_admission
@@ -115,7 +115,6 @@ class BlockTier(SecondaryTierManager):
         self._opened = False
         self._closed = False
         self._closing = False
-        self._excluded: set[str] = set()
         self._flights: dict[int, _Flight] = {}
         self._finished: list[JobResult] = []
         self._hits = 0
@@ -149,7 +148,7 @@ class BlockTier(SecondaryTierManager):
         return None if undecided else held == 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        if not self._serving or req_context.req_id in self._excluded:
+        if not self._serving:
             return _NO
         answer = self._lookup_index(keys, self._clock())
         held = answer[0]
@@ -171,7 +170,7 @@ class BlockTier(SecondaryTierManager):
     # --------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job: TransferJob) -> None:
-        if not self._serving or job.req_context.req_id in self._excluded:
+        if not self._serving:
             self.stats.stores_dropped += len(job.keys)
             self._finish(job, ())
             return
@@ -323,19 +322,7 @@ class BlockTier(SecondaryTierManager):
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
         return self._admission.take_wanted()
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if req_context.kv_transfer_params is not None:
-            try:
-                tiers = parse_request_policy(req_context.kv_transfer_params).tiers
-            except ConfigError as error:
-                logger.warning("tier %s: request %s: %s; this tier is not used for it", self.name, req_context.req_id, error)
-                tiers = frozenset()
-            if tiers is not None and self.name not in tiers:
-                self._excluded.add(req_context.req_id)
-        return RequestOffloadingContext()
-
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._excluded.discard(req_context.req_id)
         self._admission.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self) -> None:

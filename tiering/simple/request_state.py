@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tiering.base import GROUP_BYTES, OffloadKey, RequestPolicy
+from tiering.base import GROUP_BYTES, OffloadKey
 from tiering.connector.protocols import EngineRequest
+from tiering.request_policy import RequestPolicy
 
 BlockIds = Sequence[Sequence[int]]
 """GPU block ids of one request, per KV-cache group, in their order."""

@@ -14,12 +14,13 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey, RequestPolicy
+from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey
 from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
 from tiering.errors import ConfigError
+from tiering.request_policy import NEITHER
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
 from tiering.simple.copies import Blocks, Load, Store
@@ -294,7 +295,7 @@ class SimpleCPUOffloadScheduler:
             policy = policy_of(request)
         except ConfigError as error:
             self._warn("request %s neither loads nor stores KV: %s", request.request_id, error)
-            policy = RequestPolicy(load=False, store=False)
+            policy = NEITHER
         state = RequestState(request, policy, [GroupState() for _ in self._needs])
         self._states[request.request_id] = state
         return state

@@ -1,0 +1,96 @@
+"""What one request asks of the tiers, read from its ``kv_transfer_params``: the one place that decides what they mean.
+
+Wrong parameters mean one thing everywhere: the request neither loads nor stores (:data:`NEITHER`), and whoever admits the request
+first says which word is wrong.  What is handed on from there carries :data:`NEITHER_PARAMS`, so that nobody says it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tiering.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """What one request asks of the tiers: ``kv_transfer_params={"kv_tiering": {...}}``.
+
+    ``load``/``store``: may blocks be loaded for it / of it be stored.  ``max_load_tokens``/``max_store_tokens``: leading tokens
+    that may be (None: all).  ``tiers``: names of the secondary tiers it may use (None: all).
+    """
+
+    load: bool = True
+    store: bool = True
+    max_load_tokens: int | None = None
+    max_store_tokens: int | None = None
+    tiers: frozenset[str] | None = None
+
+
+DEFAULT_REQUEST_POLICY = RequestPolicy()
+
+NEITHER = RequestPolicy(load=False, store=False, tiers=frozenset())
+"""The policy of a request whose parameters are wrong."""
+
+_KEY = "kv_tiering"
+
+NEITHER_PARAMS: Mapping[str, Any] = MappingProxyType({_KEY: {"load": False, "store": False, "tiers": ()}})
+"""Well-formed parameters that mean :data:`NEITHER`."""
+
+_ALLOWED = ("load", "store", "max_load_tokens", "max_store_tokens", "tiers")
+
+
+def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> RequestPolicy:
+    """Read a request's parameters.  Raises :class:`ConfigError` naming the field that is wrong.
+
+    Read are the words of ``kv_tiering``, and beside it the routers' ``max_load_tokens`` and ``max_offload_tokens`` (our
+    ``max_store_tokens``).  Where both say a number, the smaller one counts.
+    """
+    if kv_transfer_params is None:
+        return DEFAULT_REQUEST_POLICY
+    if not isinstance(kv_transfer_params, Mapping):
+        raise ConfigError(f"kv_transfer_params: {kv_transfer_params!r} is not a mapping")
+    max_load = _limit(kv_transfer_params, "max_load_tokens", "max_load_tokens")
+    max_store = _limit(kv_transfer_params, "max_offload_tokens", "max_offload_tokens")
+    params = kv_transfer_params.get(_KEY)
+    if params is None:
+        return RequestPolicy(max_load_tokens=max_load, max_store_tokens=max_store)
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"kv_transfer_params.{_KEY}: {params!r} is not a mapping of {', '.join(_ALLOWED)}")
+    for word in params:
+        if word not in _ALLOWED:
+            raise ConfigError(f"kv_transfer_params.{_KEY}.{word}: unknown; allowed are {', '.join(_ALLOWED)}")
+    tiers = params.get("tiers")
+    if tiers is not None and not (
+        isinstance(tiers, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in tiers)
+    ):
+        raise ConfigError(f"kv_transfer_params.{_KEY}.tiers: {tiers!r} is not a list of tier names")
+    return RequestPolicy(
+        load=_flag(params, "load"),
+        store=_flag(params, "store"),
+        max_load_tokens=_smaller(max_load, _limit(params, "max_load_tokens", f"{_KEY}.max_load_tokens")),
+        max_store_tokens=_smaller(max_store, _limit(params, "max_store_tokens", f"{_KEY}.max_store_tokens")),
+        tiers=None if tiers is None else frozenset(tiers),
+    )
+
+
+def _limit(params: Mapping[str, Any], word: str, where: str) -> int | None:
+    value = params.get(word)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"kv_transfer_params.{where}: {value!r} is not a number of tokens (an integer >= 0)")
+    return value
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+def _flag(params: Mapping[str, Any], word: str) -> bool:
+    value = params.get(word, True)
+    if not isinstance(value, bool):
+        raise ConfigError(f"kv_transfer_params.{_KEY}.{word}: {value!r} is not true or false")
+    return value
