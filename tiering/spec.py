@@ -53,7 +53,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(engine, extra_config)
-        self.stack = _read_stack(self.extra_config)
+        self.stack = read_stack(self.extra_config)
         self.model = model
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         self._rank = rank
@@ -137,7 +137,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         return self._region
 
 
-def _read_stack(extra: Mapping[str, Any]) -> StackConfig:
+def read_stack(extra: Mapping[str, Any]) -> StackConfig:
+    """The stack that a connector's extra configuration ``extra`` names or holds.  Raises :class:`ConfigError`; opens nothing."""
     unknown = sorted(set(extra) - _OWN_WORDS - _STACK_WORDS)
     if unknown:
         allowed = ", ".join(sorted(_OWN_WORDS | _STACK_WORDS))

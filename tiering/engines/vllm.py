@@ -7,7 +7,9 @@ vLLM builds one connector in each worker and one in the scheduler.  They may liv
 rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.  With ``mode: simple`` in the
 stack the halves are those of :mod:`tiering.simple`: each worker has CPU memory of its own, and the scheduler's half uses vLLM's block pool.
 
-This is the only module that imports vLLM, 0.29 to 0.32.  Importing it beside another version raises :class:`ConfigError`.
+This is the only module that imports vLLM, 0.29 to 0.33.  Importing it beside a vLLM whose connector interface is another one raises
+:class:`~tiering.engines.vllm_lookup.StartupError`.  Importing it also registers the class with vLLM under its name, by which vLLM's
+``MultiConnector`` looks up the classes of its parts in every process.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import dataclasses
 import functools
 import logging
 import os
-import re
+import sys
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +36,10 @@ from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncreme
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
 from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
+from tiering.engines.vllm_interface import check_methods, check_names, check_version
 from tiering.engines.vllm_loads import LoadLedger, ordered_loads
 from tiering.engines.vllm_logging import share_logging
+from tiering.engines.vllm_lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm_lora import AdapterGuard
 from tiering.errors import ConfigError, RegionError
 from tiering.namespace import ModelIdentity
@@ -47,27 +52,11 @@ from tiering.spec import TieringOffloadingSpec
 logger = logging.getLogger("kv_tiering.vllm")
 share_logging(logging.getLogger("vllm"))
 
-OLDEST, NEWEST = (0, 29), (0, 32)
-
-
-def check_version(version: str) -> None:
-    """Raises :class:`ConfigError` for a vLLM whose connector interface this module does not know.
-
-    A version without numbers (a source tree) is tried, with a warning.
-    """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    known = f"this connector works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    if found is None or (number := (int(found[1]), int(found[2]))) == (0, 0):
-        logger.warning("vLLM's version %r is not a number; %s, and is tried with this one", version, known)
-    elif number < OLDEST:
-        raise ConfigError(f"vLLM {version} is too old: {known}; upgrade vLLM")
-    elif number > NEWEST:
-        raise ConfigError(f"vLLM {version} is too new: {known}; upgrade kv-tiering, or install an older vLLM")
-
-
 check_version(vllm.__version__)
+check_names(vllm.__version__)
 
 from vllm.distributed import kv_events  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -101,6 +90,10 @@ KVConnectorWorkerMetadata.register(OffloadingWorkerMetadata)
 KVConnectorWorkerMetadata.register(SimpleCPUOffloadWorkerMetadata)
 
 
+_built: weakref.WeakValueDictionary[tuple[str, str], TieringConnector] = weakref.WeakValueDictionary()
+"""This process' connectors by engine id and role: two of one engine and role would take each other's shared memory."""
+
+
 class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]
     """The connector's statistics in vLLM's class for them."""
 
@@ -126,6 +119,12 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._claim = (str(vllm_config.kv_transfer_config.engine_id), str(role))
+        if _built.setdefault(self._claim, self) is not self:
+            raise ConfigError(
+                f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; if MultiConnector names it twice, write all tiers "
+                "into one stack"
+            )
         check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None)
         _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
@@ -345,6 +344,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler_half.shutdown()
         if self._spec is not None:
             self._spec.close()
+        if _built.get(self._claim) is self:
+            del _built[self._claim]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieringConnectorStats:
@@ -419,3 +420,19 @@ def _vllm_event(event: KVCacheEvent) -> Any:
         return kv_events.BlockRemoved(block_hashes=event.block_hashes, medium=event.medium, group_idx=event.group_idx)
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(BlockStored)}
     return kv_events.BlockStored(**fields)
+
+
+check_methods(vllm.__version__, TieringConnector, KVConnectorBase_V1)
+if CONNECTOR not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
+
+_connector_class = globals().pop(CONNECTOR)
+_lookups = LookupCheck()
+
+
+def __getattr__(name: str) -> Any:
+    """``TieringConnector``, after a check of the configuration that it is looked up for (:mod:`tiering.engines.vllm_lookup`)."""
+    if name != CONNECTOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _lookups.check(sys._getframe(1))
+    return _connector_class

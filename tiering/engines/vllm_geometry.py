@@ -42,9 +42,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
 
     ``reports_requests``: whether this vLLM can be told which requests' loads failed (needed with several KV-cache groups).
     """
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"')
+    parallel = vllm_config.parallel_config
+    check_role(vllm_config.kv_transfer_config)
     if getattr(parallel, "nnodes", 1) > 1:
         raise ConfigError(
             f"the engine spans {parallel.nnodes} hosts; the CPU tier is shared memory of one host: keep an engine's workers on one host"
@@ -84,6 +83,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
         raise ConfigError(
             f"the model has {len(groups)} KV-cache groups; failed loads of such models can be reported to vLLM 0.30 and newer only"
         )
+
+
+def check_role(transfer: Any) -> None:
+    """Raises :class:`ConfigError` unless the connector may both load and store."""
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"')
 
 
 def _cannot_continue(vllm_config: Any) -> bool:
