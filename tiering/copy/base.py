@@ -14,40 +14,48 @@ TransferType = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """A transfer has ended: bytes moved, seconds taken, and which way (None where not known)."""
+    """The end of one transfer. A value that is not known is None."""
 
     job_id: int
+    """Id that the transfer was started with."""
     success: bool
+    """True if all bytes were moved."""
     transfer_size: int | None = None
+    """Bytes moved."""
     transfer_time: float | None = None
+    """Seconds from start to end."""
     transfer_type: TransferType | None = None
+    """Direction of the transfer."""
 
 
 class OffloadingHandler(ABC):
-    """Moves blocks one way.  Called from the engine's thread, which it never blocks but in :meth:`wait`."""
+    """Moves blocks in one direction. Called from the engine's thread; only :meth:`wait` and :meth:`shutdown` block it."""
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer.  False if it could not be started (nothing was moved, and no result will follow)."""
+        """Start a transfer. False if it could not be started: no byte was moved, and no result follows."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that have ended since the last call, each once, failed ones included."""
+        """Return the transfers that have ended since the last call, each once, failed ones included."""
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
-        """Block until these transfers have ended (unknown ids are ignored).  Their results are still handed out."""
+        """Block until these transfers have ended. Unknown ids are ignored; results are still returned later."""
 
     def order_before_compute(self, job_ids: Collection[int]) -> None:
-        """What the engine computes from here on runs after these transfers.  Without a device to order that, they are waited for."""
+        """Run all later work of the engine after these transfers.
+
+        A device orders the work on its streams. Without a device, this waits for the transfers.
+        """
         self.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for what is running and release threads, streams and pins.  May be called twice."""
+        """Wait for running transfers, then release threads, streams and pins. May be called twice."""
 
 
 class OffloadingWorker:
-    """Holds handlers by (source spec class, destination spec class) and routes transfers to them."""
+    """Routes transfers to handlers by (source spec class, destination spec class)."""
 
     def __init__(self) -> None:
         self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler] = {}
@@ -57,13 +65,13 @@ class OffloadingWorker:
         self._handlers[src_cls, dst_cls] = handler
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer; False if there is no handler for it or the handler could not start it."""
+        """Start a transfer. False if it has no handler, or its handler could not start it."""
         source, destination = spec
         handler = self._handlers.get((type(source), type(destination)))
         return handler is not None and handler.transfer_async(job_id, spec)
 
     def get_finished(self) -> list[TransferResult]:
-        """The transfers of all handlers that have ended since the last call."""
+        """Return the transfers of all handlers that have ended since the last call."""
         return [result for handler in self._unique() for result in handler.get_finished()]
 
     def wait(self, job_ids: Collection[int]) -> None:
@@ -72,7 +80,7 @@ class OffloadingWorker:
             handler.wait(job_ids)
 
     def order_before_compute(self, job_ids: Collection[int]) -> None:
-        """Let what the engine computes from here on run after these transfers."""
+        """Run all later work of the engine after these transfers."""
         for handler in self._unique():
             handler.order_before_compute(job_ids)
 

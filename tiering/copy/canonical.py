@@ -1,9 +1,10 @@
-"""From an engine's KV-cache tensors, whatever their layout, to unique int8 tensors that begin with the block dimension.
+"""The canonical form of an engine's KV-cache tensors: unique int8 tensors whose first dimension is the block.
 
-Decided by shapes and strides alone.  The dimensions that lie outside the block dimension in memory, such as the 2 of
-(2, num_blocks, ...), are split into tensors of their own; those inside are dense and make up a page, in any order, or a few long
-pieces with other layers' between them.  Pieces of a group that are neighbours in every block are one page: of an engine that keeps all
-layers of a block together, a whole block.  Bytes are never moved: every canonical tensor is a view of the engine's memory.
+Shapes and strides alone decide. Dimensions outside the block dimension in memory, such as the 2 of (2, num_blocks, ...),
+are split into tensors of their own. Dimensions inside it make up a page: dense bytes in any order, or a few long pieces with
+pieces of other layers between them. Pieces of a group that are neighbours in every block are joined to one page; for an
+engine that keeps all layers of a block together, that page is the whole block. Bytes are never moved: every canonical tensor
+is a view of the engine's memory.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from tiering.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCach
 from tiering.errors import ConfigError
 
 ALL_LAYERS = "ALL_LAYERS"
-"""The pseudo-layer of an engine that keeps the KV of all layers in one tensor."""
+"""Name of the pseudo-layer of an engine that keeps the KV of all layers in one tensor."""
 
 _SMALLEST_PIECE = 256
-"""Bytes; a page in smaller pieces than this is not worth its copies."""
+"""Smallest piece of a page in bytes. Copies of smaller pieces would cost more than they save."""
 
 
 def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
-    """The number of GPU blocks, if the tensors agree about it: their first dimension, or the second where the first is 2.
+    """Return the number of GPU blocks: each tensor's first dimension, or its second where the first is 2.
 
-    Raises :class:`ConfigError` if they do not; the engine must then say it.
+    Raises:
+        ConfigError: the tensors do not agree; the engine must then pass the number.
     """
     found = {tensor.shape[1] if tensor.shape[0] == 2 and tensor.dim() > 1 else tensor.shape[0] for tensor in kv_caches.values()}
     if len(found) != 1:
@@ -38,13 +40,19 @@ def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
 def canonicalize(
     kv_caches: Mapping[str, torch.Tensor], groups: Sequence[KVCacheGroup], num_blocks: int | None = None
 ) -> CanonicalKVCaches:
-    """The canonical form of ``kv_caches`` (layer name → tensor) of an engine with ``num_blocks`` GPU blocks.
+    """Return the canonical form of an engine's KV cache.
 
-    Layers that share memory (one group's layers reusing another layer's KV, or groups that share a pool of tensors) share a
-    canonical tensor, and a group refers to it once.  A tensor with a whole multiple of ``num_blocks`` blocks (attention kernels with
-    smaller blocks than the scheduler's) is taken to hold each block in neighbouring parts.
+    Layers that share memory share a canonical tensor, and a group refers to that tensor once. Layers share memory when one
+    reuses another's KV, or when groups share a pool of tensors. A tensor with a whole multiple of ``num_blocks`` blocks
+    (attention kernels with smaller blocks than the scheduler's) holds each block in neighbouring parts.
 
-    Raises :class:`ConfigError` naming the layer for what cannot be brought into this form.
+    Args:
+        kv_caches: KV-cache tensor of each layer, by layer name.
+        groups: the engine's KV-cache groups.
+        num_blocks: number of GPU blocks; default: inferred from the tensors.
+
+    Raises:
+        ConfigError: a layer cannot be brought into this form; the message names the layer and the reason.
     """
     if not kv_caches:
         raise ConfigError("the engine registered no KV-cache tensors")
@@ -83,9 +91,10 @@ def canonicalize(
 def canonicalize_cross_layers(
     kv_cache: torch.Tensor, groups: Sequence[KVCacheGroup], num_blocks: int | None = None
 ) -> CanonicalKVCaches:
-    """The canonical form of one tensor that holds all layers, of an engine with one KV-cache group.
+    """Return the canonical form of one tensor that holds all layers of the only KV-cache group.
 
-    Raises :class:`ConfigError` like :func:`canonicalize`, and for more than one group.
+    Raises:
+        ConfigError: as :func:`canonicalize` does, and for more than one group.
     """
     if len(groups) != 1:
         raise ConfigError(f"a KV cache over all layers needs exactly one KV-cache group, the engine has {len(groups)}")
@@ -97,13 +106,15 @@ def canonicalize_cross_layers(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Contiguous bytes of every block: from ``address`` in block 0 on, ``stride`` bytes from one block to the next."""
+    """Contiguous bytes of every block."""
 
     address: int
+    """Address of the piece in block 0."""
     stride: int
+    """Bytes from the piece in one block to the piece in the next."""
     nbytes: int
     tensor: torch.Tensor
-    """Whose storage it is in."""
+    """Tensor whose storage holds the piece."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -111,7 +122,7 @@ class _Piece:
 
 
 def _joined(pieces: Iterable[_Piece]) -> list[_Piece]:
-    """``pieces`` with those joined that touch or overlap in every block, in the order in which each was first there."""
+    """Join the pieces that touch or overlap in every block; the order of first appearance is kept."""
     order = {piece.place: index for index, piece in enumerate(pieces)}
     found: list[tuple[int, _Piece]] = []
     for piece in sorted(pieces, key=lambda piece: piece.address):
@@ -136,7 +147,7 @@ class _Builder:
         """Place → index in ``tensors``."""
 
     def add(self, piece: _Piece) -> CanonicalKVCacheRef:
-        """The reference to ``piece``, in a tensor that may be there already (of another group, with another size)."""
+        """Return a reference to ``piece``; its tensor may exist already, for another group or with another size."""
         index = self._known.setdefault(piece.place, len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(self._view(piece))
@@ -147,14 +158,14 @@ class _Builder:
     def _view(self, piece: _Piece) -> CanonicalKVCacheTensor:
         storage, stride = piece.tensor.untyped_storage(), piece.stride
         offset = piece.address - storage.data_ptr()
-        # Padding is part of the page where the storage has it behind every block; the last one's may be missing.
+        # Padding is part of the page where the storage has it behind every block; that of the last block may be missing.
         width = stride if offset + self.num_blocks * stride <= storage.nbytes() else piece.nbytes
         raw = torch.empty(0, dtype=torch.int8, device=piece.tensor.device)
         raw.set_(storage, offset, (self.num_blocks, width), (stride, 1))
         return CanonicalKVCacheTensor(raw, width)
 
     def pieces(self, layer: str, tensor: torch.Tensor) -> Iterator[_Piece]:
-        """What ``layer`` has of each block, in logical order."""
+        """Yield the pieces that ``layer`` has of each block, in logical order."""
         dim, ratio = self._block_dim(layer, tensor)
         item = tensor.element_size()
         step = tensor.stride(dim)
@@ -185,7 +196,7 @@ class _Builder:
             yield _Piece(base + int(start) * item, step * ratio * item, dense * ratio * item, tensor)
 
     def _block_dim(self, layer: str, tensor: torch.Tensor) -> tuple[int, int]:
-        """Which dimension the blocks are, and how many of its entries one block has."""
+        """Return the block dimension, and the number of its entries that make up one block."""
         n = self.num_blocks
         first, second = [*tensor.shape, 0][:2]
         if second == n and first % n == 0 and (first > n or n == 2):

@@ -1,12 +1,14 @@
-"""Copies between a CUDA KV cache and the primary rows: pinned rows, a side stream for each direction, events.
+"""Copies between a CUDA KV cache and the primary rows: pinned rows, one side stream per direction, and events.
 
-A job is one submission.  A store first gathers the job's pages, layer by layer, into a staging buffer on the device that looks like the
-rows' segments, then moves each row with a single copy; a load goes the other way.  So a row costs one transfer over the bus, however
-many layers it has.  The side stream is ordered after what the compute stream had been given when the job was submitted; the compute
-stream waits for it only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.
+A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device that has
+the shape of the rows' segments; then it moves each row with a single copy. A load goes the other way. So a row costs one
+transfer over the bus, however many layers it has.
 
-An engine that measures free memory to size its KV cache does not know of the staging buffers: they are taken when it hands its KV
-cache over, so that too little memory shows at start.
+The side stream is ordered after the work that the compute stream had when the job was submitted. The compute stream waits
+for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.
+
+An engine that measures free memory to size its KV cache does not know of the staging buffers. They are allocated when the
+engine registers its KV cache, so that a lack of device memory shows at start.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ logger = logging.getLogger("kv_tiering.copy")
 
 _STAGING_BYTES = 64 << 20
 _ALREADY_REGISTERED = 712
-"""cudaErrorHostMemoryAlreadyRegistered."""
+"""The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
 
 
 class EventLike(Protocol):
-    """A torch.cuda.Event."""
+    """The methods that are used of a torch.cuda.Event."""
 
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool: ...
@@ -46,7 +48,7 @@ class EventLike(Protocol):
 
 
 class StreamLike(Protocol):
-    """A torch.cuda.Stream."""
+    """The methods that are used of a torch.cuda.Stream."""
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -54,7 +56,7 @@ class StreamLike(Protocol):
 
 
 class CudaApi(Protocol):
-    """What is used of ``torch.cuda``."""
+    """The functions that are used of ``torch.cuda``."""
 
     def Stream(self, device: Any = ..., priority: int = ...) -> StreamLike: ...  # noqa: N802
     def Event(self, enable_timing: bool = ...) -> EventLike: ...  # noqa: N802
@@ -65,10 +67,10 @@ class CudaApi(Protocol):
 
 
 class PinnedRows:
-    """The primary rows, registered with CUDA for as long as a handler uses them.
+    """The primary rows, registered (pinned) with CUDA for as long as a handler uses them.
 
-    Rows that cannot be registered still work: copies then pass through the driver's own buffers, slower and in part on the caller's
-    thread, which is logged once.
+    Rows that cannot be pinned still work. Copies then pass through the driver's own buffers, which is slower and costs time
+    on the caller's thread; this is logged once.
     """
 
     def __init__(self, rows: NDArray[np.uint8], api: CudaApi | None = None) -> None:
@@ -79,9 +81,16 @@ class PinnedRows:
         self._registered = False
 
     def acquire(self, device: torch.device) -> None:
-        """One more user; the first one pins.  Raises :class:`ConfigError` if copies to the rows would end elsewhere."""
+        """Count one more user; the first one pins the rows.
+
+        Args:
+            device: the GPU of the KV cache.
+
+        Raises:
+            ConfigError: CUDA would copy to other pages than those of the rows.
+        """
         if not self._users:
-            with self.api.device(device):  # else CUDA would make a context on its first device
+            with self.api.device(device):  # without this, CUDA would create a context on its first device
                 self._pin(device)
         self._users += 1
 
@@ -90,7 +99,7 @@ class PinnedRows:
         runtime = self.api.cudart()
         code = _status(runtime.cudaHostRegister, address, nbytes, 0)
         if code == _ALREADY_REGISTERED:
-            # It was another mapping's address, which went without being unregistered: copies would go to its pages, not to these.
+            # An earlier mapping had this address and was unmapped without unpinning: copies would go to its pages.
             _status(runtime.cudaHostUnregister, address)
             code = _status(runtime.cudaHostRegister, address, nbytes, 0)
         self._registered = code == 0
@@ -110,7 +119,7 @@ class PinnedRows:
             )
 
     def release(self, device: torch.device) -> None:
-        """One user less; the last one unpins."""
+        """Count one user less; the last one unpins the rows."""
         self._users -= 1
         if self._users == 0 and self._registered:
             self._registered = False
@@ -121,7 +130,10 @@ class PinnedRows:
 
 
 def _status(call: Callable[..., Any], *arguments: int) -> int:
-    """A runtime call's error number; -1 if it has none that can be read (an enum of Python's knows only numbers that it names)."""
+    """Return the error number of a runtime call.
+
+    The number is -1 if it cannot be read: an enum of Python raises for numbers that it has no name for.
+    """
     try:
         answer = call(*arguments)
         return int(getattr(answer, "value", answer))
@@ -130,20 +142,26 @@ def _status(call: Callable[..., Any], *arguments: int) -> int:
 
 
 def _take_error(device: torch.device) -> None:
-    """CUDA gives the error of a call that failed to the thread's next kernel launch as well: to one that nobody needs."""
+    """Launch a kernel that takes the pending error of a failed call.
+
+    CUDA reports the error of a failed call again at the thread's next kernel launch, which would be the engine's.
+    """
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
-        logger.debug("taken from CUDA: %s", error)
+        logger.debug("took a pending error from CUDA: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One ref of one group: its pages on the device, and where they lie in a GPU block's part of a segment, in words."""
+    """The pages of one ref of one group."""
 
     cache: torch.Tensor
+    """Pages on the device, shape (num_blocks, words of a page)."""
     start: int
+    """First word of the page within a GPU block's part of a segment."""
     stop: int
+    """Word after the last one of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +173,7 @@ class _Running:
 
 
 def _word(kv_caches: CanonicalKVCaches, group: int) -> torch.dtype:
-    """The widest integer that all pages of a group are made of: kernels move words, not bytes."""
+    """Return the widest integer type that all pages of a group consist of: kernels move words, not bytes."""
     refs = kv_caches.group_data_refs[group]
     tensors = [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
     sizes = [ref.page_size_bytes for ref in refs] + [int(t.stride(0)) for t in tensors] + [int(t.storage_offset()) for t in tensors]
@@ -165,12 +183,7 @@ def _word(kv_caches: CanonicalKVCaches, group: int) -> torch.dtype:
 
 
 class CudaCopyHandler(OffloadingHandler):
-    """Copies one way between a CUDA KV cache and pinned rows.
-
-    ``staging_bytes``: of device memory per direction, and up to as much again while torch gathers pages; one row's part of this rank
-    where that is more, and no more than all rows'.
-    Raises :class:`ConfigError` if the rows are too small for ``layout``, or there is no device memory for it.
-    """
+    """Copies in one direction between a CUDA KV cache and pinned rows."""
 
     def __init__(
         self,
@@ -180,6 +193,19 @@ class CudaCopyHandler(OffloadingHandler):
         direction: Direction,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
+        """Allocate the staging buffer and pin the rows.
+
+        Args:
+            kv_caches: the engine's KV cache in canonical form, on one GPU.
+            rows: the primary rows.
+            layout: the rows' layout.
+            direction: stores or loads.
+            staging_bytes: bytes of device memory for staging; default 64 MiB. At least one row's segment is allocated,
+                at most those of all rows. While torch gathers pages, it needs up to as much again.
+
+        Raises:
+            ConfigError: the rows are too small for ``layout``, or the device memory does not suffice.
+        """
         check_rows(rows.tensor.numpy(), layout)
         self._api = rows.api
         self._layout = layout
@@ -190,7 +216,7 @@ class CudaCopyHandler(OffloadingHandler):
         self._words = [_word(kv_caches, group) for group in range(len(kv_caches.group_data_refs))]
         self._layers = [self._group_layers(kv_caches, group) for group in range(len(self._words))]
         self._staging_rows = [max(1, min(len(rows.tensor), staging_bytes // size)) for size in layout.rank_bytes]
-        # Loads are waited for by requests; stores by nobody.
+        # Requests wait for loads; no request waits for a store.
         self._stream = self._api.Stream(device=self._device, priority=-1 if direction is Direction.LOAD else 0)
         self._running: dict[int, _Running] = {}
         self._instant: deque[TransferResult] = deque()
@@ -201,12 +227,12 @@ class CudaCopyHandler(OffloadingHandler):
     def _allocate_staging(self) -> torch.Tensor:
         size = max(rows * size for rows, size in zip(self._staging_rows, self._layout.rank_bytes, strict=True))
         try:
-            with self._api.stream(self._stream):  # torch's allocator gives memory to a stream, and only this one uses it
+            with self._api.stream(self._stream):  # torch's allocator assigns memory to a stream; only this one uses it
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise ConfigError(
-                f"no device memory for the {size} bytes that copies to the primary tier need: {error}; leave the engine's KV cache less "
-                "(vLLM: a lower --gpu-memory-utilization)"
+                f"no device memory for the {size} bytes that copies to the primary tier need: {error}; give the engine's KV "
+                "cache less memory (vLLM: a lower --gpu-memory-utilization)"
             ) from error
 
     def _group_layers(self, kv_caches: CanonicalKVCaches, group: int) -> list[_Layer]:
@@ -235,7 +261,7 @@ class CudaCopyHandler(OffloadingHandler):
             self._running[job_id] = self._submit(plan)
         except RuntimeError as error:
             logger.error("copy job %d failed: %s", job_id, error, exc_info=error)
-            self._settle()  # what was submitted of it must not touch a row that is given to somebody else
+            self._settle()  # the submitted part must not touch a row that is given to another block
             return False
         return True
 
@@ -243,7 +269,7 @@ class CudaCopyHandler(OffloadingHandler):
         try:
             self._stream.synchronize()
         except RuntimeError as error:
-            logger.error("the device does not answer: %s", error)  # then it copies nothing any more either
+            logger.error("the device does not answer: %s", error)  # such a device copies nothing any more either
 
     def _submit(self, plan: list[GroupPages]) -> _Running:
         begin, end = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
@@ -260,14 +286,14 @@ class CudaCopyHandler(OffloadingHandler):
         return _Running(size, begin, end, tuple(keep))
 
     def _chunks(self, pages: GroupPages) -> Iterator[GroupPages]:
-        """Parts whose rows fit the staging buffer.  Rows are never split: GPU blocks of one row are neighbours."""
+        """Yield parts whose rows fit the staging buffer. Rows are never split: GPU blocks of one row are neighbours."""
         starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
         cuts = [*starts[:: self._staging_rows[pages.group]].tolist(), len(pages.rows)]
         for a, b in pairwise(cuts):
             yield GroupPages(pages.group, pages.gpu[a:b], pages.rows[a:b], pages.subs[a:b])
 
     def _move(self, pages: GroupPages) -> list[torch.Tensor]:
-        """Queue one chunk; returns what must live until it is done."""
+        """Queue one chunk; returns the tensors that must live until the chunk is done."""
         group, layout = pages.group, self._layout
         word = self._words[group]
         changes = np.diff(pages.rows, prepend=-1) != 0
@@ -299,7 +325,7 @@ class CudaCopyHandler(OffloadingHandler):
         tensor = torch.from_numpy(np.ascontiguousarray(numbers))
         if self._device.type == "cpu":
             return tensor
-        # The pinned copy goes back to torch's pool, which reuses it only after the copy's end.
+        # The pinned copy returns to torch's pool, which reuses it only after the copy's end.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def get_finished(self) -> list[TransferResult]:
@@ -308,7 +334,7 @@ class CudaCopyHandler(OffloadingHandler):
         for job_id, job in list(self._running.items()):
             try:
                 if not job.end.query():
-                    break  # one stream: what was submitted later ends later
+                    break  # there is one stream: a job that was submitted later ends later
                 seconds = job.begin.elapsed_time(job.end) / 1000.0
                 results.append(TransferResult(job_id, True, job.size, seconds, self._direction.transfer_type))
             except RuntimeError as error:

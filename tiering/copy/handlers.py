@@ -1,4 +1,4 @@
-"""The handlers for an engine's KV cache: CUDA copies where the tensors are on a GPU, host copies where they are not."""
+"""The choice of copy handlers for an engine's KV cache: CUDA copies for tensors on a GPU, host copies otherwise."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler
 def make_handlers(
     kv_caches: CanonicalKVCaches, region_view: memoryview, layout: RowLayout, threads: int | None = None
 ) -> Iterator[HandlerEntry]:
-    """(source spec class, destination spec class, handler) for stores and loads between ``kv_caches`` and the primary rows.
+    """Yield (source spec class, destination spec class, handler) for stores and for loads.
 
-    ``threads``: of host copies, per direction.  Raises :class:`ConfigError` if the rows are too small for ``layout`` or the device is
-    one that nothing here can copy from.
+    Args:
+        kv_caches: the engine's KV cache in canonical form.
+        region_view: the primary rows, uint8 of shape (num_rows, row_stride).
+        layout: the rows' layout.
+        threads: threads of host copies per direction; default: two, or one on a machine with one core.
+
+    Raises:
+        ConfigError: the rows are too small for ``layout``, or the KV cache is on a device without copies.
     """
     rows = np.asarray(region_view)
     device = kv_caches.tensors[0].tensor.device.type

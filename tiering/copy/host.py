@@ -1,7 +1,8 @@
-"""Copies for engines whose KV cache is in host memory, on threads of their own, with numpy calls that release the GIL.
+"""Copies for engines whose KV cache is in host memory.
 
-A page is one element of a numpy array (a void type of its size), so that one fancy index moves many pages and costs the interpreter
-one call.  Pages go in chunks that stay in the cache between the gather and the scatter that such a copy consists of.
+Copies run on threads of their own, in numpy calls that release the GIL. A page is one element of a numpy array (a void type
+of the page's size), so that one fancy index moves many pages in one call. Pages are moved in chunks small enough to stay in
+the processor's cache between the gather and the scatter of such a copy.
 """
 
 from __future__ import annotations
@@ -28,35 +29,39 @@ logger = logging.getLogger("kv_tiering.copy")
 
 _CHUNK_BYTES = 1 << 20
 _SPLIT_BYTES = 16 << 20
-"""Transfers from this size on are split over the threads."""
+"""Transfers of at least this many bytes are split over the threads."""
 
 Pages = NDArray[np.void]
 
 
 class Direction(Enum):
-    """Which way a handler copies."""
+    """The direction in which a handler copies."""
 
     STORE = ("gpu", "cpu")
     LOAD = ("cpu", "gpu")
 
     @property
     def transfer_type(self) -> TransferType:
-        """As results name it."""
+        """The direction as results name it."""
         return self.value
 
 
 def split_spec(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    """The accelerator's and the rows' side of ``spec``.  Raises :class:`TransferError` if it goes another way."""
+    """Return the accelerator's and the rows' side of ``spec``.
+
+    Raises:
+        TransferError: ``spec`` goes in another direction.
+    """
     gpu, cpu = spec if direction is Direction.STORE else (spec[1], spec[0])
     if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
         raise TransferError(
-            f"{type(spec[0]).__name__} to {type(spec[1]).__name__} is not a transfer {direction.name.lower()} handlers do"
+            f"a {direction.name.lower()} handler cannot transfer {type(spec[0]).__name__} to {type(spec[1]).__name__}"
         )
     return gpu, cpu
 
 
 def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
-    """How many GPU blocks the tensors of each KV-cache group have (the fewest of them)."""
+    """Return the number of GPU blocks of each KV-cache group: that of its smallest tensor."""
     return tuple(min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs) for refs in kv_caches.group_data_refs)
 
 
@@ -71,10 +76,12 @@ def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One ref of one group: its pages in the KV cache, shape (num_blocks,), and in the rows, shape (num_rows, factor)."""
+    """The pages of one ref of one group."""
 
     cache: Pages
+    """Pages in the KV cache, shape (num_blocks,)."""
     rows: Pages
+    """Pages in the rows, shape (num_rows, factor)."""
     page_bytes: int
 
 
@@ -104,9 +111,9 @@ def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: R
 
 
 def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads all run.
+    """Return a pool whose threads all run already.
 
-    One that starts them when needed may fail to in the middle of a transfer, with a copy in its queue that runs later all the same.
+    A pool that starts threads on demand can fail in the middle of a transfer: the copy in its queue would still run later.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     together = Barrier(threads + 1)
@@ -124,10 +131,9 @@ def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 class HostCopyHandler(OffloadingHandler):
-    """Copies one way between a KV cache in host memory and the primary rows.
+    """Copies in one direction between a KV cache in host memory and the primary rows.
 
-    ``rows``: uint8, (num_rows, row stride).  ``threads``: copies that run at the same time; loads never wait behind stores, because
-    each direction has its own handler.  Raises :class:`ConfigError` if the rows are too small for ``layout``.
+    Each direction has its own handler and threads, so that loads never wait behind stores.
     """
 
     def __init__(
@@ -138,6 +144,18 @@ class HostCopyHandler(OffloadingHandler):
         direction: Direction,
         threads: int | None = None,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            kv_caches: the engine's KV cache in canonical form.
+            rows: the primary rows, uint8 of shape (num_rows, row_stride).
+            layout: the rows' layout.
+            direction: stores or loads.
+            threads: number of copies that run at the same time; default: two, or one on a machine with one core.
+
+        Raises:
+            ConfigError: the rows are too small for ``layout``, or the threads cannot be started.
+        """
         check_rows(rows, layout)
         self._layout = layout
         self._direction = direction

@@ -1,7 +1,7 @@
-"""How a row holds a block, and which pages of the KV cache a transfer moves where.
+"""The layout of a row, and the pairing of KV-cache pages with rows for one transfer.
 
-A row holds one offloaded block of one KV-cache group: the segments of all ranks side by side, and in each segment, for each GPU
-block of the offloaded block in order, the layers' pages without their padding, in the order of the group's refs.
+A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU blocks
+of the offloaded block in order; each GPU block is its layers' pages without padding, in the order of the group's refs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from tiering.primary.region import row_stride
 
 
 class TransferError(TieringError):
-    """A transfer does not fit the KV cache or the rows.  It was not started; nothing was moved."""
+    """A transfer does not fit the KV cache or the rows. The transfer was not started, and no byte was moved."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the bytes of a block lie in its row.  All sizes in bytes.
-
-    ``page_bytes``: per KV-cache group, the unpadded page sizes of its refs on one rank.  ``rank`` of ``world_size``: whose part this
-    worker moves.  ``replicated``: all ranks hold the same KV (MLA); it is held once and written by rank 0.
-    """
+    """The place of every byte of a block in its row. All sizes are bytes."""
 
     page_bytes: tuple[tuple[int, ...], ...]
+    """Unpadded page sizes of one rank: one tuple per KV-cache group, one size per ref of the group."""
     block_size_factor: int = 1
+    """GPU blocks in one offloaded block."""
     rank: int = 0
+    """The rank whose segments this worker moves, from 0 to ``world_size`` - 1."""
     world_size: int = 1
+    """Number of ranks that hold KV side by side."""
     replicated: bool = False
+    """True if all ranks hold the same KV (MLA). A row then holds one segment, and rank 0 writes it."""
 
     def __post_init__(self) -> None:
         if not self.page_bytes or not all(pages and min(pages) > 0 for pages in self.page_bytes):
@@ -50,59 +51,63 @@ class RowLayout:
     def of(
         cls, kv_caches: CanonicalKVCaches, block_size_factor: int = 1, rank: int = 0, world_size: int = 1, replicated: bool = False
     ) -> RowLayout:
-        """The layout for ``kv_caches``."""
+        """Return the layout of the rows for ``kv_caches``."""
         pages = tuple(tuple(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs)
         return cls(pages, block_size_factor, rank, world_size, replicated)
 
     @cached_property
     def gpu_block_bytes(self) -> tuple[int, ...]:
-        """Per group: one GPU block of one rank."""
+        """Bytes of one GPU block on one rank, per group."""
         return tuple(map(sum, self.page_bytes))
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Per group: one rank's segment of a row."""
+        """Bytes of one rank's segment of a row, per group."""
         return tuple(size * self.block_size_factor for size in self.gpu_block_bytes)
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
-        """Per group: its own bytes in a row, all ranks; what media hold."""
+        """Bytes of a block of all ranks, per group. Media hold exactly these bytes, never padding."""
         segments = 1 if self.replicated else self.world_size
         return tuple(size * segments for size in self.rank_bytes)
 
     @cached_property
     def page_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Per group: where each ref's page begins within a GPU block."""
+        """Offset of each ref's page within a GPU block, per group."""
         return tuple(tuple(accumulate(pages[:-1], initial=0)) for pages in self.page_bytes)
 
     def segment_start(self, group: int) -> int:
-        """Where this rank's segment begins in a row of ``group``."""
+        """Return the offset of this rank's segment in a row of ``group``."""
         return 0 if self.replicated else self.rank * self.rank_bytes[group]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row needs: the largest group's."""
+        """Bytes that a row needs: those of the largest group."""
         return max(self.group_bytes)
 
     @property
     def row_stride(self) -> int:
-        """``row_bytes`` rounded up to a page: the distance between two rows."""
+        """Distance between the starts of two rows: ``row_bytes`` rounded up to a page."""
         return row_stride(self.row_bytes)
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes rows (of replicated KV only rank 0 does)."""
+        """True if this rank writes rows. Of replicated KV, only rank 0 does."""
         return not self.replicated or self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """One group's part of a transfer, co-indexed: GPU block ``gpu[i]`` is GPU block ``subs[i]`` of the offloaded block in ``rows[i]``."""
+    """The part of a transfer that belongs to one KV-cache group. The three arrays are co-indexed."""
 
     group: int
+    """Index of the KV-cache group."""
     gpu: Rows
+    """Ids of the GPU blocks."""
     rows: Rows
+    """Row of the offloaded block that each GPU block is part of."""
     subs: Rows
+    """Position of each GPU block within its offloaded block, from 0 to the block size factor - 1."""
 
 
 def plan_pages(
@@ -110,10 +115,20 @@ def plan_pages(
 ) -> list[GroupPages]:
     """Pair the GPU blocks of a transfer with rows, group by group.
 
-    A group of n GPU blocks that starts ``block_indices % factor`` blocks into an offloaded block takes
-    ceil((that + n) / factor) of the rows, which are ordered like the groups.  A store must cover its rows wholly: what it left
-    out would be somebody else's old bytes.  Raises :class:`TransferError` if lengths disagree or a number is out of range
-    (``num_blocks`` per group, ``num_rows``), or if two parts would go to one place.
+    A group of n GPU blocks that starts s = ``block_indices % factor`` blocks into an offloaded block takes
+    ceil((s + n) / factor) rows. The rows are ordered like the groups. A store must cover its rows completely, because
+    the uncovered part of a row would keep the bytes of another block.
+
+    Args:
+        layout: the rows' layout.
+        gpu: the accelerator's side of the transfer.
+        cpu: the rows' side of the transfer.
+        num_blocks: number of GPU blocks of each group; ids must be below it.
+        num_rows: number of rows; row numbers must be below it.
+        store: True for a store, False for a load.
+
+    Raises:
+        TransferError: lengths disagree, a number is out of range, or a destination is named twice.
     """
     factor = layout.block_size_factor
     if len(gpu.group_sizes) != len(layout.page_bytes):
