@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -137,6 +137,13 @@ class BlockStore(ABC):
 
     def write_document(self, name: str, data: bytes) -> None:
         """Replace a document atomically and durably.  Raises :class:`StoreError`."""
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        """The names of the documents whose names start with ``prefix``, in any order.  Raises :class:`StoreError`.
+
+        Only asked for when something is to be explained.  A store that cannot list them names none.
+        """
+        return ()
 
     def reclaim(self, place_prefix: str) -> int:
         """Delete the blocks whose names start with ``place_prefix`` (an older epoch's); how many.  Raises :class:`StoreError`."""

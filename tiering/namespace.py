@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -44,11 +45,16 @@ class KVLayout:
     hash_block_size: int
 
 
+_COMMIT_OR_DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,}(?![0-9a-f])")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """What computed the KV.
 
     ``weights``: a commit revision, or a digest of config and weight files; never just a name, since weights change under a name.
+    ``name``: for people.  It is part of the namespace only where ``weights`` is neither a commit nor a digest, which have 32 hex digits
+    or more: the same weights under another name or path share their blocks.
     ``dtype``: of the computation.  ``layout``: a :class:`KVLayout`, or, for callers whose layout is their own, any text that changes
     whenever it does.  ``overrides``: configuration that changes results (rope scaling and the like).  ``volatile_scales``: KV scales
     that change at run time and live outside the block; persistent tiers refuse such a model.
@@ -85,7 +91,7 @@ class ModelIdentity:
         """The readable parameters, as JSON-able data."""
         layout: Any = asdict(self.layout) if isinstance(self.layout, KVLayout) else self.layout
         return {
-            "name": self.name,
+            **({} if _COMMIT_OR_DIGEST.search(self.weights) else {"name": self.name}),
             "weights": self.weights,
             "dtype": self.dtype,
             "layout": layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,6 +95,10 @@ class MemoryStore(BlockStore):
     def write_document(self, name: str, data: bytes) -> None:
         with self.memory.lock:
             self.memory.documents[name] = bytes(data)
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        with self.memory.lock:
+            return [name for name in self.memory.documents if name.startswith(prefix)]
 
     def headers(self) -> dict[Place, FrameHeader]:
         """What can be read of each slot."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tiering.block_store import BlockStore
 from tiering.errors import PermanentStoreError
 from tiering.namespace import FIRST_EPOCH, Namespace
+from tiering.secondary.nearest import tell_nearest
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -28,9 +29,13 @@ def private_epoch(epoch: bytes) -> bytes:
     return epoch + _PRIVATE
 
 
+PARAMETERS = "namespace-"
+"""How the names of documents with a namespace's parameters begin."""
+
+
 def parameters_document(namespace: Namespace) -> str:
     """The name of the document that holds the readable parameters of ``namespace``."""
-    return f"namespace-{namespace.directory}.json"
+    return f"{PARAMETERS}{namespace.directory}.json"
 
 
 _PRIVATE = b"reset"
@@ -115,6 +120,7 @@ class Medium:
         expected = self._namespace.parameters.encode()
         stored = self._store.read_document(document)
         if stored is None:
+            tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
             if self._writes:
                 self._store.write_document(document, expected)
         elif bytes(stored) != expected:

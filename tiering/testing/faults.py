@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -68,6 +68,9 @@ class DictStore(BlockStore):
 
     def write_document(self, name: str, data: bytes) -> None:
         self.documents[name] = bytes(data)
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        return [name for name in self.documents if name.startswith(prefix)]
 
     def reclaim(self, place_prefix: str) -> int:
         old = [place for place in self.frames if str(place).startswith(place_prefix)]

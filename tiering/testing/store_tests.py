@@ -246,6 +246,13 @@ class BlockStoreTests(ABC):
         assert store.read_document(DOCUMENT) == b"two"
         assert store.read_document("other") == bytes(range(256))
 
+    def test_documents_are_listed_by_the_beginning_of_their_names_or_not_at_all(self, store: BlockStore) -> None:
+        store.write_document("a-1", b"one")
+        store.write_document("a-2", b"two")
+        store.write_document("b-1", b"three")
+        assert set(store.list_documents("a-")) in ({"a-1", "a-2"}, set())
+        assert list(store.list_documents("c-")) == []
+
     def test_documents_survive_the_store(self, store: BlockStore) -> None:
         if not (self.documents and self.persistent):
             pytest.skip("nothing survives on this medium")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
@@ -288,6 +288,13 @@ class LocalStore(BlockStore):
             self.files.replace(path, [data])
         except OSError as error:
             raise store_error(error, f"cannot write {path}") from error
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        try:
+            names = [path.name for path in self._documents.iterdir()]
+        except OSError as error:
+            raise store_error(error, f"cannot list {self._documents}") from error
+        return [name for name in names if name.startswith(prefix) and _DOCUMENT.fullmatch(name)]
 
     def delete(self, places: Sequence[Place]) -> None:
         """Nothing to do: a slot is free when no index names it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
 from tiering.errors import StoreError
@@ -64,6 +64,9 @@ class StoreLayer(BlockStore):
 
     def write_document(self, name: str, data: bytes) -> None:
         self.inner.write_document(name, data)
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        return self.inner.list_documents(prefix)
 
     def reclaim(self, place_prefix: str) -> int:
         return self.inner.reclaim(place_prefix)

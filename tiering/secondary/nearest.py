@@ -1,0 +1,113 @@
+"""Tells in which parameters a namespace that is new on a medium differs from the nearest one that the medium knows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from tiering.block_store import BlockStore
+from tiering.errors import StoreError
+
+logger = logging.getLogger("kv_tiering.tier")
+
+_MAX_NAMESPACES = 256
+"""How many of the medium's namespaces are compared."""
+_MAX_TOLD = 8
+"""How many differences are written out."""
+_MAX_VALUE = 80
+"""Characters of a value that are written out."""
+_UNTOLD = frozenset({"salt"})
+"""Parameters whose value is nobody's business."""
+
+
+class Nearest(NamedTuple):
+    """The namespace that differs in the fewest parameters.
+
+    ``document``: the name of the document with its parameters.  ``differences``: each parameter that differs, with both values.
+    ``others``: how many namespaces the medium knows.
+    """
+
+    document: str
+    differences: tuple[str, ...]
+    others: int
+
+
+def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | None:
+    """The nearest of the namespaces whose parameters are in documents named ``prefix`` and more; None if there is none to be read.
+
+    ``parameters``: those of the new namespace, as its own document will hold them.  Raises :class:`StoreError` if the medium cannot say
+    which documents it has; documents that cannot be read are left out.
+    """
+    own = _leaves(json.loads(parameters))
+    best: tuple[int, str, tuple[str, ...]] | None = None
+    others = 0
+    for name in islice(sorted(store.list_documents(prefix)), _MAX_NAMESPACES):
+        known = _read(store, name)
+        if known is None:
+            continue
+        others += 1
+        differences = tuple(_differences(own, known))
+        if best is None or (len(differences), name) < best[:2]:
+            best = (len(differences), name, differences)
+    return None if best is None else Nearest(best[1], best[2], others)
+
+
+def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
+    """Log why the tier named ``tier`` begins empty although its medium holds blocks of others; see :func:`find_nearest`."""
+    try:
+        nearest = find_nearest(store, parameters, prefix)
+    except StoreError as error:
+        logger.info("tier %s: the namespaces that its medium knows cannot be listed: %s", tier, error)
+        return
+    if nearest is None:
+        return
+    told = list(nearest.differences[:_MAX_TOLD])
+    if len(nearest.differences) > _MAX_TOLD:
+        told.append(f"and {len(nearest.differences) - _MAX_TOLD} more")
+    logger.warning(
+        "tier %s: begins empty, because nothing was stored with these parameters before; of %d other namespaces there, the nearest "
+        "(%s) differs in %s",
+        tier,
+        nearest.others,
+        nearest.document,
+        "; ".join(told),
+    )
+
+
+def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
+    try:
+        stored = store.read_document(name)
+        found = None if stored is None else json.loads(bytes(stored))
+    except (StoreError, ValueError) as error:
+        logger.info("document %s cannot be read, and is not compared: %s", name, error)
+        return None
+    return _leaves(found) if isinstance(found, Mapping) else None
+
+
+def _leaves(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The parameters by the path of their words; a list is one value."""
+    leaves: dict[str, Any] = {}
+    for word, item in value.items():
+        path = f"{above}{word}"
+        leaves.update(_leaves(item, f"{path}.") if isinstance(item, Mapping) else {path: item})
+    return leaves
+
+
+def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for path in sorted(own.keys() | other.keys()):
+        if path in own and path in other and own[path] == other[path]:
+            continue
+        if path in _UNTOLD:
+            yield path
+        else:
+            yield f"{path} ({_short(other, path)} there, {_short(own, path)} here)"
+
+
+def _short(leaves: Mapping[str, Any], path: str) -> str:
+    if path not in leaves:
+        return "nothing"
+    text = json.dumps(leaves[path])
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
