@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from pydantic import SecretStr
+from pydantic import SecretStr, field_validator
 
 from tiering.base import OffloadKey, ReqContext
 from tiering.definition import TierDefinition
@@ -14,7 +14,10 @@ from tiering.secondary.base import JobResult, SecondaryTierManager, TierContext,
 
 
 class FakeOptions(TierOptions):
-    """What the fake tier may be told; ``opens`` False: it cannot be opened."""
+    """What the fake tier may be told.  ``opens`` False: it cannot be opened.
+
+    ``divisor`` 0: a validator of its own raises; ``place_divisor`` 0: its location does.
+    """
 
     unsupported: ClassVar[Mapping[str, str]] = {"ttl": "this fake does not age", "compression": "this fake compresses nothing"}
 
@@ -24,6 +27,13 @@ class FakeOptions(TierOptions):
     access_key: str = ""
     session: SecretStr = SecretStr("")
     endpoint: str = ""
+    divisor: float = 1.0
+    place_divisor: float = 1.0
+
+    @field_validator("divisor")
+    @classmethod
+    def _check_divisor(cls, divisor: float) -> float:
+        return 1 / (1 / divisor)
 
 
 class FakeTier(SecondaryTierManager):
@@ -75,7 +85,8 @@ def build(options: FakeOptions, context: TierContext) -> FakeTier:
 
 
 def location(options: FakeOptions) -> str | None:
-    return f"the directory {options.path}" if options.path else None
+    parts = 1 / options.place_divisor
+    return f"the directory {options.path}" if options.path and parts else None
 
 
 FAKE_TIER = TierDefinition(FakeOptions, build, persistent=False, location=location)

@@ -176,7 +176,7 @@ def test_a_malformed_reference_is_refused():
         ({"primary": PRIMARY, "lazy_offload": True}, "lazy_offload: is for mode simple"),
         ({"primary": PRIMARY, "mode": "simple", "lazy_offload": 2}, "lazy_offload: 2 is not allowed"),
         ({"primary": PRIMARY, "mode": "simple", "salt": "x"}, "salt: has no meaning in mode simple; leave it out"),
-        ({"primary": {**PRIMARY, "eviction": "lru"}, "mode": "simple"}, "primary.eviction: has no meaning in mode simple"),
+        ({"primary": {**PRIMARY, "eviction": "arc"}, "mode": "simple"}, "primary.eviction: has no meaning in mode simple"),
         ({**tier(), "mode": "simple"}, "secondary[0]: there are no secondary tiers in mode simple; leave them out, or use mode tiering"),
         ([1], "a stack is a path to a YAML file or a mapping, not list"),
     ],

@@ -35,8 +35,10 @@ def load_policy(name: str) -> type[EvictionPolicy]:
         raise ConfigError(f"eviction: {name!r} is not a policy; allowed are {allowed}")
     try:
         policy = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"eviction: {name!r} cannot be imported ({error}); allowed are {allowed}") from error
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ConfigError(
+            f"eviction: {name!r} cannot be imported ({type(error).__name__}: {error}); allowed are {allowed}"
+        ) from error
     if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):
         raise ConfigError(f"eviction: {name!r} is not a subclass of tiering.policies.base.EvictionPolicy")
     return policy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,10 @@ from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValida
 from tiering.base import PRIMARY_TIER
 from tiering.block_table import load_policy
 from tiering.config_errors import Problem, Problems, problems_of, refuse
-from tiering.config_source import read_source
+from tiering.config_source import escaped, read_source
 from tiering.definition import TierDefinition
 from tiering.errors import ConfigError
-from tiering.masking import masked
+from tiering.masking import masked, shown
 from tiering.options import Duration, Share, Size, Strict, TierOptions
 
 TIER_TYPES: Mapping[str, tuple[str, str]] = {
@@ -39,19 +39,21 @@ def tier_definition(kind: object) -> TierDefinition:
     """
     allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
     if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
-        raise ConfigError(f"{kind!r} is not a type of tier; allowed are {allowed}")
+        raise ConfigError(f"{shown(kind)} is not a type of tier; allowed are {allowed}")
     target, extra = TIER_TYPES.get(kind, (kind, ""))
     module_name, _, name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), name)
     except ImportError as error:
-        hint = f"; install it with: pip install 'kv-tiering[{extra}]'" if extra else ""
-        raise ConfigError(f"the tier {kind!r} cannot be imported: {error}{hint}") from error
+        hint = f"; install the extra {extra!r} of kv-tiering" if extra else ""
+        raise ConfigError(f"the tier {shown(kind)} cannot be imported: {error}{hint}") from error
     except AttributeError as error:
-        raise ConfigError(f"the module {module_name} has no {name!r}") from error
+        raise ConfigError(f"the module {module_name} has no {shown(name)}") from error
+    except Exception as error:  # whatever a module raises while it is imported
+        raise ConfigError(f"the tier {shown(kind)} cannot be imported: {type(error).__name__}: {error}") from error
     definition = found if isinstance(found, TierDefinition) else getattr(found, "definition", None)
     if not isinstance(definition, TierDefinition):
-        raise ConfigError(f"{kind!r} is neither a tiering.TierDefinition nor a class with one as its attribute definition")
+        raise ConfigError(f"{shown(kind)} is neither a tiering.TierDefinition nor a class with one as its attribute definition")
     return definition
 
 
@@ -65,16 +67,14 @@ def _read_tier(value: object, handler: object) -> TierOptions:
     if isinstance(value, TierOptions):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{masked('', value)!r} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}"
-        )
+        raise ValueError(f"{shown(value)} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}")
     if "type" not in value:
         raise Problems([Problem(("type",), f"is missing; allowed are {', '.join(TIER_TYPES)}, or module.path:Name")])
     try:
         options = tier_definition(value["type"]).options
     except ConfigError as error:
         raise Problems([Problem(("type",), str(error))]) from error
-    refused = {word: reason for word, reason in options.unsupported.items() if word in value}
+    refused = options.refused_words(value)
     problems = [Problem((word,), f"is not supported by {value['type']} tiers: {reason}") for word, reason in refused.items()]
     tier = None
     try:
@@ -84,6 +84,8 @@ def _read_tier(value: object, handler: object) -> TierOptions:
         problems += problems_of(error, options)
     except ConfigError as error:
         problems.append(Problem(("eviction",), str(error).removeprefix("eviction: ")))
+    except Exception as error:  # validators of a tier of one's own
+        problems.append(Problem((), f"its options cannot be checked: {type(error).__name__}: {error}"))
     if tier is None or problems:
         raise Problems(problems)
     return tier
@@ -149,7 +151,13 @@ class StackConfig(Strict):
             for index, tier in enumerate(self.secondary)
             if tier.tier_name == PRIMARY_TIER
         ]
-        places = [tier_definition(tier.type).location(tier) for tier in self.secondary]
+        places: list[str | None] = []
+        for index, tier in enumerate(self.secondary):
+            try:
+                places.append(tier_definition(tier.type).location(tier))
+            except Exception as error:  # a tier of one's own may raise anything
+                places.append(None)
+                problems.append(Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}"))
         problems += [
             Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
             for index, other, place in _repeated(places)
@@ -174,20 +182,34 @@ class StackConfig(Strict):
             Problem(("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering")
             for index in range(len(self.secondary))
         ]
-        unused = self.model_fields_set - {"primary", "secondary", "events", "mode", "lazy_offload"}
-        unused_primary = self.primary.model_fields_set - {"capacity"}
+        unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
+        unused_primary = _changed(self.primary) - {"capacity"}
         problems += [Problem((word,), "has no meaning in mode simple; leave it out") for word in sorted(unused)]
         problems += [Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)]
         return problems
 
     def describe(self) -> str:
         """The stack as YAML, as it is in effect, secrets masked."""
-        words: dict[str, Any] = self.model_dump(exclude_none=True)
+        words: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
         for tier, section in zip(self.secondary, words["secondary"], strict=True):
             for word in tier.unsupported:
                 section.pop(word, None)
-        dumped = masked("", words)
+        dumped = _map_text(masked("", words), escaped)
         return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
+
+
+def _changed(part: Strict) -> set[str]:
+    """The words of ``part`` whose values are not the defaults."""
+    return {word for word, value in part if value != type(part).model_fields[word].default}
+
+
+def _map_text(value: object, change: Callable[[str], str]) -> object:
+    """``value``, plain data, with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_text(item, change) for key, item in value.items()}
+    return [_map_text(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:

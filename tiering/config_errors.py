@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from typing import NoReturn
 from pydantic import BaseModel, ValidationError
 
 from tiering.errors import ConfigError
-from tiering.masking import MASK, is_secret, masked
+from tiering.masking import MASK, is_secret, masked, shown
 
 FieldPath = tuple[str | int, ...]
 """Where a field is in the stack: ("secondary", 1, "capacity")."""
 
-_SHOWN = 60
+_LONGEST_WORD = 60
+_CREDENTIAL = re.compile(r"access_?key|secret|passw|token|credential|api_?key|private_?key", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,12 @@ def path_text(path: FieldPath) -> str:
     """``secondary[1].capacity``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f".{_word(part)}" if text else _word(part)
     return text or "the stack"
+
+
+def _word(word: str) -> str:
+    return word if word.isprintable() and len(word) <= _LONGEST_WORD else shown(word)
 
 
 def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int] | None = None) -> NoReturn:
@@ -66,6 +72,11 @@ def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int
 
 def unknown_word(word: str, allowed: Sequence[str]) -> str:
     """What to say of a word that nobody knows."""
+    if _CREDENTIAL.search(word):
+        return (
+            "unknown word, and credentials are not written into a stack: the s3 tier finds its own in the environment, a profile or "
+            f"the machine's role, as boto3 does; a tier of one's own reads them where its text says; allowed are {', '.join(allowed)}"
+        )
     near = difflib.get_close_matches(word, allowed, n=1)
     return f"unknown word{f'; did you mean {near[0]}?' if near else ''}; allowed are {', '.join(allowed)}"
 
@@ -80,6 +91,10 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             found += [problem.under(path) for problem in cause.problems]
         elif item["type"] == "extra_forbidden":
             found.append(Problem(path, unknown_word(str(path[-1]), allowed_words(_model_at(model, path[:-1])))))
+        elif item["type"] == "string_type" and isinstance(item["input"], (int, float)):
+            text = shown(item["input"])
+            kind = f"{text.lower()}, a truth value" if isinstance(item["input"], bool) else f"{text}, a number"
+            found.append(Problem(path, f"is {MASK if _in_secret(path) else kind}, and must be a text; write it in quotes"))
         elif item["type"] == "missing":
             found.append(Problem(path, "is missing, and has no default"))
         elif item["type"] in {"model_type", "model_attributes_type", "dict_type"}:
@@ -112,8 +127,9 @@ def _model_at(model: type[BaseModel], path: FieldPath) -> type[BaseModel] | None
     return found
 
 
+def _in_secret(path: FieldPath) -> bool:
+    return any(is_secret(part) for part in path)
+
+
 def _shown(path: FieldPath, value: object) -> str:
-    if any(is_secret(part) for part in path):
-        return MASK
-    text = repr(masked("", value))
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return MASK if _in_secret(path) else shown(value)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 MASK = "***"
+
+_MASKED = re.compile(r"\*{3}|\*{10}|.*://\*{3}@.*")
+_SHOWN = 60
 
 _SECRET_WORD = re.compile(r"secret|passw|token|credential|private|salt|signature|access_key|api_key|(^|_)key(_id)?$", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -33,4 +37,22 @@ def masked(word: object, value: object) -> object:
         return {key: masked(word if is_secret(word) else key, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [masked(word, item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
     return value
+
+
+def is_masked(text: str) -> bool:
+    """Whether ``text`` is what a printed configuration shows in place of a secret, ours or pydantic's."""
+    return _MASKED.fullmatch(text) is not None
+
+
+def shown(value: object) -> str:
+    """``value`` as an error message quotes it: masked, on one line, and short."""
+    if isinstance(value, (str, bytes)):
+        value = value[: 4 * _SHOWN]
+    try:
+        text = repr(masked("", value))
+    except ValueError:  # Python writes no integers of more than 4,300 digits
+        text = f"a {type(value).__name__} with a number of very many digits"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

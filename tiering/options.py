@@ -5,40 +5,87 @@ A medium's options are a subclass of :class:`TierOptions`, which declares the wo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from tiering.masking import masked
+from tiering.masking import masked, shown
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?i?b?)\s*$", re.IGNORECASE)
-_SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "p": 1000**5}
-_SIZE_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgtp", start=1)}
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s|m|min|h|d|w)\s*$", re.IGNORECASE)
+MAX_SIZE = 1 << 60
+"""Largest size that a stack may name, in bytes: 1 EiB."""
+
+MAX_DURATION = 3650 * 86400.0
+"""Longest duration that a stack may name, in seconds: 3650 days."""
+
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*((?:[kmgtpe]i?)?b?)\s*", re.IGNORECASE)
+_SIZE_UNITS = {"": 1} | {unit: 1000**power for power, unit in enumerate("kmgtpe", start=1)}
+_SIZE_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgtpe", start=1)}
+_DURATION = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(us|ms|s|m|min|h|d|w)\s*", re.IGNORECASE)
 _DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_VARIABLE = re.compile(r"\$(\{|[A-Za-z_][A-Za-z0-9_]*)")
 
 
 def parse_size(value: object) -> int:
-    """Bytes, from ``"8GiB"``, ``"500GB"``, ``"64 MiB"`` or a whole number of bytes."""
+    """Return the bytes that ``"8GiB"``, ``"500GB"``, ``"64 MiB"`` or a whole number of bytes stands for.
+
+    Raises :class:`ValueError` for anything else, and for sizes beyond :data:`MAX_SIZE`.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"{value!r} is not a size; write it like 8GiB, 500GB or a number of bytes")
-    unit = match[2].lower().removesuffix("b")
-    return int(float(match[1]) * _SIZE_UNITS[unit])
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError(f"{shown(value)} is not a size; write it like 8GiB, 500GB or a number of bytes")
+        size = int(Decimal(match[1]) * _SIZE_UNITS[match[2].lower().removesuffix("b")])
+    if abs(size) > MAX_SIZE:
+        raise ValueError(f"{shown(value)} is out of range; the largest size is 1EiB")
+    return size
 
 
 def parse_duration(value: object) -> float:
-    """Seconds, from ``"7d"``, ``"500ms"``, ``"2m"`` or a number of seconds."""
+    """Return the seconds that ``"7d"``, ``"500ms"``, ``"2m"`` or a number of seconds stands for.
+
+    Raises :class:`ValueError` for anything else, and for durations beyond :data:`MAX_DURATION`.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    match = _DURATION.match(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"{value!r} is not a duration; write it like 500ms, 10s, 5m, 12h, 7d or a number of seconds")
-    return float(match[1]) * _DURATION_UNITS[match[2].lower()]
+        number, unit = value, 1.0
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError(f"{shown(value)} is not a duration; write it like 500ms, 10s, 5m, 12h, 7d or a number of seconds")
+        number, unit = float(match[1]), _DURATION_UNITS[match[2].lower()]
+    if not abs(number) <= MAX_DURATION / unit:
+        raise ValueError(f"{shown(value)} is out of range; the longest duration is 3650d")
+    return float(number) * unit
+
+
+def check_path(path: str) -> str:
+    """Return ``path`` if it can be meant as a path.  Raises :class:`ValueError` for a NUL, or a variable that was not expanded."""
+    if "\0" in path:
+        raise ValueError("holds a NUL character, which no path can")
+    found = _VARIABLE.search(path)
+    if found is not None:
+        name = found[1] if found[1] != "{" else "NAME"
+        raise ValueError(
+            f"{shown(path)} holds {found[0]!r}, which would not be expanded; write ${{{name}}} or ${{{name}:-default}}"
+        )
+    return path
+
+
+def _check_directory(path: str) -> str:
+    if os.path.expanduser(check_path(path)).startswith("~"):  # noqa: PTH111 - pathlib raises RuntimeError instead
+        raise ValueError(f"{shown(path)} begins with the home directory of a user that is not known; write the path in full")
+    return path
+
+
+def _check_file(path: Path) -> Path:
+    check_path(str(path))
+    return path
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -48,6 +95,12 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
 """A duration in seconds, as people write it."""
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+Directory = Annotated[str, Field(min_length=1), AfterValidator(_check_directory)]
+"""A directory's path; ``~`` stands for a home directory.  Nobody looks at the directory when a stack is validated."""
+
+FilePath = Annotated[Path, AfterValidator(_check_file)]
+"""A file's path.  Nobody looks at the file when a stack is validated."""
 
 
 class Strict(BaseModel):
@@ -71,7 +124,7 @@ class RetryOptions(Strict):
 class BreakerOptions(Strict):
     """The circuit breaker: opens after ``failures`` in a row, lets one probe through after ``probe_after``, doubling to ``probe_max``."""
 
-    failures: Annotated[int, Field(ge=1)] = 8
+    failures: Annotated[int, Field(ge=1, le=1 << 30)] = 8
     probe_after: Duration = 1.0
     probe_max: Duration = 60.0
 
@@ -89,7 +142,7 @@ class TierOptions(Strict):
     high_watermark: Share = 1.0
     """Share of ``capacity`` at which eviction begins ..."""
     low_watermark: Share = 1.0
-    """... and where it ends."""
+    """... and where it ends; ``high_watermark`` if left out."""
     eviction: str = "lru"
     """"lru", "arc" or ``module:Class``."""
     admission: Literal["all", "second_touch", "none"] = "all"
@@ -107,20 +160,29 @@ class TierOptions(Strict):
     max_queued: Size = 1 << 30
     """Bytes of stores that may wait or run; the tail of what exceeds it is dropped."""
     primary_share: Share = 0.5
-    min_prefix_blocks: Annotated[int, Field(ge=1)] = 1
+    min_prefix_blocks: Annotated[int, Field(ge=1, le=1 << 30)] = 1
     required: bool = False
+
+    @classmethod
+    def refused_words(cls, words: Mapping[Any, Any]) -> dict[str, str]:
+        """Return the words that this medium cannot support, with the reasons; a default that is written out is no such word."""
+        return {
+            word: reason
+            for word, reason in cls.unsupported.items()
+            if word in words and not (word in cls.model_fields and words[word] == cls.model_fields[word].default)
+        }
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for word, reason in cls.unsupported.items():
-                if word in data:
-                    raise ValueError(f"{word} is not supported by this tier: {reason}")
+        for word, reason in (cls.refused_words(data) if isinstance(data, Mapping) else {}).items():
+            raise ValueError(f"{word} is not supported by this tier: {reason}")
         return data
 
     @model_validator(mode="after")
     def _check_watermarks(self) -> TierOptions:
+        if "low_watermark" not in self.model_fields_set:
+            object.__setattr__(self, "low_watermark", self.high_watermark)  # the model is frozen from here on
         if self.low_watermark > self.high_watermark:
             raise ValueError(
                 f"low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}; eviction would never end"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from tiering.options import Duration, Size, TierOptions
+from tiering.options import Directory, Duration, Size, TierOptions
 
 
 class LocalOptions(TierOptions):
@@ -22,7 +20,7 @@ class LocalOptions(TierOptions):
         "lookup_deadline": "it answers lookups from memory, at once",
     }
 
-    path: str = Field(min_length=1)
+    path: Directory
     """The directory; created, readable by its owner only.  Data-parallel replicas use a subdirectory each."""
     capacity: Size
     durability: Literal["none", "fsync"] = "none"

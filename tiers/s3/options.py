@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from tiering.options import Duration, TierOptions
+from tiering.options import Duration, FilePath, TierOptions
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20
@@ -47,7 +46,7 @@ class S3Options(TierOptions):
     """``endpoint/bucket/name`` rather than ``bucket.endpoint/name``; by default exactly when there is an endpoint."""
     profile: str | None = None
     """A profile of the AWS configuration files."""
-    ca_file: Path | None = None
+    ca_file: FilePath | None = None
     """PEM file of certificate authorities to trust besides the system's."""
     sse: Literal["none", "AES256", "aws:kms"] = "none"
     """Server-side encryption asked for with every put."""

@@ -14,10 +14,12 @@ def options(**words: object) -> S3Options:
     return S3Options.model_validate({"bucket": "kv-cache"} | words)
 
 
-@pytest.mark.parametrize("word", ["capacity", "high_watermark", "low_watermark", "eviction"])
-def test_nothing_that_needs_to_see_all_accesses(word: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "value"), [("capacity", "1TiB"), ("high_watermark", 0.9), ("low_watermark", 0.8), ("eviction", "arc")]
+)
+def test_nothing_that_needs_to_see_all_accesses(word: str, value: object) -> None:
     with pytest.raises(ValidationError, match=rf"{word} is not supported.*nobody sees all accesses"):
-        options(**{word: "lru" if word == "eviction" else 1})
+        options(**{word: value})
 
 
 @pytest.mark.parametrize("word", ["access_key_id", "secret_access_key", "session_token"])
