@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from tests import fake_tier
 from tiering.base import ReqContext, make_offload_key
 from tiering.config import StackConfig, load_stack
-from tiering.errors import ConfigError, TierUnavailableError
+from tiering.errors import ConfigError, RegionError, TierUnavailableError
 from tiering.namespace import ModelIdentity, Namespace
 from tiering.primary.region import PAGE, SharedRegion
+from tiering.secondary.files import Files
 from tiering.stack import open_manager
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
@@ -176,7 +178,9 @@ def test_a_tier_that_cannot_be_built_closes_what_was_there(built, monkeypatch):
     closed = []
     close = SharedRegion.close
     monkeypatch.setattr(SharedRegion, "close", lambda region: (closed.append(region), close(region)))
-    with pytest.raises(OSError, match="cannot be built"):
+    with pytest.raises(
+        ConfigError, match=r"secondary\[1\] \(tier1\): the tier cannot be built: OSError: this tier cannot be built"
+    ):
         open_manager(stack({}, {"builds": False}), 100, MODEL)
     assert len(closed) == 1
     assert [tier.log for tier in built] == [["built", "shut down"]]
@@ -185,3 +189,94 @@ def test_a_tier_that_cannot_be_built_closes_what_was_there(built, monkeypatch):
 def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built):
     with open_manager(stack({}, {}, open_deadline="8s"), 100, MODEL, clock=lambda: 100.0):
         assert [tier.open_deadlines for tier in built] == [[104.0], [108.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ told at the start
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+@pytest.mark.parametrize("capacity", ["1PiB", "1EiB"])
+def test_a_capacity_of_more_blocks_than_can_be_kept_track_of_is_refused(tmp_path, kind, capacity):
+    section = {"type": kind, "name": "huge", "capacity": capacity, **({"path": str(tmp_path / "kv")} if kind == "local" else {})}
+    text = refusal(load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": [section]}))
+    assert "secondary[0] (huge): room for " in text
+    assert "blocks is more than a tier can keep track of (536870912): lower its capacity, or make blocks larger" in text
+    assert not (tmp_path / "kv").exists()
+
+
+def test_tables_that_do_not_fit_into_memory_are_told_as_such(monkeypatch):
+    def no_memory(*shape: object, **words: object) -> None:
+        raise MemoryError("Unable to allocate 993. GiB")
+
+    section = load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
+    monkeypatch.setattr("tiers.memory.SlotIndex", no_memory)
+    assert "secondary[0] (memory): its tables do not fit into memory: Unable to allocate 993. GiB; lower its capacity" in refusal(
+        section
+    )
+
+
+def test_a_primary_capacity_beyond_the_machine_is_a_region_error():
+    with pytest.raises(RegionError, match=r"lower primary\.capacity"):
+        open_manager(stack(capacity="1EiB"), PAGE, MODEL)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, stack: StackConfig) -> list[str]:
+    with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack, PAGE, MODEL):
+        pass
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def sections(tmp_path: object, *kinds: str) -> StackConfig:
+    words = {"memory": {"capacity": "1MiB"}, "local": {"path": f"{tmp_path}/kv", "capacity": "8MiB"}}
+    tiers = [{"type": kind, **words.get(kind, {})} for kind in kinds]
+    return load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": tiers})
+
+
+def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog, tmp_path):
+    (text,) = [text for text in warnings_of(caplog, sections(tmp_path, "local", "memory")) if "fastest first" in text]
+    assert (
+        "secondary[0] (local) is on this machine and stands before secondary[1] (memory), which is in this process's memory" in text
+    )
+
+
+def test_tiers_in_their_order_are_no_warning(caplog, tmp_path):
+    fake = "tests.fake_tier:FAKE_TIER"
+    for kinds in (("memory", "local", fake), (fake, "memory"), ("local", fake, "memory")):
+        assert [text for text in warnings_of(caplog, sections(tmp_path, *kinds)) if "fastest" in text] == []
+
+
+def test_a_capacity_above_the_disks_size_is_a_warning_of_the_io_side(caplog, tmp_path, monkeypatch):
+    def size_of_disk(files: Files, path: object) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        return 4 << 20
+
+    monkeypatch.setattr(Files, "size_of_disk", size_of_disk)
+    (text,) = [text for text in warnings_of(caplog, sections(tmp_path, "local")) if "file system" in text]
+    assert "the capacity of 8388608 bytes is above the 4194304 bytes of its file system" in text
+    monkeypatch.setattr(Files, "size_of_disk", lambda files, path: 8 << 20)
+    caplog.clear()
+    assert [text for text in warnings_of(caplog, sections(tmp_path, "local")) if "file system" in text] == []
+
+
+def test_a_tier_that_a_request_names_and_a_stack_does_not_have_is_told_once(caplog):
+    with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack({}, {}), PAGE, MODEL) as manager:
+        for number, names in enumerate([["tier0"], ["tire0", "tier1", "cpu"], ["tire0"], ["tier2"]]):
+            ctx = ReqContext(f"r{number}", {"kv_tiering": {"tiers": names}})
+            manager.on_new_request(ctx)
+            manager.on_request_finished(ctx)
+    told = [record.message for record in caplog.records]
+    assert [text.partition(" is no tier")[0] for text in told] == [
+        "request r1: kv_tiering.tiers: 'tire0'",
+        "request r3: kv_tiering.tiers: 'tier2'",
+    ]
+    assert all("the tiers are cpu, tier0, tier1" in text for text in told)
+
+
+def test_names_from_outside_do_not_flood_the_log(caplog):
+    with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack({}), PAGE, MODEL) as manager:
+        for number in range(1000):
+            ctx = ReqContext(f"r{number}", {"kv_tiering": {"tiers": [f"guess{number}", "x" * 10_000]}})
+            manager.on_new_request(ctx)
+            manager.on_request_finished(ctx)
+    assert 0 < len(caplog.records) <= 32
+    assert all(len(record.message) < 300 for record in caplog.records)

@@ -21,6 +21,9 @@ from tiering.policies.lru import LRUEvictionPolicy
 
 BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUEvictionPolicy, "arc": ARCEvictionPolicy}
 
+MAX_ROWS = 1 << 29
+"""Most rows of a table: row numbers are kept in 32 bits, and what is kept of this many takes about 100 GB of memory when full."""
+
 WRITING = -1
 """Reference count of a row that is being written: not readable, not evictable."""
 
@@ -61,6 +64,10 @@ class BlockTable:
         """A table of ``num_rows`` rows, all free, or, without ``rows_free``, none until :meth:`add_free`."""
         if num_rows <= 0:
             raise ConfigError(f"a table of {num_rows} rows holds nothing")
+        if num_rows > MAX_ROWS:
+            raise ConfigError(
+                f"room for {num_rows} blocks is more than a tier can keep track of ({MAX_ROWS}): lower its capacity, or make blocks larger"
+            )
         self.num_rows = num_rows
         self.readable: dict[bytes, int] = {}
         self.pending: dict[bytes, int] = {}

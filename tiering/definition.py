@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tiering.options import TierOptions
 from tiering.secondary.base import SecondaryTierManager, TierContext
+
+Distance = Literal["process", "machine", "network"]
+"""How far away a medium is: memory of this process, a device of this machine, or a service on the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +19,12 @@ class TierDefinition:
 
     ``options``: what its section of the stack file may say.  ``build(options, context)`` makes the tier without opening anything.
     ``persistent``: blocks outlive the process, so the model's identity must be able to vouch for them.  ``location(options)``: what
-    two tiers of one stack must not share (None: nothing).
+    two tiers of one stack must not share (None: nothing); it looks at no medium.  ``distance``: of the medium, for a warning when a
+    stack does not list its tiers fastest first (None: not known).
     """
 
     options: type[TierOptions]
     build: Callable[[Any, TierContext], SecondaryTierManager]
     persistent: bool
     location: Callable[[Any], str | None] = lambda options: None
+    distance: Distance | None = None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tiering.base import (
+    PRIMARY_TIER,
     CPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
@@ -35,7 +36,7 @@ from tiering.prefix_search import PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
 from tiering.request_policy import NEITHER, parse_request_policy
-from tiering.requests import Request, Shares, TierState
+from tiering.requests import Request, Shares, TierState, UnknownNames
 from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 
 _log = logging.getLogger("kv_tiering.manager")
@@ -98,6 +99,7 @@ class TieringOffloadingManager(OffloadingManager):
         ]
         self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
         self._search = PrefixSearch(self._table, self._promotions, self._call, clock)
+        self._unknown_names = UnknownNames([PRIMARY_TIER, *(tier.name for tier in self.secondary_tiers)])
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._job_ids = count(1)
@@ -211,6 +213,8 @@ class TieringOffloadingManager(OffloadingManager):
         names, tiers = policy.tiers, self._states
         if names is not None:
             tiers = [state for state in tiers if state.tier.name in names]
+            if len(tiers) < len(names):
+                self._unknown_names.tell(ctx.req_id, names)
         request = Request(ctx, policy, tiers, [])
         for state in tiers:
             if state.in_service:

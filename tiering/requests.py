@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiering.base import OffloadKey, ReqContext
+from tiering.masking import shown
 from tiering.request_policy import RequestPolicy
 from tiering.secondary.base import SecondaryTierManager
+
+_log = logging.getLogger("kv_tiering.manager")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +34,33 @@ class TierState:
         """Until when a job that the tier is given ``now`` should have ended."""
         limit = self.tier.load_deadline
         return math.inf if limit is None else now + limit
+
+
+class UnknownNames:
+    """Tells names of tiers that a stack does not have, each once: requests come by the thousand, and names from outside.
+
+    ``known``: the names of the stack's tiers, fastest first.
+    """
+
+    __slots__ = ("_known", "_told")
+
+    _MOST = 32
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._known = known
+        self._told: set[str] = set()
+
+    def tell(self, req_id: str, names: Iterable[str]) -> None:
+        """Warn of those of ``names`` that are not known and were not told before."""
+        for name in sorted(set(names).difference(self._known, self._told)):
+            if len(self._told) < self._MOST:
+                self._told.add(name)
+                _log.warning(
+                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); the tiers are %s",
+                    req_id,
+                    shown(name),
+                    ", ".join(self._known),
+                )
 
 
 class Shares:

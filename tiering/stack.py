@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 
 from tiering.config import StackConfig, tier_definition
 from tiering.config_errors import Problem, refuse
+from tiering.definition import Distance
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager import TieringOffloadingManager
 from tiering.namespace import ModelIdentity, Namespace
@@ -63,7 +65,7 @@ def open_manager(
                 enable_events=events,
                 replica=replica,
             )
-            tier = tier_definition(options.type).build(options, context)
+            tier = _build(len(tiers), options, context)
             undo.callback(tier.shutdown, clock())
             tiers.append(tier)
         manager = TieringOffloadingManager(
@@ -81,6 +83,7 @@ def open_manager(
         undo.callback(manager.shutdown)
         opened = _open_tiers(stack, tiers, clock)
         undo.pop_all()
+    _warn_of_order(stack)
     _log.info("%s", _summary(stack, rows, opened, namespace))
     return manager
 
@@ -113,6 +116,43 @@ def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIde
             problems.append(Problem(("secondary", index, "type"), text))
     if problems:
         refuse("stack", problems)
+
+
+def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryTierManager:
+    """Make one tier.  Raises :class:`ConfigError`, whatever the tier's own code raises: nothing is opened yet."""
+    where = f"secondary[{index}] ({context.name})"
+    try:
+        return tier_definition(options.type).build(options, context)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix(f'tier {context.name}: ')}") from error
+    except MemoryError as error:
+        raise ConfigError(
+            f"{where}: its tables do not fit into memory: {error}; lower its capacity, or make blocks larger"
+        ) from error
+    except Exception as error:  # a tier of one's own may raise anything
+        raise ConfigError(f"{where}: the tier cannot be built: {type(error).__name__}: {error}") from error
+
+
+_DISTANCES: Sequence[Distance] = ("process", "machine", "network")
+_PLACES = {"process": "in this process's memory", "machine": "on this machine", "network": "on the network"}
+
+
+def _warn_of_order(stack: StackConfig) -> None:
+    """Tell a stack that lists a slower tier before a faster one: every lookup and load would go to the slower one first."""
+    distances = [tier_definition(options.type).distance for options in stack.secondary]
+    for index, (earlier, later) in enumerate(pairwise(distances)):
+        if earlier is not None and later is not None and _DISTANCES.index(earlier) > _DISTANCES.index(later):
+            slow, fast = stack.secondary[index : index + 2]
+            _log.warning(
+                "secondary[%d] (%s) is %s and stands before secondary[%d] (%s), which is %s: list tiers fastest first, or what both "
+                "hold is loaded from the slower one",
+                index,
+                slow.tier_name,
+                _PLACES[earlier],
+                index + 1,
+                fast.tier_name,
+                _PLACES[later],
+            )
 
 
 def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock: Callable[[], float]) -> list[TierOptions]:

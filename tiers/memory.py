@@ -174,4 +174,6 @@ def build(options: MemoryOptions, context: TierContext) -> MemoryTier:
     return MemoryTier(context, options)
 
 
-MEMORY_TIER = TierDefinition(options=MemoryOptions, build=build, persistent=False, location=lambda options: options.share)
+MEMORY_TIER = TierDefinition(
+    options=MemoryOptions, build=build, persistent=False, location=lambda options: options.share, distance="process"
+)

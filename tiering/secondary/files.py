@@ -83,6 +83,11 @@ class Files:
         finally:
             os.close(fd)
 
+    def size_of_disk(self, path: Path) -> int:
+        """Return the bytes of the file system that holds ``path``, used and free."""
+        found = os.statvfs(path)
+        return found.f_blocks * found.f_frsize
+
     def drop_cached(self, fd: int, offset: int, length: int) -> None:
         """Let the kernel forget clean cached pages of a range (0: to the end).  A hint."""
         with contextlib.suppress(OSError):

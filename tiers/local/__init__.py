@@ -50,5 +50,5 @@ def _location(options: LocalOptions) -> str:
     return os.path.abspath(os.path.expanduser(options.path))  # noqa: PTH100, PTH111
 
 
-LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location)
+LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location, distance="machine")
 """How the framework makes a local tier."""

@@ -88,6 +88,7 @@ class LocalStore(BlockStore):
             raise store_error(error, f"cannot create {self.directory}") from error
         self._lock.acquire()
         try:
+            self._compare_with_disk()
             self._open_segments()
         except OSError as error:
             self.close()
@@ -95,6 +96,18 @@ class LocalStore(BlockStore):
         except StoreError:
             self.close()
             raise
+
+    def _compare_with_disk(self) -> None:
+        """Warn of a capacity that the file system can never hold: the tier fills the disk and stops growing there."""
+        size = self.files.size_of_disk(self.directory)
+        if size < self.capacity:
+            logger.warning(
+                "%s: the capacity of %d bytes is above the %d bytes of its file system: the disk will be full before eviction begins; "
+                "lower the capacity, or use a larger disk",
+                self.directory,
+                self.capacity,
+                size,
+            )
 
     def _make_directory(self, path: Path) -> None:
         """Make ``path`` and what is missing above it, durably and for the owner only."""

@@ -68,4 +68,6 @@ def element_size(namespace: Namespace) -> int:
     return 4 if dtype.endswith("32") else 2
 
 
-S3_TIER = TierDefinition(options=S3Options, build=build, persistent=True, location=lambda options: options.location)
+S3_TIER = TierDefinition(
+    options=S3Options, build=build, persistent=True, location=lambda options: options.location, distance="network"
+)
