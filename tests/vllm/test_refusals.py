@@ -1,4 +1,4 @@
-"""What the connector refuses at start, and what it says; and what identifies a model."""
+"""What the connector refuses at start, and what it says."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_llama
 from tiering.engines.vllm_geometry import check_supported
-from tiering.engines.vllm_identity import digest_of_files, hash_seed, weights_identity
+from tiering.engines.vllm_identity import hash_seed
 from tiering.engines.vllm_lora import without_persistent
 from tiering.errors import ConfigError
 
@@ -62,25 +61,6 @@ def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_pre
 def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests():
     with pytest.raises(ConfigError, match=r"0\.30 and newer"):
         check(configuration(groups=2), reports_requests=False)
-
-
-def test_the_identity_of_a_local_model_follows_the_content_of_its_files(tmp_path):
-    first, same, other = (write_llama(tmp_path / name, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
-    assert digest_of_files(first) == digest_of_files(same)
-    assert digest_of_files(first) != digest_of_files(other)
-    (same / "config.json").write_text((same / "config.json").read_text().replace("10000", "20000"))
-    assert digest_of_files(first) != digest_of_files(same)
-
-
-def test_a_model_of_a_hub_is_known_by_its_commit_or_not_at_all():
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    model = SimpleNamespace(model="org/name", revision=None, hf_config=SimpleNamespace(_commit_hash=commit), seed=0)
-    assert commit in weights_identity(model, "auto")
-    model.hf_config._commit_hash = None
-    with pytest.raises(ConfigError, match="--revision"):
-        weights_identity(model, "auto")
-    model.revision = commit
-    assert commit in weights_identity(model, "auto")
 
 
 def test_hash_seeds_that_change_with_the_process_are_known_as_random():

@@ -42,7 +42,9 @@ def s3(server: S3Endpoint, bucket: RawBucket) -> dict[str, Any]:
     return {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint, "prefix": "kv/"}
 
 
-def test_back_from_the_local_disk_after_a_restart_in_larger_blocks_too(llama, expected, tmp_path):
+def test_back_from_the_local_disk_after_a_restart_under_another_path_in_larger_blocks_too(llama, expected, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(llama)
     for name, size in [("gpu blocks", BLOCK), ("two gpu blocks", LARGE)]:
         stack = {"primary": CPU, "secondary": [local(tmp_path / name)], "block_size": size}
         with engine(llama, stack, disable_log_stats=False) as first:
@@ -53,7 +55,7 @@ def test_back_from_the_local_disk_after_a_restart_in_larger_blocks_too(llama, ex
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES
             assert first.tier("local")["read_bytes"] == 0
             assert first.came_from(host=whole_blocks(PROMPTS, size) * BLOCK)
-        with engine(llama, stack, disable_log_stats=False) as second:
+        with engine(link, stack, disable_log_stats=False) as second:
             answers, loaded = second.loaded(lambda: second.ask(PROMPTS))
             assert wrong(answers, expected) == []
             assert loaded == whole_blocks(PROMPTS, size) * BLOCK_BYTES

@@ -35,12 +35,13 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncrements
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
-from tiering.engines.vllm_identity import hash_seed, overrides, weights_identity
+from tiering.engines.vllm_identity import hash_seed, overrides
 from tiering.engines.vllm_interface import check_methods, check_names, check_version
 from tiering.engines.vllm_loads import LoadLedger, ordered_loads
 from tiering.engines.vllm_logging import share_logging
 from tiering.engines.vllm_lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm_lora import AdapterGuard
+from tiering.engines.vllm_weights import draft_identity, weights_identity
 from tiering.errors import ConfigError, RegionError
 from tiering.namespace import ModelIdentity
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -179,8 +180,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         persistent = {tier.tier_name for tier in spec.stack.secondary if tier_definition(tier.type).persistent}
         self._adapters = AdapterGuard(tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent)
         if persistent:
-            weights = weights_identity(vllm_config.model_config, str(vllm_config.load_config.load_format))
-            spec.model = dataclasses.replace(spec.model, weights=weights)
+            weights = weights_identity(vllm_config.model_config, vllm_config.load_config)
+            draft = draft_identity(vllm_config)
+            known = spec.model.overrides if draft is None else {**spec.model.overrides, "draft": draft}
+            spec.model = dataclasses.replace(spec.model, weights=weights, overrides=known)
         if getattr(vllm_config, "lora_config", None) is not None and persistent:
             logger.info("requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content")
         try:
