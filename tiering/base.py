@@ -199,13 +199,16 @@ class OffloadingManager(ABC):
         None: ask again later (being written, being promoted, or a tier does not know yet).
         """
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
-        """The batch form of :meth:`lookup`, with the same meaning: how many leading keys are held, and whether that may change."""
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
+        """The batch form of :meth:`lookup`, with the same meaning: how many leading keys are held, and whether that may change.
+
+        ``at_least``: fewer hits are of no use to the caller: nothing need be brought in or waited for that would not make as many.
+        """
         pending = False
         for hits, key in enumerate(keys):
             answer = self.lookup(key, req_context)
             if answer is False:
-                return PrefixMatch(hits, pending)
+                return PrefixMatch(hits, pending and hits >= at_least)
             pending = pending or answer is None
         return PrefixMatch(len(keys), pending)
 
@@ -287,12 +290,17 @@ class KVCacheGroup:
 
     ``gpu_block_size``: tokens in one GPU block, context-parallel factor included.  ``sliding_window``: tokens, None for full
     attention.  ``kind``: "full_attention", "sliding_window", "mamba", ... as the engine calls it.
+    ``is_eagle``: a speculative head has layers here.  ``retained_tokens``: tokens before a sliding window that the engine keeps
+    besides.  ``volatile_tokens``: as many of the last computed tokens may be computed again while the request runs (default 0 each).
     """
 
     layer_names: tuple[str, ...]
     gpu_block_size: int
     sliding_window: int | None = None
     kind: str = "full_attention"
+    is_eagle: bool = False
+    retained_tokens: int = 0
+    volatile_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

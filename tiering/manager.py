@@ -112,7 +112,7 @@ class TieringOffloadingManager(OffloadingManager):
         match = self.match_prefix((key,), req_context)
         return None if match.pending else match.hits == 1
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         if not self._collected:
             self._collect()
         request = self._request(req_context)
@@ -121,7 +121,7 @@ class TieringOffloadingManager(OffloadingManager):
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
             return PrefixMatch(hits, False)
-        return self._search.match(request, keys, hits)
+        return self._search.match(request, keys, hits, at_least)
 
     # ------------------------------------------------------------------------------------------------------- load and touch
 

@@ -31,11 +31,12 @@ _NONE: frozenset[OffloadKey] = frozenset()
 class _Walk:
     """The state of one search.
 
-    ``held_until``: per tier rank, the position up to which the tier has said that it holds the keys.  ``pinned``: rows of the
+    ``at_least``: hits without which nothing is of use.  ``held_until``: per tier rank, the position up to which the tier has said that it holds the keys.  ``pinned``: rows of the
     readable keys before ``pinned_until``.
     """
 
     keys: Sequence[OffloadKey]
+    at_least: int = 1
     held_until: dict[int, int] = field(default_factory=dict)
     pinned: list[Rows] = field(default_factory=list)
     pinned_until: int = 0
@@ -53,9 +54,12 @@ class PrefixSearch:
         self._call = call
         self._clock = clock
 
-    def match(self, request: Request, keys: Sequence[OffloadKey], position: int) -> PrefixMatch:
-        """Go on from ``position``: the keys before it are readable, the one at it is not."""
-        walk = _Walk(keys)
+    def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
+        """Go on from ``position``: the keys before it are readable, the one at it is not.
+
+        Nothing is promoted, and no answer is left open, for a prefix of fewer than ``at_least`` hits.
+        """
+        walk = _Walk(keys, at_least)
         try:
             return self._walk(request, walk, position)
         finally:
@@ -88,7 +92,7 @@ class PrefixSearch:
                     break
                 pending = True
                 position += promoted
-        return PrefixMatch(position, pending)
+        return PrefixMatch(position, pending and position >= walk.at_least)
 
     def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, bool]:
         """How many keys from ``position``, which the primary tier lacks, are being promoted now; else, is that one undecided."""
@@ -102,16 +106,17 @@ class PrefixSearch:
                 if answer is None:
                     continue
                 end = walk.held_until[state.rank] = position + answer.held
-                may_grow = answer.undecided and answer.held < state.tier.min_prefix_blocks
-            keys = self._run_to_promote(state, request, walk.keys[position:end])
+                may_grow = answer.undecided and answer.held < max(state.tier.min_prefix_blocks, walk.at_least - position)
+            keys = self._run_to_promote(state, request, walk, position, end)
             if keys:
                 self._pin_head(walk, position)
                 return self._promotions.start(state, request, keys), False
             undecided = undecided or may_grow
         return 0, undecided
 
-    def _run_to_promote(self, state: TierState, request: Request, held: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """The leading keys, of those that a tier says it holds, that the primary tier lacks; none if not worth a load."""
+    def _run_to_promote(self, state: TierState, request: Request, walk: _Walk, position: int, end: int) -> list[OffloadKey]:
+        """The leading keys, of those to ``end`` that a tier says it holds, that the primary tier lacks; none if not worth a load."""
+        held = walk.keys[position:end]
         keys: Iterable[OffloadKey] = held
         refused, failed = request.refused, request.failed.get(state.rank, _NONE)
         if refused or failed:
@@ -121,6 +126,10 @@ class PrefixSearch:
         if len(head) < state.tier.min_prefix_blocks:
             return []
         readable, pending = self._readable, self._pending
+        if position + len(held) < walk.at_least and not all(
+            key in readable or key in pending for key in walk.keys[end : walk.at_least]
+        ):
+            return []
         return list(takewhile(lambda key: key not in readable and key not in pending, chain(head, rest)))
 
     def _pin_head(self, walk: _Walk, position: int) -> None:

@@ -181,14 +181,14 @@ class FakeManager(OffloadingManager):
             return None
         return None if self.refs.get(key) == -1 else key in self.rows
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         self.asked.append(list(keys))
         pending = False
         for hits, key in enumerate(keys):
             if key in self.undecided:
                 return PrefixMatch(hits, True)
             if key not in self.rows:
-                return PrefixMatch(hits, pending)
+                return PrefixMatch(hits, pending and hits >= at_least)
             pending = pending or self.refs[key] == -1
         return PrefixMatch(len(keys), pending)
 

@@ -35,9 +35,9 @@ class WhimsicalManager(FakeManager):
         super().__init__(capacity)
         self._rng = rng
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext):  # type: ignore[no-untyped-def]
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1):  # type: ignore[no-untyped-def]
         self.undecided = {self._rng.choice(keys)} if keys and self._rng.random() < 0.05 else set()
-        return super().match_prefix(keys, req_context)
+        return super().match_prefix(keys, req_context, at_least=at_least)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self.undecided = set()

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from tests.connector.fakes import FakeManager, FakeSpec, make_scheduler, make_spec, prompt
-from tiering.base import EngineConfig, KVCacheGroup, ReqContext
-from tiering.connector.groups import HitSearch, build_groups, interleave
+from tests.connector.fakes import FakeSpec, make_scheduler, make_spec
+from tiering.base import EngineConfig, KVCacheGroup
+from tiering.connector.groups import build_groups, interleave
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
 
@@ -71,20 +71,6 @@ def test_context_parallelism_makes_blocks_larger() -> None:
 def test_heads_of_all_groups_come_first_in_a_prefix() -> None:
     assert interleave([[b"a0", b"a1"], [b"b0", b"b1"]]) == [b"a0", b"b0", b"a1", b"b1"]
     assert interleave([[b"a0", b"a1"], [b"b0"]]) == [b"a0", b"a1", b"b0"]
-
-
-def test_groups_with_blocks_of_different_sizes_end_at_a_common_border() -> None:
-    engine = EngineConfig(
-        block_sizes=(4, 8), hash_block_size=4, groups=(KVCacheGroup(("a",), 4), KVCacheGroup(("b",), 8, 16, "sliding_window"))
-    )
-    manager = FakeManager()
-    groups = build_groups(FakeSpec(engine))
-    request = prompt(48)
-    keys = [request.keys(0), request.keys(1, factor=2)]
-    manager.hold(keys[0][:9] + keys[1])
-    hit = HitSearch(groups, manager).longest(keys, 0, 48, ReqContext("r1"))
-    assert hit.tokens == 32
-    assert manager.asked[-1] == keys[1][2:4]
 
 
 def test_a_group_is_immutable() -> None:

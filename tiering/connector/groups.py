@@ -1,24 +1,31 @@
 """KV-cache groups as the connector offloads them, and the search for the longest usable hit over all of them.
 
 A hit of n tokens needs, for each full-attention group, all blocks up to n, and for each sliding-window group the blocks that
-cover the ``window - 1`` tokens before n: what the first token after the hit attends to.
+cover the tokens before n that the first token after the hit attends to, and those that the engine retains beside them.  A group of
+which a speculative head has layers (``is_eagle``) needs one block more, which is not loaded: the engine's own prefix cache matches and
+drops it too, because the head's KV at the end of a block is computed from the token after it.
+
+Where hits may end: at a border between blocks of a full-attention group (of any group, in a model without full attention).  Groups
+whose blocks are larger then load the block in which the hit ends, of which the engine computes the tail anew; so blocks of unequal
+sizes need no common multiple.  What no such hit can use of a sliding window is not stored (:meth:`OffloadGroup.usable`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from tiering.base import GROUP_BYTES, KVCacheGroup, OffloadingManager, OffloadingSpec, OffloadKey, ReqContext
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import GROUP_BYTES, KVCacheGroup, OffloadingSpec, OffloadKey
 from tiering.errors import ConfigError
 
 _STATE_KINDS = ("mamba", "state", "linear", "gdn")
 _FOREIGN_KINDS = ("chunked", "cross", "encoder")
-MAX_WINDOW_PROBES = 64
-"""How often one search may move to the left because a window block is missing; each move can cost a question to a slow tier."""
 
 
 class KVEventGroupSpec(NamedTuple):
@@ -33,7 +40,11 @@ class OffloadGroup:
     """One KV-cache group.  Sizes in tokens; ``block_size_factor`` GPU blocks make an offloaded block.
 
     ``hash_block_size_factor``: hash-blocks in one offloaded block.  ``sliding_window``: tokens, None for full attention.
-    ``window_blocks``: offloaded blocks that cover the ``sliding_window - 1`` tokens before an aligned position (0 for full attention).
+    ``reach``: tokens before a position that must be there to go on from it (the window without the present token, and what the engine
+    retains besides).  ``window_blocks``: offloaded blocks that cover them before an aligned position (0 for full attention).
+    ``lookahead_blocks``: blocks after the end of a hit that must be held too.  ``volatile_tokens``: as many of the last computed tokens
+    may still be computed again.  ``hit_ends``: for a window group, the distances between hits that may leave some of its blocks
+    unused, in its blocks; empty where every block is of use.
     """
 
     group_idx: int
@@ -42,7 +53,11 @@ class OffloadGroup:
     block_size_factor: int
     hash_block_size_factor: int
     sliding_window: int | None
+    reach: int
     window_blocks: int
+    lookahead_blocks: int
+    volatile_tokens: int
+    hit_ends: tuple[int, ...]
     key_suffix: bytes
     kv_event_group_spec: KVEventGroupSpec
 
@@ -55,7 +70,20 @@ class OffloadGroup:
         """GPU blocks at the head that no token from ``computed_tokens`` on attends to: the engine may have freed them."""
         if self.sliding_window is None:
             return 0
-        return max(0, computed_tokens - self.sliding_window + 1) // self.gpu_block_size
+        return max(0, computed_tokens - self.reach) // self.gpu_block_size
+
+    def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which offloaded blocks a hit can use; None: all.
+
+        Where a window is shorter than the distance between two possible ends of hits, the blocks after the one and before the window of
+        the other are never asked for.
+        """
+        if not self.hit_ends:
+            return None
+        needed = np.zeros(len(positions), np.bool_)
+        for distance in self.hit_ends:
+            needed |= (positions - self.lookahead_blocks) % distance >= distance - self.window_blocks - self.lookahead_blocks
+        return needed
 
 
 def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
@@ -67,10 +95,21 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     engine_groups = spec.engine.groups
     if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
         raise ConfigError(f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}")
-    return tuple(
+    groups = tuple(
         _build_group(spec, idx, engine_groups[idx] if engine_groups else KVCacheGroup((), size))
         for idx, size in enumerate(spec.gpu_block_size)
     )
+    ends = {group.offloaded_block_size for group in groups if group.sliding_window is None}
+    return tuple(dataclasses.replace(group, hit_ends=_unused_between(group, ends)) for group in groups)
+
+
+def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ...]:
+    """The distances between ends of hits, in blocks of a window group, if hits leave some of its blocks unused."""
+    size = group.offloaded_block_size
+    if group.sliding_window is None or not ends or any(end % size for end in ends):
+        return ()
+    distances = tuple(sorted(end // size for end in ends))
+    return distances if group.window_blocks + group.lookahead_blocks < distances[0] else ()
 
 
 def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> OffloadGroup:
@@ -87,6 +126,7 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
     if window is not None and window < 1:
         raise ConfigError(f"KV-cache group {idx}: sliding_window {window} is not a number of tokens (a positive integer)")
     size = spec.offloaded_block_size[idx]
+    reach = 0 if window is None else window - 1 + group.retained_tokens
     return OffloadGroup(
         group_idx=idx,
         gpu_block_size=spec.gpu_block_size[idx],
@@ -94,7 +134,11 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
         block_size_factor=spec.block_size_factor,
         hash_block_size_factor=size // spec.hash_block_size,
         sliding_window=window,
-        window_blocks=0 if window is None else -(-(window - 1) // size),
+        reach=reach,
+        window_blocks=-(-reach // size),
+        lookahead_blocks=int(group.is_eagle),
+        volatile_tokens=group.volatile_tokens,
+        hit_ends=(),
         key_suffix=idx.to_bytes(GROUP_BYTES, "big"),
         kv_event_group_spec=KVEventGroupSpec(group.kind, window),
     )
@@ -105,84 +149,3 @@ def interleave(keys_by_group: Sequence[Sequence[OffloadKey]]) -> list[OffloadKey
     if len({len(keys) for keys in keys_by_group}) == 1:
         return list(chain.from_iterable(zip(*keys_by_group, strict=True)))
     return list(chain.from_iterable(keys_by_group))
-
-
-class Hit(NamedTuple):
-    """``tokens``: end of the usable prefix (at most what is computed: no hit).  ``pending``: the answer may still change."""
-
-    tokens: int
-    pending: bool
-
-
-class HitSearch:
-    """Finds the longest prefix that all groups hold, beyond what is computed."""
-
-    def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager) -> None:
-        self._groups = groups
-        self._manager = manager
-        self._full = [group for group in groups if group.sliding_window is None]
-        self._windows = [group for group in groups if group.window_blocks]
-        self._unit = math.lcm(*(group.offloaded_block_size for group in groups))
-        self.tokens_to_leave = int(
-            any((group.sliding_window - 1) % group.gpu_block_size == 0 for group in groups if group.sliding_window)
-        )
-        """Tokens of a request that no hit may cover.
-
-        When all of a request is held, the engine recomputes the last token, which sees one token more to the left than the token
-        after it.  Where that one is in a block of its own, which a hit does not need, at least one token must be left to compute.
-        """
-
-    def first_block(self, group: OffloadGroup, computed: int, end: int) -> int:
-        """The first offloaded block of ``group`` that a hit of ``end`` tokens needs beyond ``computed`` ones."""
-        size = group.offloaded_block_size
-        first = computed // size
-        return first if group.sliding_window is None else max(first, end // size - group.window_blocks)
-
-    def needed(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int) -> list[Sequence[OffloadKey]]:
-        """The keys, by group, that a hit of ``end`` tokens needs beyond ``computed`` ones."""
-        return [
-            group_keys[self.first_block(group, computed, end) : end // group.offloaded_block_size]
-            for group, group_keys in zip(self._groups, keys, strict=True)
-        ]
-
-    def longest(self, keys: Sequence[Sequence[OffloadKey]], computed: int, limit: int, ctx: ReqContext) -> Hit:
-        """The longest usable prefix of at most ``limit`` tokens, in whole blocks of every group.
-
-        Full attention first, as a prefix from the block that contains the first uncomputed token; then the windows, from the right:
-        a block missing in a window moves the end to where that block begins, and everything is asked again for that end.
-        """
-        end = min(limit, *(len(keys[g.group_idx]) * g.offloaded_block_size for g in self._groups))
-        end -= end % self._unit
-        pending = False
-        for group in self._full:
-            size = group.offloaded_block_size
-            first = computed // size
-            if end <= computed:
-                return Hit(computed, pending)
-            answer = self._manager.match_prefix(keys[group.group_idx][first : end // size], ctx)
-            pending = pending or answer.pending
-            end = min(end, (first + answer.hits) * size)
-            end -= end % self._unit
-        return self._windows_end(keys, computed, end, pending, ctx) if self._windows else Hit(end, pending)
-
-    def _windows_end(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext) -> Hit:
-        agreed, turn, probes = 0, 0, MAX_WINDOW_PROBES
-        while agreed < len(self._windows):
-            if end <= computed or not probes:
-                return Hit(computed, pending)
-            group = self._windows[turn % len(self._windows)]
-            turn += 1
-            size = group.offloaded_block_size
-            first = self.first_block(group, computed, end)
-            wanted = keys[group.group_idx][first : end // size]
-            answer = self._manager.match_prefix(wanted, ctx)
-            pending = pending or answer.pending
-            if answer.hits == len(wanted):
-                agreed += 1
-            elif answer.pending:
-                break
-            else:
-                end = (first + answer.hits) * size
-                end -= end % self._unit
-                agreed, probes = 0, probes - 1
-        return Hit(end, pending)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingManager, OffloadKey, as_rows
 from tiering.connector.fences import BlockFences
-from tiering.connector.groups import HitSearch, OffloadGroup
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.ratelimit import LimitedWarning

@@ -149,5 +149,8 @@ class RequestState:
 
     def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
         """Note at how many computed tokens the next block of any group will be complete and may be stored."""
-        ends = [(group.cursor + 1) * layout.offloaded_block_size for layout, group in zip(layouts, self.groups, strict=True)]
-        self.next_store_at = min((end for end in ends if end <= self.store_limit), default=NEVER)
+        ends = [
+            ((group.cursor + 1) * layout.offloaded_block_size, layout.volatile_tokens)
+            for layout, group in zip(layouts, self.groups, strict=True)
+        ]
+        self.next_store_at = min((end + volatile for end, volatile in ends if end <= self.store_limit), default=NEVER)

@@ -24,7 +24,8 @@ from typing import Any
 from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
 from tiering.connector.events import PRIMARY_MEDIUM, ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.fences import BlockFences
-from tiering.connector.groups import HitSearch, build_groups, interleave
+from tiering.connector.groups import build_groups, interleave
+from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import BlockIdsByGroup, OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
@@ -141,7 +142,7 @@ class OffloadingConnectorScheduler:
         hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
         if hit.pending:
             return ASK_AGAIN
-        if hit.tokens - num_computed_tokens < min(group.offloaded_block_size for group in self._groups):
+        if hit.tokens <= num_computed_tokens:
             return NO_TOKENS
         if self._waits_for_sharer(state, num_computed_tokens, hit.tokens):
             return ASK_AGAIN

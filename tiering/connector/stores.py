@@ -37,8 +37,8 @@ class _Offer(NamedTuple):
 class StorePlanner:
     """Offers a request's completed blocks to the manager, once each, and orders the transfer of those it wants.
 
-    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be rejected), and
-    not after a hole that a failed load left.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
+    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be rejected), not to
+    be computed again (the volatile tail of a group), and not after a hole that a failed load left.  Only what a hit can use.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class StorePlanner:
         if state.stale or step < state.retry_at_step:
             return None
         placeholders: int = getattr(request, "num_output_placeholders", 0)
-        confirmed = min(start + scheduled_tokens - placeholders, request.num_tokens, state.store_limit)
+        computed = min(start + scheduled_tokens - placeholders, request.num_tokens)
         state.extend_keys(self._groups)
         for group, group_state in zip(self._groups, state.groups, strict=True):
             gone = group.skipped_blocks(start)
             group_state.cursor = max(group_state.cursor, -(-gone // group.block_size_factor))
         offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
-        confirmed = min(confirmed, offered_from + state.batch_tokens)
-        ends = [self._end(state, group, confirmed) for group in self._groups]
+        limit = min(computed, state.store_limit, offered_from + state.batch_tokens)
+        ends = [self._end(state, group, min(limit, computed - group.volatile_tokens)) for group in self._groups]
         offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
         keys = list(chain.from_iterable(offer.keys for offer in offers))
         if any(self._fences.is_written(offer.block_ids) for offer in offers):
@@ -89,7 +89,7 @@ class StorePlanner:
         if keys:
             output = self._manager.prepare_store(keys, state.ctx)
             if output is None:
-                self._refused(state, confirmed - offered_from, step)
+                self._refused(state, limit - offered_from, step)
                 return None
             state.backoff_steps = 1
             state.batch_tokens = min(state.batch_tokens * 2, NEVER)
@@ -104,17 +104,20 @@ class StorePlanner:
         """The first offloaded block of the group that cannot be offered yet."""
         group_state = state.groups[group.group_idx]
         blocks = len(group_state.block_ids) // group.block_size_factor
-        return min(confirmed // group.offloaded_block_size, len(group_state.keys), blocks)
+        return min(max(confirmed, 0) // group.offloaded_block_size, len(group_state.keys), blocks)
 
     def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> _Offer:
         group_state, factor = state.groups[group.group_idx], group.block_size_factor
         first = min(group_state.cursor, end)
         table = group_state.block_ids[first * factor : end * factor]
         positions, keys, block_ids = np.arange(first, end), group_state.keys[first:end], np.array(table, dtype=np.int64)
-        if 0 in table:
-            whole = block_ids.reshape(-1, factor).all(axis=1)
-            positions, block_ids = positions[whole], block_ids.reshape(-1, factor)[whole].reshape(-1)
-            keys = [keys[index] for index in np.flatnonzero(whole)]
+        usable, has_nulls = group.usable(positions), 0 in table
+        if usable is not None or has_nulls:
+            wanted: NDArray[np.bool_] = np.ones(len(positions), np.bool_) if usable is None else usable
+            if has_nulls:
+                wanted &= block_ids.reshape(-1, factor).all(axis=1)
+            positions, block_ids = positions[wanted], block_ids.reshape(-1, factor)[wanted].reshape(-1)
+            keys = [keys[index] for index in np.flatnonzero(wanted)]
         return _Offer(positions, keys, block_ids)
 
     def _order(

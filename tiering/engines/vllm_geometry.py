@@ -102,7 +102,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any
     """What scheduler and workers must agree on.  Raises :class:`ConfigError` for a ``block_size`` that does not fit."""
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
-    groups = tuple(_group(group, kind_of, context) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(_group(vllm_config, group, kind_of, context) for group in kv_cache_config.kv_cache_groups)
     world_size = int(parallel.world_size)
     engine = EngineConfig(
         block_sizes=tuple(group.gpu_block_size for group in groups),
@@ -182,13 +182,35 @@ def _first(spec: Any) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
-def _group(group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
+def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
     spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
     first = _first(spec)
     # Full attention may name a window too (hybrid manager off): all its blocks are kept then.
     window = int(first.sliding_window) if "sliding" in kind else None
     sharded = context if getattr(spec, "dcp_sharded", True) else 1
-    return KVCacheGroup(tuple(group.layer_names), int(spec.block_size) * sharded, window, kind)
+    is_eagle = bool(getattr(group, "is_eagle_group", False))
+    return KVCacheGroup(
+        tuple(group.layer_names),
+        int(spec.block_size) * sharded,
+        window,
+        kind,
+        is_eagle=is_eagle,
+        retained_tokens=0 if window is None else int(getattr(first, "extra_retained_tokens", 0)),
+        volatile_tokens=_volatile_tokens(vllm_config, is_eagle),
+    )
+
+
+def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
+    """Of the computed tokens, how many of the last may be computed again.
+
+    Heads that predict several tokens begin a chunk of a prompt before the end of the last one; and in the layers of a head the last
+    accepted tokens are computed again when drafts after them were rejected.
+    """
+    ahead = max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
+    if is_eagle:
+        speculative = getattr(vllm_config, "speculative_config", None)
+        ahead = max(ahead, int(getattr(speculative, "num_speculative_tokens", None) or 0)) + 1
+    return ahead
 
 
 def _replica(parallel: Any, engine_id: str) -> str | None:

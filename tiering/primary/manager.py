@@ -72,13 +72,13 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             return True
         return None if key in self.table.pending else False
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         hits = self.count_readable(keys)
         if hits == len(keys) or keys[hits] not in self.table.pending:
             return PrefixMatch(hits, False)
         readable, pending = self.table.readable, self.table.pending
         held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
-        return PrefixMatch(held, True)
+        return PrefixMatch(held, held >= at_least)
 
     def count_readable(self, keys: Sequence[OffloadKey]) -> int:
         """How many leading keys are readable."""
