@@ -103,6 +103,11 @@ class SQLiteStore(BlockStore):
         with self._transaction() as cursor:
             cursor.execute("REPLACE INTO documents VALUES (?, ?)", (name, data))
 
+    def create_document(self, name: str, data: bytes) -> bytes | None:
+        with self._transaction() as cursor:
+            cursor.execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (name, data))
+        return self.read_document(name)
+
     def reclaim(self, place_prefix: str) -> int:
         with self._transaction() as cursor:
             found = cursor.execute("DELETE FROM blocks WHERE substr(place, 1, ?) = ?", (len(place_prefix), place_prefix))

@@ -140,6 +140,8 @@ class TestSQLiteStore(_Raw, BlockStoreTests):
 
 
 class TestSQLiteTier(_Raw, TierTests):
+    shared = True
+
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         options = SQLiteOptions(type="examples.own_tier:SQLITE_TIER", path=self.path, lookup_deadline=20.0)
         return SQLITE_TIER.build(options, context)

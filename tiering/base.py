@@ -263,8 +263,14 @@ class OffloadingManager(ABC):
         """True while jobs are in flight: the engine must keep stepping."""
         return False
 
-    def reset_cache(self) -> bool:
-        """Forget everything: what was stored before is never served again.  True if every tier could promise that."""
+    def reset_cache(self, revision: str | None = None) -> bool:
+        """Forget everything: this process never serves again what was stored before.  Waits for a few milliseconds at most.
+
+        True if that is certain also after a restart.  False if a medium of our own could not confirm it yet: its tier serves nothing
+        until it has.  On a medium that is shared, only this process moves, and nothing that others stored is removed.
+        ``revision`` names the weights from now on: all engines that give the same text share their blocks on shared media.  Without
+        it (the default) what is stored from now on is for this process alone.
+        """
         return True
 
     def get_stats(self) -> Mapping[str, Any]:

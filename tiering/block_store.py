@@ -145,6 +145,25 @@ class BlockStore(ABC):
         """
         return ()
 
+    def create_document(self, name: str, data: bytes) -> bytes | None:
+        """Write a document unless there is one, and return what can be read of it afterwards.  Raises :class:`StoreError`.
+
+        On a medium that several engines share, all that call this at the same time should be returned the same content.
+        """
+        if self.read_document(name) is None:
+            self.write_document(name, data)
+        return self.read_document(name)
+
+    def remove_document(self, name: str) -> None:
+        """Make a document's content unreadable, durably, also on a medium that is full.  Raises :class:`StoreError`.
+
+        Afterwards :meth:`read_document` returns None or something that passes no checksum.
+        """
+        self.write_document(name, b"")
+
     def reclaim(self, place_prefix: str) -> int:
-        """Delete the blocks whose names start with ``place_prefix`` (an older epoch's); how many.  Raises :class:`StoreError`."""
+        """Delete the blocks whose names start with ``place_prefix``; how many.  Raises :class:`StoreError`.
+
+        For garbage collection of epochs that nobody uses any more.  An engine never calls this.
+        """
         return 0

@@ -21,6 +21,7 @@ from tiering.config_source import escaped, read_source
 from tiering.definition import TierDefinition
 from tiering.errors import ConfigError
 from tiering.masking import masked, shown
+from tiering.namespace import revision_digest
 from tiering.options import Duration, Share, Size, Strict, TierOptions
 
 TIER_TYPES: Mapping[str, tuple[str, str]] = {
@@ -60,6 +61,11 @@ def tier_definition(kind: object) -> TierDefinition:
 def _known_policy(name: str) -> str:
     load_policy(name)
     return name
+
+
+def _checked_revision(revision: str) -> str:
+    revision_digest(revision)
+    return revision
 
 
 def _read_tier(value: object, handler: object) -> TierOptions:
@@ -116,6 +122,8 @@ class StackConfig(Strict):
     """Keeps blocks apart that nothing else would: another value, another cache."""
     salt: str = ""
     """Like ``namespace``, but secret: it enters the fingerprint as a digest only."""
+    revision: Annotated[str, AfterValidator(_checked_revision)] | None = None
+    """Names the weights at the start, where ``namespace`` and the model's identity do not, as ``reset_cache(revision=...)`` does later."""
     keep_secondary: bool = False
     """Whether a reset leaves the blocks of the secondary tiers valid (only right if the weights never change under a reset)."""
     events: bool = False
@@ -126,8 +134,8 @@ class StackConfig(Strict):
     """In mode simple: store blocks when they are about to leave the GPU, instead of all when they are computed."""
     open_deadline: Duration = 10.0
     """How long the start may wait for tiers to open; one that takes longer joins when it is ready."""
-    reset_deadline: Duration = 10.0
-    """How long a reset may wait for transfers that are running."""
+    reset_deadline: Duration = 0.05
+    """How long a reset may hold up the engine until the tiers' media have confirmed it; what takes longer goes on in the background."""
     shutdown_deadline: Duration = 30.0
     """How long a shutdown may wait for queued stores."""
 

@@ -32,6 +32,7 @@ from tiering.base import (
 )
 from tiering.errors import ConfigError
 from tiering.manager_stats import ManagerStats
+from tiering.namespace import revision_digest
 from tiering.prefix_search import PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
@@ -72,14 +73,15 @@ class TieringOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         promotion_share: float = 0.5,
         reservation_deadline: float = 30.0,
-        reset_deadline: float = 10.0,
+        reset_deadline: float = 0.05,
         shutdown_deadline: float = 30.0,
         keep_secondary: bool = False,
     ) -> None:
         """``secondary_tiers``: fastest first.
 
         ``promotion_share``: share of the primary rows that promotions and reservations may hold together.  Deadlines in seconds:
-        ``reservation_deadline`` for a promoted block to be loaded, the others for :meth:`reset_cache` and :meth:`shutdown`.
+        ``reservation_deadline`` for a promoted block to be loaded, ``reset_deadline`` for media to confirm a reset while the engine waits,
+        ``shutdown_deadline`` for :meth:`shutdown`.
         ``keep_secondary``: a reset empties the primary tier only.
         """
         self.primary_tier = primary_tier
@@ -376,15 +378,12 @@ class TieringOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------------------------------------------ reset, shutdown
 
-    def reset_cache(self) -> bool:
-        turns = len(self._states) * (1 if self._keep_secondary else 2)
-        shares = Shares(self._clock, self._reset_deadline, turns)
+    def reset_cache(self, revision: str | None = None) -> bool:
+        """See the base class.  Raises :class:`ConfigError`, with nothing done, for a ``revision`` that is not a text."""
+        if revision is not None:
+            revision_digest(revision)
         self._stats.resets += 1
         self._promotions.drop_queued()
-        for state in self._states:
-            deadline = shares.next_deadline()
-            if state.in_service:
-                self._call(state, state.tier.drain, deadline)
         self._collect()
         self._promotions.reset([job.promotion for job in self._jobs.values() if job.promotion is not None])
         for request in self._requests.values():
@@ -394,15 +393,22 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.reset_cache()
         if self._keep_secondary:
             return True
-        promised = [self._reset_tier(state, shares.next_deadline()) for state in self._states]
+        shares = Shares(self._clock, self._reset_deadline, len(self._states))
+        promised = [self._reset_tier(state, shares.next_deadline(), revision) for state in self._states]
         return all(promised)
 
-    def _reset_tier(self, state: TierState, deadline: float) -> bool:
-        if self._call(state, state.tier.reset, deadline):
+    def _reset_tier(self, state: TierState, deadline: float, revision: str | None) -> bool:
+        if self._call(state, state.tier.reset, deadline, revision):
+            if state.resetting:
+                state.in_service, state.resetting = True, False
             return True
         if state.in_service or state.resetting:
             state.in_service, state.resetting = False, True
-            _log.error("tier %s could not complete its reset; it is out of service until it can", state.tier.name)
+            _log.error(
+                "tier %s: nothing that it holds is served any more, but a restart could find it again; out of service until its medium has "
+                "confirmed the reset",
+                state.tier.name,
+            )
         return False
 
     def shutdown(self) -> None:

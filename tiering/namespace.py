@@ -16,11 +16,13 @@ from typing import Any
 
 from tiering.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the frame and of what surrounds it; part of every namespace."""
 
-FIRST_EPOCH = bytes(16)
-"""The epoch of a namespace that was never reset."""
+EPOCH_BYTES = 16
+
+NO_EPOCH = bytes(EPOCH_BYTES)
+"""The epoch of a namespace that no tier has entered yet.  No block is ever stored in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class Namespace:
 
     parameters: str
     """Canonical JSON."""
-    epoch: bytes = FIRST_EPOCH
+    epoch: bytes = NO_EPOCH
     base: bytes = field(init=False)
     fingerprint: bytes = field(init=False)
 
@@ -147,4 +149,18 @@ class Namespace:
 
     def next_epoch(self) -> Namespace:
         """The same parameters in a new random epoch, which nobody else has."""
-        return self.with_epoch(secrets.token_bytes(16))
+        return self.with_epoch(secrets.token_bytes(EPOCH_BYTES))
+
+    def revision_epoch(self, revision: str) -> Namespace:
+        """The same parameters in the epoch that everybody has who gives the same text ``revision``.
+
+        Raises :class:`ConfigError` for a revision that is not a text with something in it.
+        """
+        return self.with_epoch(hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES])
+
+
+def revision_digest(revision: str) -> bytes:
+    """Digest of the text ``revision``: 16 bytes.  Raises :class:`ConfigError` for what is not a text, or has nothing in it."""
+    if not isinstance(revision, str) or not revision.strip():
+        raise ConfigError(f"revision: {revision!r} is not a text that names the weights")
+    return hashlib.sha256(revision.encode()).digest()[:16]

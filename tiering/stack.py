@@ -64,6 +64,7 @@ def open_manager(
                 clock=clock,
                 enable_events=events,
                 replica=replica,
+                revision=stack.revision,
             )
             tier = _build(len(tiers), options, context)
             undo.callback(tier.shutdown, clock())

@@ -38,6 +38,7 @@ class FakeTier(SecondaryTierManager):
     wanted: list[OffloadKey] = field(default_factory=list)
     resets: bool = True
     reset_later: bool = False
+    revision: str | None = None
     stops: bool = True
     raises: set[str] = field(default_factory=set)
     results: list[JobResult] = field(default_factory=list)
@@ -97,8 +98,9 @@ class FakeTier(SecondaryTierManager):
         self._enter("drain", deadline)
         return not self.stores and not self.loads
 
-    def reset(self, deadline: float) -> bool:
+    def reset(self, deadline: float, revision: str | None = None) -> bool:
         self._enter("reset", deadline)
+        self.revision = revision
         if self.resets:
             self.held.clear()
         return self.resets

@@ -6,7 +6,7 @@ import pytest
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.base import CPULoadStoreSpec, OffloadPolicy, PrefixMatch, ReqContext
-from tiering.errors import NotReadableError
+from tiering.errors import ConfigError, NotReadableError
 from tiering.secondary.base import JobResult
 
 # ----------------------------------------------------------------------------------------------------------------- cascade
@@ -571,13 +571,26 @@ def test_rows_of_what_is_still_busy_at_a_reset_stay_quarantined_until_it_ends() 
     assert rig.manager.prepare_store(make_keys(10), rig.ctx) is not None
 
 
-def test_a_reset_drains_the_tiers_and_starts_their_new_epoch() -> None:
-    tier = FakeTier()
-    rig = Rig(4, [tier], reset_deadline=2.0)
-    rig.manager.reset_cache()
+def test_a_reset_waits_for_no_job_and_moves_all_tiers_to_a_new_epoch() -> None:
+    tier, other = FakeTier("one"), FakeTier("two")
+    rig = Rig(4, [tier, other], reset_deadline=2.0)
+    rig.store(make_keys(0))
+    assert rig.manager.reset_cache()
     deadline = rig.clock() + 2.0
-    assert tier.calls("drain") == [deadline - 1.0], "half of the time is for the new epoch"
-    assert tier.calls("reset") == [deadline]
+    assert (tier.calls("drain"), other.calls("drain")) == ([], [])
+    assert (tier.calls("reset"), other.calls("reset")) == ([deadline - 1.0], [deadline])
+
+
+def test_a_revision_reaches_all_tiers_and_one_that_names_nothing_resets_nothing() -> None:
+    tier = FakeTier()
+    rig = Rig(4, [tier])
+    keys = make_keys(0)
+    rig.store(keys)
+    with pytest.raises(ConfigError, match="revision"):
+        rig.manager.reset_cache("")
+    assert rig.manager.lookup(keys[0], rig.ctx) is True
+    assert rig.manager.reset_cache("step-1")
+    assert tier.revision == "step-1"
 
 
 def test_keep_secondary_opts_out_of_the_epoch() -> None:

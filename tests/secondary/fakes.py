@@ -31,7 +31,6 @@ class FakeStore(BlockStore):
         self.held: set[Place] = set()
         self.failure: StoreError | None = None
         self.rounds: list[list[Place]] = []
-        self.reclaimed: list[str] = []
         self.opened = 0
         self.closed = 0
 
@@ -63,12 +62,6 @@ class FakeStore(BlockStore):
             raise self.failure
         self.documents[name] = data
 
-    def reclaim(self, place_prefix: str) -> int:
-        if self.failure is not None:
-            raise self.failure
-        self.reclaimed.append(place_prefix)
-        return 3
-
 
 class FakeIo:
     """An I/O side that a test drives: :meth:`finish` ends a job, :meth:`run_tasks` runs what was asked for.
@@ -83,7 +76,10 @@ class FakeIo:
         self.stats = IoStats()
         self.jobs: list[IoJob] = []
         self.tasks: list[IoTask] = []
+        self.ran: list[IoTask] = []
         self.hold = False
+        self.refused: StoreError | None = None
+        """The error with which background tasks end, as they do when no thread can be started."""
         self._ended: list[IoResult] = []
         self._done: list[tuple[IoTask, Any, BaseException | None]] = []
 
@@ -91,7 +87,11 @@ class FakeIo:
         self.jobs.append(job)
 
     def run(self, task: IoTask) -> None:
-        self.tasks.append(task)
+        self.ran.append(task)
+        if task.background and self.refused is not None:
+            self._done.append((task, None, self.refused))
+        else:
+            self.tasks.append(task)
 
     def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> IoJob:
         """End a job: every block done, or ``outcomes``."""
@@ -126,6 +126,9 @@ class FakeIo:
             self.run_tasks()
         self.clock.advance(timeout)
         return bool(self._ended or self._done)
+
+    def discard(self) -> None:
+        """Jobs stay: a test decides how each of them ends."""
 
     def drain(self, deadline: float) -> bool:
         if not self.hold:

@@ -2,89 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, FakeIo, FakeStore, keys_of, make_context
-from tiering.base import OffloadingEvent, OffloadKey, ReqContext
+from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, keys_of
+from tests.secondary.rig import CTX, K, Rig
+from tiering.base import OffloadingEvent, ReqContext
 from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, OutOfSpaceError, OverdueError, TemporaryStoreError
-from tiering.manager import TieringOffloadingManager
 from tiering.namespace import Namespace
-from tiering.options import TierOptions
-from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.primary.region import SharedRegion
-from tiering.secondary.base import JobResult, PrefixAnswer, TransferJob
+from tiering.secondary.base import JobResult, PrefixAnswer
 from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.medium import private_epoch
 from tiering.secondary.messages import IoKind
-from tiering.testing.clock import FakeClock
-
-CTX = ReqContext("r1")
-K = keys_of(*range(100))
-
-
-class Rig:
-    """A tier with a medium of slots of its own, on a fake I/O side."""
-
-    def __init__(
-        self, *, slots: int = 32, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), shared: bool = False, **options: Any
-    ) -> None:
-        self.clock = FakeClock()
-        self.store = FakeStore()
-        self.options = TierOptions(type="fake", **options)
-        self.io = FakeIo(self.store, self.clock, self.options.breaker)
-        self.context = make_context(self.clock, group_bytes=group_bytes)
-        index: SlotIndex | SharedIndex
-        if shared:
-            index = SharedIndex()
-        else:
-            index = SlotIndex(slots)
-            index.add_free(np.arange(slots))
-        self.tier = BlockTier(
-            self.context,
-            self.options,
-            self.store,
-            index,
-            place_prefix=(lambda namespace: f"{namespace.epoch.hex()}/") if shared else None,
-            io=self.io,
-        )
-        self._job_id = 0
-
-    def opened(self) -> Rig:
-        assert self.tier.open(self.clock() + 1)
-        return self
-
-    def job(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX, *, load: bool = False) -> TransferJob:
-        self._job_id += 1
-        return TransferJob(self._job_id, keys, np.arange(len(keys)), load, ctx, self.clock())
-
-    def submit_store(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX) -> int:
-        job = self.job(keys, ctx)
-        self.tier.submit_store(job)
-        return job.job_id
-
-    def submit_load(self, keys: Sequence[OffloadKey]) -> int:
-        job = self.job(keys, load=True)
-        self.tier.submit_load(job)
-        return job.job_id
-
-    def store_blocks(self, keys: Sequence[OffloadKey]) -> None:
-        """Store ``keys`` and let it succeed."""
-        self.io.finish(self.submit_store(keys))
-        assert [result.success for result in self.tier.get_finished()] == [True]
-
-    def finished(self) -> list[JobResult]:
-        return list(self.tier.get_finished())
-
-    def events(self) -> list[OffloadingEvent]:
-        return list(self.tier.take_events())
-
 
 # ----------------------------------------------------------------------------------------------------------------- stores and loads
 
@@ -458,24 +389,6 @@ def test_parameters_are_written_beside_the_blocks() -> None:
     assert rig.store.documents[document].decode() == rig.context.namespace.parameters
 
 
-def test_the_stored_epoch_is_the_one_served() -> None:
-    rig = Rig()
-    epoch = bytes(range(16))
-    rig.store.documents[f"epoch-{rig.context.namespace.directory}"] = epoch
-    rig.opened().submit_store(K[:1])
-    assert rig.io.jobs[0].fingerprint == rig.context.namespace.with_epoch(epoch).fingerprint
-
-
-def test_a_damaged_epoch_begins_a_new_one() -> None:
-    rig = Rig()
-    document = f"epoch-{rig.context.namespace.directory}"
-    rig.store.documents[document] = b"short"
-    rig.opened().submit_store(K[:1])
-    epoch = rig.store.documents[document]
-    assert len(epoch) == 16
-    assert rig.io.jobs[0].fingerprint == rig.context.namespace.with_epoch(epoch).fingerprint
-
-
 class Hooked(BlockTier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -535,135 +448,6 @@ def test_a_tier_that_stores_nothing_writes_nothing_to_its_medium() -> None:
     rig.finished()
     assert rig.tier.get_stats().available == 1
     assert rig.store.documents == {}
-
-
-# --------------------------------------------------------------------------------------------------------------------------- reset
-
-
-def test_after_a_reset_nothing_stored_before_is_held_and_jobs_carry_a_new_fingerprint() -> None:
-    rig = Rig().opened()
-    rig.store_blocks(K[:2])
-    rig.submit_store(K[2:3])
-    before = rig.io.finish(2).fingerprint
-    assert rig.tier.reset(rig.clock() + 1) is True
-    assert rig.tier.lookup_prefix(K[:3], CTX) == PrefixAnswer(0, False)
-    rig.submit_store(K[:1])
-    assert rig.io.jobs[-1].fingerprint != before
-
-
-def test_jobs_that_a_reset_overtakes_end_as_failed_and_are_not_held() -> None:
-    rig = Rig().opened()
-    rig.store_blocks(K[:2])
-    load, store = rig.submit_load(K[:2]), rig.submit_store(K[2:4])
-    assert rig.tier.reset(rig.clock() + 1) is True
-    rig.io.finish(load)
-    rig.io.finish(store)
-    assert [(result.success, result.successful_keys) for result in rig.finished()] == [(False, []), (False, [])]
-    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [False] * 4
-    rig.store_blocks(K[:4])
-    assert rig.tier.lookup_prefix(K[:4], CTX).held == 4
-
-
-def test_jobs_that_ended_just_before_a_reset_are_reported_as_failed() -> None:
-    rig = Rig().opened()
-    rig.store_blocks(K[:2])
-    job_id = rig.submit_load(K[:2])
-    rig.io.finish(job_id)
-    rig.tier.drain(rig.clock() + 1)
-    rig.tier.reset(rig.clock() + 1)
-    assert [(result.job_id, result.success, result.successful_keys) for result in rig.finished()] == [(job_id, False, [])]
-
-
-def test_an_epoch_that_a_reset_began_is_entered_by_no_other_process() -> None:
-    rig = Rig().opened()
-    rig.tier.reset(rig.clock() + 1)
-    restarted = Rig()
-    restarted.store.documents = rig.store.documents
-    restarted.opened()
-    later = Rig()
-    later.store.documents = rig.store.documents
-    later.opened()
-    epochs = [rig.context.namespace, rig.tier.namespace, restarted.tier.namespace]
-    assert len(set(epochs)) == 3
-    assert later.tier.namespace == restarted.tier.namespace
-    assert restarted.store.reclaimed == []
-
-
-def test_a_reset_whose_epoch_cannot_be_written_takes_the_tier_out_of_service_until_it_is() -> None:
-    rig = Rig().opened()
-    rig.store_blocks(K[:2])
-    rig.store.failure = TemporaryStoreError("no")
-    assert rig.tier.reset(rig.clock() + 1) is False
-    assert rig.submit_store(K[:1])
-    assert rig.finished()[0].success is False
-    rig.store.failure = None
-    rig.clock.advance(100)
-    rig.tier.on_schedule_end()
-    rig.io.run_tasks()
-    rig.finished()
-    assert rig.tier.lookup(K[0], CTX) is False
-    rig.store_blocks(K[:1])
-    assert rig.store.documents[f"epoch-{rig.context.namespace.directory}"] == private_epoch(rig.tier.namespace.epoch)  # type: ignore[union-attr]
-
-
-def test_a_manager_takes_a_tier_back_when_its_reset_could_be_completed() -> None:
-    rig = Rig().opened()
-    region = SharedRegion.create(NUM_ROWS, BLOCK_BYTES)
-    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(region), [rig.tier], clock=rig.clock)
-    rig.store.failure = TemporaryStoreError("no")
-    assert manager.reset_cache() is False
-    rig.store.failure = None
-    rig.clock.advance(100)
-    for _ in range(3):
-        manager.on_schedule_end()
-        rig.io.run_tasks()
-    manager.prepare_store(K[:1], CTX)
-    manager.complete_store(K[:1], CTX)
-    assert [list(job.keys) for job in rig.io.jobs] == [K[:1]]
-    rig.io.finish_all()
-    manager.shutdown()
-
-
-def test_a_reset_before_the_medium_could_be_opened_holds_when_it_is() -> None:
-    rig = Rig()
-    rig.store.failure = TemporaryStoreError("no")
-    rig.tier.open(rig.clock() + 1)
-    assert rig.tier.reset(rig.clock() + 1) is False
-    rig.store.failure = None
-    rig.clock.advance(100)
-    rig.tier.on_schedule_end()
-    rig.io.run_tasks()
-    rig.finished()
-    assert rig.tier.namespace is not None
-    assert rig.tier.namespace.fingerprint != rig.context.namespace.fingerprint
-
-
-def test_a_reset_while_the_medium_is_being_opened_holds_when_it_is() -> None:
-    rig = Rig()
-    rig.io.hold = True
-    rig.tier.open(rig.clock() + 1)
-    assert rig.tier.reset(rig.clock() + 1) is False
-    for _ in range(2):
-        rig.io.run_tasks()
-        rig.finished()
-    assert rig.tier.namespace is not None
-    assert rig.tier.namespace.fingerprint != rig.context.namespace.fingerprint
-
-
-def test_blocks_of_the_epoch_before_are_reclaimed_in_the_background() -> None:
-    rig = Rig(shared=True).opened()
-    before = rig.tier.namespace
-    assert before is not None
-    assert rig.tier.reset(rig.clock() + 1) is True
-    rig.store.failure = TemporaryStoreError("busy")
-    rig.io.run_tasks("reclaim")
-    rig.finished()
-    rig.store.failure = None
-    rig.clock.advance(100)
-    rig.tier.on_schedule_end()
-    rig.io.run_tasks("reclaim")
-    rig.finished()
-    assert rig.store.reclaimed == [f"{before.epoch.hex()}/"]
 
 
 # -------------------------------------------------------------------------------------------------------------------------- events

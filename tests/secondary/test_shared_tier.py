@@ -46,6 +46,8 @@ class TestNamedMemoryStore(_Raw, BlockStoreTests):
 
 
 class TestSharedTier(_Raw, TierTests):
+    shared = True
+
     def make_tier(self, context: TierContext) -> BlockTier:
         return make_named_tier(self.memory, context)
 
@@ -64,8 +66,3 @@ class TestSharedTier(_Raw, TierTests):
         assert other.lookup(K[:30]) == 20
         assert other.load(K[:20]) == K[:20]
         other.close()
-
-    def test_a_reset_reclaims_what_was_stored_before(self, rig: TierRig) -> None:
-        rig.store(K[:5])
-        assert rig.tier.reset(rig.context.clock() + 10)
-        rig.wait(lambda: not self.raw_places())

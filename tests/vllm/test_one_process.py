@@ -181,3 +181,16 @@ def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered, expected):
     assert loaded == 0
     tiered.settle()
     assert tiered.llm.reset_prefix_cache(reset_connector=True)
+
+
+def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(tiered, expected, monkeypatch):
+    """vLLM would leave the engine paused, and a sync of weights would fail because a cache is away."""
+    half = tiered.connector.scheduler_half
+    reset_cache = half.reset_cache
+    monkeypatch.setattr(half, "reset_cache", lambda: reset_cache() and False)
+    tiered.ask(PROMPTS)
+    tiered.settle()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
+    assert wrong(answers, expected["prompts"]) == []
+    assert loaded == 0

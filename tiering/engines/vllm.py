@@ -321,8 +321,14 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return list(map(_vllm_event, self._scheduler.take_events()))
 
     def reset_cache(self) -> bool | None:
+        """Forget everything that is held; True, because this engine never again serves what was stored before.
+
+        vLLM takes False for a failure: a pause that clears caches then ends with status 500 and leaves the engine paused.  A tier whose
+        medium has not confirmed the reset yet is no reason for that: it serves nothing until it has, and says so in the log.
+        """
         self._adapters.reset()
-        return self._scheduler.reset_cache()
+        self._scheduler.reset_cache()
+        return True
 
     # --------------------------------------------------------------------------------------------------------- both sides
 

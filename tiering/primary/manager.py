@@ -198,7 +198,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         events, self._events = self._events, []
         return events
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self, revision: str | None = None) -> bool:
         forgotten = self.table.clear()
         if forgotten and self._enable_events:
             self._events.append(OffloadingEvent(forgotten, CPU_MEDIUM, True))

@@ -63,7 +63,7 @@ class TierContext:
 
     ``name`` is unique in the stack.  ``primary_view``: see the module.  ``group_bytes[g]``: bytes of a block of group g without
     padding (what a medium holds of it).  ``clock`` returns monotonic seconds.  ``replica`` distinguishes data-parallel engines of
-    one machine (None: a single one).
+    one machine (None: a single one).  ``revision`` names the weights at the start (None: the namespace's parameters do).
     """
 
     name: str
@@ -73,6 +73,7 @@ class TierContext:
     clock: Callable[[], float] = time.monotonic
     enable_events: bool = False
     replica: str | None = None
+    revision: str | None = None
 
 
 class SecondaryTierManager(ABC):
@@ -173,10 +174,13 @@ class SecondaryTierManager(ABC):
         """Wait until no job is in flight, at most until ``deadline`` (on the tier's clock).  True if none is."""
         return not self.has_pending_work()
 
-    def reset(self, deadline: float) -> bool:
+    def reset(self, deadline: float, revision: str | None = None) -> bool:
         """Never again answer for or serve a block stored before this call, also after a restart of the process.
 
         True if that is certain; False takes the tier out of service until :meth:`reset_done`.  Jobs in flight are still reported.
+        On a medium that others share, only this process moves: nothing of theirs is removed, and a restart may find it again.
+        ``revision``: a text that names the weights from now on.  Tiers that are given the same text share their blocks on a shared
+        medium; without one (the default) what is stored from now on is for this process alone.
         """
         return False
 

@@ -26,11 +26,11 @@ from tiering.secondary.index.base import Probe, TierIndex
 from tiering.secondary.io_host import build_io_host
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
-from tiering.secondary.medium import Entered, Medium
+from tiering.secondary.medium import Medium
 from tiering.secondary.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.overdue import OverdueLoads
 from tiering.secondary.prober import held_prefix
-from tiering.secondary.service import Reclaimer, TierService
+from tiering.secondary.service import TierService
 from tiering.secondary.stats import TierStats
 from tiering.secondary.store_budget import StoreBudget
 
@@ -56,17 +56,18 @@ class _Flight:
     job: TransferJob
     held: list[OffloadKey]
     bytes: int
+    resets: int
+    """Resets of the tier before it was submitted."""
 
 
 class BlockTier(SecondaryTierManager):
     """A tier made of an index and a block store.
 
-    ``place_prefix``: for media whose places are names: the index is told ``place_prefix(namespace)`` whenever an epoch is entered,
-    and what is under that of an earlier epoch is reclaimed after a reset.  ``element_size``: bytes of one KV element (compression
-    splits by it).  ``io``: another I/O side than the one made here.
+    ``place_prefix``: for media whose places are names: the index is told ``place_prefix(namespace)`` whenever an epoch is entered.
+    ``element_size``: bytes of one KV element (compression splits by it).  ``io``: another I/O side than the one made here.
 
     Subclasses have ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace`` (that of the present epoch;
-    None while out of service for want of one), and the hooks ``on_opened``, ``on_epoch``, ``on_step``, ``on_result`` and
+    None while out of service for want of one), and the hooks ``on_opened``, ``on_left``, ``on_epoch``, ``on_step``, ``on_result`` and
     ``before_close``, all called on the scheduler's thread.
     """
 
@@ -104,9 +105,8 @@ class BlockTier(SecondaryTierManager):
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
         writes = options.admission != "none"
-        self._medium = Medium(context.name, store, context.namespace, writes=writes)
+        self._medium = Medium(context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
-        self._reclaimer = Reclaimer(context.name, store, self.io, options.breaker, context.clock)
         self._health = HealthCheck(store, self.io, writes=writes)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
         self._failures = FailureLog(context.name, context.clock)
@@ -115,6 +115,7 @@ class BlockTier(SecondaryTierManager):
         self._opened = False
         self._closed = False
         self._closing = False
+        self._resets = 0
         self._flights: dict[int, _Flight] = {}
         self._finished: list[JobResult] = []
         self._hits = 0
@@ -124,6 +125,9 @@ class BlockTier(SecondaryTierManager):
 
     def on_opened(self, namespace: Namespace) -> None:
         """The store is open for the first time, and its blocks are to be served in ``namespace``: the place to start recovery."""
+
+    def on_left(self) -> None:
+        """A reset has begun: :attr:`namespace` is None, and the index is about to be emptied."""
 
     def on_epoch(self, namespace: Namespace) -> None:
         """A reset has begun the epoch of ``namespace``; the index is empty, and what is on the medium is foreign."""
@@ -234,7 +238,7 @@ class BlockTier(SecondaryTierManager):
         sizes = self._budget.sizes(keys)
         stored_bytes = sum(sizes) if kind is IoKind.STORE else 0
         self._budget.used += stored_bytes
-        self._flights[job.job_id] = _Flight(job, held, stored_bytes)
+        self._flights[job.job_id] = _Flight(job, held, stored_bytes, self._resets)
         if kind is IoKind.STORE:
             self.stats.cascades_active += len(keys)
         else:
@@ -271,7 +275,7 @@ class BlockTier(SecondaryTierManager):
         now = self._clock()
         self.stats.observe_job(now - io_job.submitted_at)
         # Across a reset nothing succeeds: neither may the index hold it, nor the manager serve it.
-        current = io_job.fingerprint == self._fingerprint()
+        current = flight.resets == self._resets
         arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
         if io_job.kind is IoKind.STORE:
             self._end_store(io_job, flight, arrived, now)
@@ -361,7 +365,6 @@ class BlockTier(SecondaryTierManager):
 
     def _tick(self, now: float) -> None:
         self._service.tick(now)
-        self._reclaimer.tick(now)
         self._health.tick()
         for rows in self._overdue.expire(now):
             self.stats.loads_overdue += rows
@@ -394,24 +397,33 @@ class BlockTier(SecondaryTierManager):
         self._poll()
         return not self._flights
 
-    def reset(self, deadline: float) -> bool:
-        # From here on no result is of the present epoch.
-        previous, self.namespace = self.namespace, None
+    def reset(self, deadline: float, revision: str | None = None) -> bool:
+        """See the base class.  On a shared medium it is certain at once, because only this process moves to another epoch."""
+        target = self._medium.target(revision)
+        # From here on no result is of the present epoch, and nothing is answered.
+        self._resets += 1
+        self.namespace = None
         self._serving = False
         self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
-        self._events.removed(self.index.clear())
-        self._admission.clear()
-        # The epoch is written while jobs drain: those that hang must not use up its time.
-        self._service.renew((previous or self.context.namespace).next_epoch().epoch)
-        self.drain(deadline)
-        self._wait(lambda: self._service.in_service or not self._service.attempting, deadline)
-        if not self._service.in_service:
-            logger.error("tier %s: the new epoch is not on the medium yet; out of service until it is", self.name)
+        try:
+            self.on_left()
+            self._events.removed(self.index.clear())
+            self._admission.clear()
+        finally:
+            # What is on the medium must become foreign, whatever state the tier is in.
+            self._service.leave(target)
+        self.io.discard()
+        self._wait(self._reset_decided, deadline)
+        if not self.reset_done():
+            logger.error("tier %s: its reset is not certain after a restart yet; out of service until it is", self.name)
         self._refresh()
-        return self._service.in_service
+        return self.reset_done()
 
     def reset_done(self) -> bool:
-        return self._service.in_service
+        return self._medium.shared or self._service.in_service
+
+    def _reset_decided(self) -> bool:
+        return self.reset_done() or not self._service.attempting
 
     def shutdown(self, deadline: float) -> bool:
         if self._closed:
@@ -443,16 +455,14 @@ class BlockTier(SecondaryTierManager):
             self.io.wait(min(remaining, _WAIT_SLICE))
             self._poll()
 
-    def _entered(self, entered: Entered) -> None:
+    def _entered(self, namespace: Namespace) -> None:
         """An epoch has been entered: at the first opening, or by a reset."""
-        self.namespace = entered.namespace
+        self.namespace = namespace
         if self._place_prefix is not None:
-            self.index.enter(self._place_prefix(entered.namespace))
-            if entered.previous is not None:
-                self._reclaimer.add(self._place_prefix(entered.previous))
+            self.index.enter(self._place_prefix(namespace))
         first, self._opened = not self._opened, True
         if first:
-            self.on_opened(entered.namespace)
+            self.on_opened(namespace)
         else:
-            self.on_epoch(entered.namespace)
+            self.on_epoch(namespace)
         self._refresh()

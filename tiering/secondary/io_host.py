@@ -203,6 +203,11 @@ class IoHost:
                 self._news.wait(wait)
         return self._finished == self._submitted
 
+    def discard(self) -> None:
+        """Fail every job, or part of one, that no thread has begun: nobody wants its blocks any more."""
+        while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
+            self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
+
     def close(self, deadline: float) -> bool:
         """Stop: what was not begun fails, what runs is waited for until ``deadline``.
 

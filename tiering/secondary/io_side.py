@@ -38,6 +38,9 @@ class IoSide(Protocol):
     def wait(self, timeout: float) -> bool:
         """Wait until :meth:`poll` has something, at most ``timeout`` seconds; whether it has."""
 
+    def discard(self) -> None:
+        """Fail every job, or part of one, that no thread has begun: nobody wants its blocks any more."""
+
     def drain(self, deadline: float) -> bool:
         """Wait until no job is in flight."""
 

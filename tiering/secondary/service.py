@@ -6,11 +6,12 @@ import logging
 import random
 from collections.abc import Callable
 
-from tiering.block_store import BlockStore
 from tiering.errors import TieringError
+from tiering.namespace import Namespace
 from tiering.options import BreakerOptions
+from tiering.secondary.epoch import Target
 from tiering.secondary.io_side import IoSide
-from tiering.secondary.medium import Entered, Medium
+from tiering.secondary.medium import Medium
 from tiering.secondary.messages import IoTask
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -41,6 +42,11 @@ class TierService:
     ``on_entered`` is called on the scheduler's thread each time an epoch has been entered.  A failure is logged once per outage.
     """
 
+    attempting: bool
+    """Whether an attempt to open the medium, or to enter an epoch, is running on the I/O side."""
+    in_service: bool
+    """Whether the medium is open, and the present epoch is certain also after a restart."""
+
     def __init__(
         self,
         name: str,
@@ -48,7 +54,7 @@ class TierService:
         io: IoSide,
         options: BreakerOptions,
         clock: Callable[[], float],
-        on_entered: Callable[[Entered], None],
+        on_entered: Callable[[Namespace], None],
     ) -> None:
         self._name = name
         self._medium = medium
@@ -56,7 +62,8 @@ class TierService:
         self._clock = clock
         self._on_entered = on_entered
         self._backoff = Backoff(options)
-        self._new_epoch: bytes | None = None
+        self._target: Target | None = None
+        self._borrowing = False
         self._stopped = False
         self.attempting = False
         self.in_service = False
@@ -66,14 +73,22 @@ class TierService:
         if self.attempting or self.in_service or self._stopped:
             return
         self.attempting = True
-        new_epoch = self._new_epoch
-        self._io.run(IoTask("open", lambda: self._medium.enter(new_epoch), self._ended, background=True))
+        target = self._target
+        self._io.run(IoTask("open", lambda: self._medium.enter(target), self._ended, background=not self._borrowing))
 
-    def renew(self, new_epoch: bytes) -> None:
-        """Leave service until ``new_epoch`` is durable on the medium."""
+    def leave(self, target: Target) -> None:
+        """Leave the present epoch for that of ``target`` (a reset).
+
+        A medium of our own is out of service until what was stored before is foreign to every later process.  On a shared one only this
+        process moves, so nothing needs to be written.
+        """
+        if self._medium.shared and self.in_service:
+            self._on_entered(target.namespace)
+            return
         self.in_service = False
         # An epoch that is not entered yet is as new as this one: nothing was stored since.
-        self._new_epoch = self._new_epoch or new_epoch
+        if self._target is None or self._target.revision != target.revision:
+            self._target = target
         self.start()
 
     def tick(self, now: float) -> None:
@@ -86,19 +101,26 @@ class TierService:
         self._stopped = True
         self.in_service = False
 
-    def _ended(self, entered: Entered | None, error: BaseException | None) -> None:
+    def _ended(self, entered: Namespace | None, error: BaseException | None) -> None:
         self.attempting = False
+        borrowed, self._borrowing = self._borrowing, False
         if self._stopped:
             return
+        target = self._target
         if entered is None:
+            if target is not None and not borrowed:
+                # There may have been no thread for it: those that move blocks exist already.
+                self._borrowing = True
+                self.start()
+                return
             self._failed(error)
-        elif self._new_epoch is not None and entered.namespace.epoch != self._new_epoch:
+        elif target is not None and entered.epoch != target.namespace.epoch:
             self.start()
         else:
             if self._backoff.failures:
                 logger.info("tier %s: in service again after %d failed attempts", self._name, self._backoff.failures)
             self._backoff.succeeded()
-            self._new_epoch = None
+            self._target = None
             self.in_service = True
             self._on_entered(entered)
 
@@ -111,46 +133,3 @@ class TierService:
                 exc_info=None if isinstance(error, TieringError) else error,
             )
         self._backoff.failed(self._clock())
-
-
-class Reclaimer:
-    """Deletes the blocks of earlier epochs in the background, one prefix after another, until it succeeds."""
-
-    def __init__(self, name: str, store: BlockStore, io: IoSide, options: BreakerOptions, clock: Callable[[], float]) -> None:
-        self._name = name
-        self._store = store
-        self._io = io
-        self._clock = clock
-        self._backoff = Backoff(options)
-        self._prefixes: list[str] = []
-        self._running = False
-
-    def add(self, prefix: str) -> None:
-        """Delete what is under ``prefix``."""
-        self._prefixes.append(prefix)
-        self._start()
-
-    def tick(self, now: float) -> None:
-        """Try again when it is time."""
-        if self._prefixes and not self._running and now >= self._backoff.due:
-            self._start()
-
-    def _start(self) -> None:
-        if self._running:
-            return
-        self._running = True
-        prefix = self._prefixes[0]
-        self._io.run(IoTask("reclaim", lambda: self._store.reclaim(prefix), self._ended, background=True))
-
-    def _ended(self, blocks: int | None, error: BaseException | None) -> None:
-        self._running = False
-        if blocks is None:
-            if not self._backoff.failures:
-                logger.warning("tier %s: blocks of an earlier epoch could not be deleted yet: %s", self._name, error)
-            self._backoff.failed(self._clock())
-            return
-        self._backoff.succeeded()
-        logger.info("tier %s: %d blocks of an earlier epoch were deleted", self._name, blocks)
-        self._prefixes.pop(0)
-        if self._prefixes:
-            self._start()

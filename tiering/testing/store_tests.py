@@ -253,6 +253,23 @@ class BlockStoreTests(ABC):
         assert set(store.list_documents("a-")) in ({"a-1", "a-2"}, set())
         assert list(store.list_documents("c-")) == []
 
+    def test_a_document_that_is_there_is_not_created_again(self, store: BlockStore) -> None:
+        if not self.documents:
+            pytest.skip("keeps no documents")
+        assert store.create_document(DOCUMENT, b"first") == b"first"
+        assert store.create_document(DOCUMENT, b"second") == b"first"
+        assert store.read_document(DOCUMENT) == b"first"
+
+    def test_a_document_that_is_removed_cannot_be_read_and_can_be_written_again(self, store: BlockStore) -> None:
+        if not self.documents:
+            pytest.skip("keeps no documents")
+        store.remove_document(DOCUMENT)
+        store.write_document(DOCUMENT, b"one")
+        store.remove_document(DOCUMENT)
+        assert not store.read_document(DOCUMENT)
+        store.write_document(DOCUMENT, b"two")
+        assert store.read_document(DOCUMENT) == b"two"
+
     def test_documents_survive_the_store(self, store: BlockStore) -> None:
         if not (self.documents and self.persistent):
             pytest.skip("nothing survives on this medium")

@@ -38,12 +38,13 @@ class TierRig:
         model: str = "model-a",
         num_rows: int = 64,
         events: bool = False,
+        revision: str | None = None,
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
         self.group_bytes = group_bytes
         namespace = make_namespace(model, group_bytes)
-        self.context = TierContext("conformance", self.rows.data, group_bytes, namespace, enable_events=events)
+        self.context = TierContext("conformance", self.rows.data, group_bytes, namespace, enable_events=events, revision=revision)
         self.tier = make_tier(self.context)
         self.results: list[JobResult] = []
         self._jobs = 0

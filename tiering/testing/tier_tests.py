@@ -22,11 +22,13 @@ class TierTests(ABC):
     """What MUST hold of every tier.
 
     :meth:`make_tier` makes a tier on this test's medium, every time on the same; the raw methods reach that medium by other means.
-    ``persistent``: what was stored is found again by a tier made later.  ``group_bytes``: bytes of a block per group.
+    ``persistent``: what was stored is found again by a tier made later.  ``shared``: several tiers use the medium at the same time, so
+    that a reset of one leaves the others theirs.  ``group_bytes``: bytes of a block per group.
     """
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
     persistent: ClassVar[bool] = True
+    shared: ClassVar[bool] = False
 
     @abstractmethod
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
@@ -165,7 +167,8 @@ class TierTests(ABC):
 
     def test_a_reset_holds_over_a_restart(self, rig: TierRig) -> None:
         """Nor is what was stored after the reset served: only the process that was reset knows what computed it."""
-        rig.store(K[:4])
+        if not self.shared:
+            rig.store(K[:4])
         assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
         rig.store(K[2:4])
         assert rig.close()
@@ -178,6 +181,36 @@ class TierTests(ABC):
                 assert again.load([key]) == []
         finally:
             again.close()
+
+    def test_a_reset_of_one_leaves_the_others_what_they_share(self, rig: TierRig) -> None:
+        if not self.shared:
+            pytest.skip("this medium belongs to one tier")
+        rig.store(K[:6])
+        other = self.make_rig().open()
+        try:
+            assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
+            rig.store(K[2:4])
+            other.wait(lambda: other.lookup(K[:6]) == 6)
+            assert other.load(K[:6]) == K[:6]
+            assert rig.load(K[:6]) == K[2:4]
+        finally:
+            other.close()
+
+    def test_what_is_stored_under_a_revision_is_found_by_all_that_give_the_same_text(self, rig: TierRig) -> None:
+        if not self.shared:
+            pytest.skip("this medium belongs to one tier")
+        rig.store(K[:2])
+        assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS, "step-1")
+        rig.store(K[2:6])
+        other = self.make_rig().open()
+        try:
+            assert other.tier.reset(time.monotonic() + PATIENCE_SECONDS, "step-1")
+            other.wait(lambda: other.lookup(K[2:6]) == 4)
+            assert other.load(K[:6]) == K[2:6]
+            assert other.tier.reset(time.monotonic() + PATIENCE_SECONDS, "step-2")
+            assert other.load(K[:6]) == []
+        finally:
+            other.close()
 
     def test_what_is_stored_after_a_reset_and_a_restart_is_found_by_later_restarts(self, rig: TierRig) -> None:
         if not self.persistent:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiers.local.documents import remove_durably
 from tiers.local.layout import PAGE, Geometry
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
@@ -83,9 +84,12 @@ class LocalStore(BlockStore):
         if self._segments is not None:
             return
         try:
+            lost = not self._documents.is_dir() and any(self.directory.glob("slots-*"))
             self._make_directory(self._documents)
         except OSError as error:
             raise store_error(error, f"cannot create {self.directory}") from error
+        if lost:
+            logger.warning("%s is missing: every block that was stored in %s before is foreign", self._documents, self.directory)
         self._lock.acquire()
         try:
             self._compare_with_disk()
@@ -298,6 +302,10 @@ class LocalStore(BlockStore):
     def write_document(self, name: str, data: bytes) -> None:
         path = self._document(name)
         try:
+            if not self._documents.is_dir():
+                # Somebody has removed it.  If the tier's directory is gone too, this fails: that is another matter.
+                self._documents.mkdir(mode=DIRECTORY_MODE)
+                self.files.sync_directory(self.directory)
             self.files.replace(path, [data])
         except OSError as error:
             raise store_error(error, f"cannot write {path}") from error
@@ -308,6 +316,13 @@ class LocalStore(BlockStore):
         except OSError as error:
             raise store_error(error, f"cannot list {self._documents}") from error
         return [name for name in names if name.startswith(prefix) and _DOCUMENT.fullmatch(name)]
+
+    def remove_document(self, name: str) -> None:
+        path = self._document(name)
+        try:
+            remove_durably(self.files, path)
+        except OSError as error:
+            raise store_error(error, f"cannot remove {path}") from error
 
     def delete(self, places: Sequence[Place]) -> None:
         """Nothing to do: a slot is free when no index names it."""

@@ -136,11 +136,13 @@ class LocalTier(BlockTier):
             self._fetch()
         self._grow()
 
-    def on_epoch(self, namespace: Namespace) -> None:
-        self._old_epoch = self._recovery is not None
+    def on_left(self) -> None:
         if self._builder is not None:
             self._builder = None
             self._checkpointing = False
+
+    def on_epoch(self, namespace: Namespace) -> None:
+        self._old_epoch = self._recovery is not None
         self._changed = True
         # Until a checkpoint of this epoch is written, a restart would have to read every header.
         self._checkpoint_due = self.context.clock()

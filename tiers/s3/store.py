@@ -181,6 +181,24 @@ class S3Store(BlockStore):
         except STORE_FAILURES as error:
             raise translate(error, f"put document {name}") from error
 
+    def create_document(self, name: str, data: bytes) -> bytes | None:
+        if self.read_document(name) is None:
+            if not self._options.conditional_put:
+                self.write_document(name, data)
+            else:
+                client = self._open_client()
+                try:
+                    self._count()
+                    obstore.put(client, f"{self._documents}{name}", data, use_multipart=False, mode="create")
+                except AlreadyExistsError:
+                    logger.debug("document %s was created by another process at the same time", name)
+                except STORE_FAILURES as error:
+                    raise translate(error, f"create document {name}") from error
+        return self.read_document(name)
+
+    def remove_document(self, name: str) -> None:
+        self._delete_names(self._open_client(), [f"{self._documents}{name}"])
+
     # ---------------------------------------------------------------------------------------------- many at a time
 
     def reclaim(self, place_prefix: str) -> int:

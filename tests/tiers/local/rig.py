@@ -33,6 +33,7 @@ class LocalRig(TierRig):
         group_bytes: tuple[int, ...] = (BLOCK_BYTES,),
         events: bool = False,
         num_rows: int = 256,
+        revision: str | None = None,
         **options: object,
     ) -> None:
         self.local_options = make_options(path, **options)
@@ -40,7 +41,7 @@ class LocalRig(TierRig):
         def make_tier(context: TierContext) -> LocalTier:
             return LocalTier(context, self.local_options, files=files)
 
-        super().__init__(make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows)
+        super().__init__(make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows, revision=revision)
 
     def open(self) -> LocalRig:
         super().open()

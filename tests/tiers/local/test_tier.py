@@ -205,7 +205,8 @@ def test_every_block_on_the_disk_is_framed(tmp_path: Path) -> None:
             header = parse_header(memoryview(frame)[:HEADER_BYTES])
             assert isinstance(header, FrameHeader)
             assert (header.key, header.raw_length) == (key, BLOCK_BYTES)
-            assert header.fingerprint == rig.context.namespace.fingerprint
+            assert rig.tier.namespace is not None
+            assert header.fingerprint == rig.tier.namespace.fingerprint
             assert not any(frame[HEADER_BYTES:4096])
             assert frame[4096:] == rig.content(key)
 

@@ -74,6 +74,8 @@ class _RealStoreSuite(_StoreSuite):
 
 
 class _TierSuite(_Served, TierTests):
+    shared = True
+
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         return S3_TIER.build(self.options, context)
 

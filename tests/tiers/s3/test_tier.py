@@ -142,13 +142,6 @@ class TestSharing:
         assert two.lookup(K) == 20
         assert len(fake.asked("HEAD")) - before < 20
 
-    def test_after_a_reset_the_blocks_of_before_are_reclaimed(self, fake: FakeS3, make: Make) -> None:
-        rig = make().open()
-        rig.store(K[:3])
-        assert rig.tier.reset(time.monotonic() + 5)
-        rig.wait(lambda: not [name for name in fake.objects if "/blocks/" in name])
-        assert rig.lookup(K[:1]) == 0
-
 
 class TestCompression:
     def test_round_trip_and_smaller_objects(self, fake: FakeS3, make: Make) -> None:

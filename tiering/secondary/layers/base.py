@@ -68,6 +68,12 @@ class StoreLayer(BlockStore):
     def list_documents(self, prefix: str) -> Iterable[str]:
         return self.inner.list_documents(prefix)
 
+    def create_document(self, name: str, data: bytes) -> bytes | None:
+        return self.inner.create_document(name, data)
+
+    def remove_document(self, name: str) -> None:
+        self.inner.remove_document(name)
+
     def reclaim(self, place_prefix: str) -> int:
         return self.inner.reclaim(place_prefix)
 
