@@ -637,7 +637,9 @@ def test_reports_of_unknown_events_are_ignored():
     sim = Simulation()
     sim.run("a", tokens(1, 12))
     report = SimpleCPUOffloadWorkerMetadata({99: 1, failed(98): 1})
-    sim.half.update_connector_output(SimpleNamespace(finished_recving={"nobody"}, kv_connector_worker_meta=report))
+    sim.half.update_connector_output(
+        SimpleNamespace(finished_recving={"nobody"}, invalid_block_ids=set(), kv_connector_worker_meta=report)
+    )
     sim.settle()
     sim.check_nothing_is_held()
 

@@ -7,7 +7,7 @@ preemption, a window that slides on, reset), but that copy ends before the step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,11 @@ class BlockFences:
     def is_written(self, block_ids: Sequence[int] | Rows) -> bool:
         """Whether a load that has not ended writes any of ``block_ids``: their contents mean nothing yet."""
         return bool(self._jobs) and bool(len(block_ids)) and bool(self._writers[self._known(block_ids)].any())
+
+    def written(self, block_ids: Collection[int]) -> set[int]:
+        """Those of ``block_ids`` that loads which have not ended write."""
+        known = np.fromiter((block for block in block_ids if block < len(self._writers)), np.int64)
+        return set(known[self._writers[known] > 0].tolist())
 
     def blocks_of(self, job_id: int) -> list[int]:
         """The blocks that ``job_id`` uses; none if it is not fenced."""

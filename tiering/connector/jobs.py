@@ -32,7 +32,11 @@ class LoadTarget:
 
 @dataclass(slots=True)
 class Job:
-    """One copy.  ``load`` is None for a store.  ``remaining``: workers that have not reported it.  ``orphan``: a reset came between."""
+    """One copy.
+
+    ``load`` is None for a store.  ``remaining``: workers that have not reported it.  ``orphan``: a reset came between.
+    ``distrusted``: a store whose blocks may not be what its keys say; it has failed, whatever the workers report.
+    """
 
     job_id: int
     ctx: ReqContext
@@ -41,6 +45,7 @@ class Job:
     load: LoadTarget | None = None
     failed: bool = False
     orphan: bool = False
+    distrusted: bool = False
 
 
 class JobTable:
@@ -63,6 +68,13 @@ class JobTable:
         self._next_id += 1
         self._jobs[job.job_id] = job
         return job
+
+    def distrust(self, job_ids: Iterable[int]) -> list[Job]:
+        """Mark the stores among ``job_ids`` as distrusted and failed; those of them that were not."""
+        jobs = [job for job in map(self._jobs.get, job_ids) if job is not None and job.load is None and not job.distrusted]
+        for job in jobs:
+            job.failed = job.distrusted = True
+        return jobs
 
     def newly_failed(self, report: OffloadingWorkerMetadata) -> list[Job]:
         """Mark the jobs that failed on any worker; those of them that had not failed before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ class _Part(NamedTuple):
 class LoadPlanner:
     """Turns hits into load jobs, and knows which keys are being loaded.
 
-    ``orders``, ``failed`` and ``allocated`` collect until the step's metadata is built: load orders by request, blocks that nothing
-    will fill by request, and all GPU blocks that were allocated along with loads.
+    ``orders`` and ``failed`` collect until the step's metadata is built: load orders by request, and blocks that nothing will fill by
+    request.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class LoadPlanner:
         self._warn_shrunk = LimitedWarning(logger, clock)
         self._queued: list[tuple[Job, list[int]]] = []
         self._failed: dict[ReqId, list[int]] = {}
+        self._unfilled: set[int] = set()
+        """GPU blocks that nothing fills, which the workers have not reported."""
         self._orders: dict[ReqId, TransferOrder] = {}
-        self._allocated: list[int] = []
         self.shrunk_hits = 0
 
     def is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
@@ -82,8 +83,6 @@ class LoadPlanner:
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
         parts = [self._part(state, group, computed, end) for group in self._groups]
-        for part in parts:
-            self._allocated += part.block_ids
         keys = list(chain.from_iterable(part.keys for part in parts))
         measured = parts[self.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
@@ -115,13 +114,15 @@ class LoadPlanner:
         for job, block_ids in self._queued:
             self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
         orders, failed = self._orders, self._failed
+        self._unfilled.update(chain.from_iterable(failed.values()))
         self._queued, self._orders, self._failed = [], {}, {}
         return orders, failed
 
-    def take_allocated(self) -> list[int]:
-        """GPU blocks that were allocated along with this step's loads."""
-        allocated, self._allocated = self._allocated, []
-        return allocated
+    def take_foreign(self, invalid: Collection[int]) -> set[int]:
+        """Those of the blocks that were reported as not filled that no load of this connector was to fill."""
+        foreign = set(invalid) - self._unfilled - self._fences.written(invalid)
+        self._unfilled.difference_update(invalid)
+        return foreign
 
     def ended(self, job: Job) -> None:
         """Nothing is loaded by ``job`` any more."""

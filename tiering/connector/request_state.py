@@ -42,10 +42,11 @@ class RequestState:
     """One request from the moment it is seen until it ends.
 
     ``store_limit``: leading tokens that may be stored.  ``next_store_at``: computed tokens below which there is nothing new to offer.
-    ``invalid_from``: first token that a failed load did not fill, until the engine goes back to it; nothing is stored meanwhile.
+    ``found_tokens``: leading tokens that it found in the engine's cache; ``filled_tokens``: these and those loaded for it.
+    ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until the engine goes
+    back to it; nothing is stored meanwhile.
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
-    it got its first blocks.  ``stale``: its KV is from before a
-    reset, so that nothing more of it is stored.  ``untouched_blocks`` were stored since its stored blocks were touched last.
+    it got its first blocks.  ``untouched_blocks`` were stored since its stored blocks were touched last.
     ``sources``: of its last load's blocks, how many were brought in for it, by medium; ``asked_blocks``: those that were asked for when
     it was matched first and of which no load has told yet how many the primary tier had; both of the group that tells how long a hit is.
     """
@@ -62,10 +63,11 @@ class RequestState:
     asked_blocks: int = 0
     may_load: bool = True
     sharer_deadline: float | None = None
+    found_tokens: int = 0
+    filled_tokens: int = 0
     invalid_from: int | None = None
     generation: int = 0
     allocated_at_step: int = -1
-    stale: bool = False
     next_store_at: int = 0
     retry_at_step: int = 0
     backoff_steps: int = 1
@@ -81,6 +83,11 @@ class RequestState:
     def has_blocks(self) -> bool:
         """Whether the request holds GPU blocks."""
         return any(group.block_ids for group in self.groups)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The GPU blocks of each group.  They stay as they are when the request loses its blocks."""
+        return [group.block_ids for group in self.groups]
 
     def extend_keys(self, layouts: Sequence[OffloadGroup]) -> None:
         """Name the blocks whose hashes have appeared since the last call; nothing is built twice."""
@@ -112,7 +119,6 @@ class RequestState:
             group.block_ids = []
         self.match = None
         self.invalid_from = None
-        self.stale = False
         self.generation += 1
         self.rewind()
 
@@ -126,8 +132,12 @@ class RequestState:
 
         The request loads no more unless it is preempted, so that it cannot fail for ever.
         """
-        self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
+        self.distrust(invalid_from)
         self.may_load = False
+
+    def distrust(self, invalid_from: int) -> None:
+        """The KV of the tokens from ``invalid_from`` on may not be stored until the engine has gone back to them."""
+        self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
         self.rewind()
 
     def note_stored(self, blocks: int) -> bool:

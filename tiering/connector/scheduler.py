@@ -8,7 +8,8 @@ then, if its blocks could be allocated, :meth:`~OffloadingConnectorScheduler.upd
 
 What keeps KV right: every GPU block that a job reads or writes is fenced until all workers have reported the job
 (:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are named in the
-step's metadata, so that the workers end them before the step touches the KV cache.
+step's metadata, so that the workers end them before the step touches the KV cache.  And no store becomes readable whose blocks, or blocks
+before them, were not filled by a load, whosever load it was, or are from before a reset (:mod:`tiering.connector.suspects`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
@@ -28,12 +28,14 @@ from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.loads import LoadPlanner
-from tiering.connector.metadata import BlockIdsByGroup, OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
 from tiering.connector.request_state import NEVER, GroupState, Match, RequestState
 from tiering.connector.stores import StorePlanner
+from tiering.connector.suspects import EngineBlockPool
+from tiering.connector.tables import BlockTables
 from tiering.errors import ConfigError
 from tiering.options import parse_duration
 from tiering.request_policy import NEITHER, NEITHER_PARAMS
@@ -96,9 +98,11 @@ class OffloadingConnectorScheduler:
         self._search = HitSearch(self._groups, self._manager)
         self._jobs = JobTable(spec.engine.world_size)
         self._fences = BlockFences()
+        self._pool: EngineBlockPool | None = None
         self._loads = LoadPlanner(self._groups, self._manager, self._search, self._jobs, self._fences, clock)
         self._stores = StorePlanner(self._groups, self._manager, self._jobs, self._fences, self._events, clock)
         self._states: dict[ReqId, RequestState] = {}
+        self._tables = BlockTables(self._groups, self._states)
         self._step = 0
         self._orphans: set[int] = set()
         self._untaken_events: list[KVCacheEvent] = []
@@ -106,9 +110,17 @@ class OffloadingConnectorScheduler:
         self._counters = SchedulerCounters()
         self._warn_policy = LimitedWarning(logger, clock)
         self._warn_failed = LimitedWarning(logger, clock)
+        self._warn_foreign = LimitedWarning(logger, clock)
         self._is_shut_down = False
 
     # --------------------------------------------------------------------------------------------------------- requests
+
+    def bind_gpu_block_pool(self, pool: EngineBlockPool) -> None:
+        """The engine's own block pool, which tells after a reset what the engine's cache still holds.
+
+        Without it a reset distrusts all GPU blocks until they are filled anew.
+        """
+        self._pool = pool
 
     def on_new_request(self, request: EngineRequest) -> None:
         """A request is seen for the first time.  Later calls for the same one change nothing."""
@@ -122,7 +134,9 @@ class OffloadingConnectorScheduler:
         blocks come and go.  The full prompt may be answered: the engine then recomputes the last token by itself.
         """
         state = self._states.get(request.request_id) or self._admit(request)
+        self._tables.given_up(state)
         state.restart()
+        state.found_tokens = state.filled_tokens = num_computed_tokens
         state.extend_keys(self._groups)
         if not state.touched:
             state.touched = True
@@ -155,9 +169,9 @@ class OffloadingConnectorScheduler:
         Called twice for an asynchronous load: with the tokens, and with 0 when the request is scheduled.
         """
         state = self._states.get(request.request_id) or self._admit(request)
-        state.set_blocks(blocks.get_block_ids())
-        state.allocated_at_step = self._step + 1
+        self._tables.allocated(state, blocks.get_block_ids())
         if num_external_tokens > 0:
+            state.filled_tokens = state.found_tokens + num_external_tokens
             keys = self._loads.plan(state, num_external_tokens)
             state.sources = self._manager.count_sources(keys, state.ctx)
             self._counters.loads += 1
@@ -203,28 +217,34 @@ class OffloadingConnectorScheduler:
         ``request.num_computed_tokens`` has not advanced yet: after the step it will be larger by the scheduled tokens.
         """
         self._step += 1
-        allocated = self._take_allocated(scheduler_output)
-        flush = self._fences.conflicts(allocated)
+        flush = self._fences.conflicts(self._tables.follow(scheduler_output))
         if self._orphans:
             flush |= self._orphans
         loads, failed_loads = self._loads.take()
         stores = {}
-        if not self._orphans:
-            states = self._states
-            for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
-                state = states.get(req_id)
-                if state is not None and state.request.num_computed_tokens + tokens >= state.next_store_at:
-                    order = self._stores.plan(state, tokens, self._step)
-                    if order is not None:
-                        stores[req_id] = order
+        states, may_store = self._states, not self._orphans
+        for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            state = states.get(req_id)
+            if state is None or not self._tables.has_gone_back(state, tokens):
+                continue
+            if may_store and state.request.num_computed_tokens + tokens >= state.next_store_at:
+                order = self._stores.plan(state, tokens, self._step)
+                if order is not None:
+                    stores[req_id] = order
         self._counters.stores += len(stores)
         self._counters.jobs_flushed += len(flush)
         self._manager.on_schedule_end()
         return OffloadingConnectorMetadata(loads, stores, frozenset(flush), failed_loads)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take in what the workers reported.  Engines may skip it when there is nothing to report."""
+        """Take in what the workers reported.  Engines may skip it when there is nothing to report.
+
+        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are heeded first,
+        before any store becomes readable.
+        """
         invalid = connector_output.invalid_block_ids or ()
+        if invalid:
+            self._distrust(self._loads.take_foreign(invalid))
         report: OffloadingWorkerMetadata | None = connector_output.kv_connector_worker_meta
         self._workers_report_jobs = self._workers_report_jobs or report is not None
         if report is None and self._workers_report_jobs:
@@ -256,15 +276,15 @@ class OffloadingConnectorScheduler:
     def reset_cache(self) -> bool:
         """Forget everything that is held: what was stored before is never served again.  True if every tier could promise that.
 
-        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the reset.
+        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the reset.  Nor is
+        what others find in the engine's own cache, where that was not emptied too, or compute on top of it.
         Copies that are under way are ended before the next step; until all of them have ended nothing is loaded or stored, so that
         the manager never mistakes the end of an old copy for that of a new one of the same block.
         """
         for job in self._jobs:
             job.orphan = True
             self._orphans.add(job.job_id)
-        for state in self._states.values():
-            state.stale = state.has_blocks
+        self._tables.reset(self._pool)
         self._loads.forget_keys()
         complete = self._manager.reset_cache()
         # What was stored and removed until now is described by snapshots that go with the reset.
@@ -325,40 +345,17 @@ class OffloadingConnectorScheduler:
             self._counters.sharer_waits += 1
         return now < state.sharer_deadline
 
-    def _take_allocated(self, output: SchedulerOutput) -> list[int]:
-        """Bring the block tables up to date; all GPU blocks that this step newly allocates.
-
-        Blocks of a request's computed prefix are only read, or were checked when their load was planned.  A request may be preempted and
-        get new blocks for the same step; these are not taken from it again.
-        """
-        allocated = self._loads.take_allocated()
-        for req_id in output.preempted_req_ids or ():
-            state = self._states.get(req_id)
-            if state is not None and state.allocated_at_step != self._step:
-                state.preempted()
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.set_blocks(new.block_ids)
-            self._extend_uncomputed(allocated, new.block_ids, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            if block_ids is None:
-                continue
-            state = self._states.get(req_id)
-            if req_id in cached.resumed_req_ids:
-                if state is not None:
-                    state.set_blocks(block_ids)
-                self._extend_uncomputed(allocated, block_ids, computed)
-            else:
-                if state is not None:
-                    state.append_blocks(block_ids)
-                allocated.extend(chain.from_iterable(block_ids))
-        return allocated
-
-    def _extend_uncomputed(self, allocated: list[int], block_ids: BlockIdsByGroup, computed: int) -> None:
-        for group, ids in zip(self._groups, block_ids, strict=True):
-            allocated += ids[computed // group.gpu_block_size :]
+    def _distrust(self, unfilled: Collection[int]) -> None:
+        """Loads of other connectors did not fill these blocks: neither they nor what was computed on top of them may be stored."""
+        if not unfilled:
+            return
+        dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
+        self._counters.stores_failed += len(dropped)
+        self._warn_foreign(
+            "another connector did not fill %d GPU blocks; %d stores are dropped, as their KV may be wrong",
+            len(unfilled),
+            len(dropped),
+        )
 
     def _note_failures(self, jobs: Sequence[Job], invalid: Collection[int]) -> None:
         """Nothing of a request is stored from the moment its load is known to have failed until the engine has gone back."""
@@ -386,7 +383,9 @@ class OffloadingConnectorScheduler:
         success = not (job.failed or job.orphan)
         self._manager.complete_store(job.keys, job.ctx, success=success)
         state = self._states.get(job.ctx.req_id)
-        if success and state is not None and state.ctx is job.ctx and state.note_stored(len(job.keys)):
+        if job.distrusted and state is not None and state.ctx is job.ctx:
+            state.rewind()
+        elif success and state is not None and state.ctx is job.ctx and state.note_stored(len(job.keys)):
             self._touch_stored(state)
 
     def _touch_stored(self, state: RequestState) -> None:
@@ -399,6 +398,7 @@ class OffloadingConnectorScheduler:
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
         state = self._states.pop(req_id, None)
         if state is not None:
+            self._tables.given_up(state)
             if state.untouched_blocks:
                 self._touch_stored(state)
             self._manager.on_request_finished(state.ctx)

@@ -66,11 +66,7 @@ class StorePlanner:
         """
         request = state.request
         start: int = request.num_computed_tokens
-        if state.invalid_from is not None:
-            if start > state.invalid_from:
-                return None
-            state.invalid_from = None
-        if state.stale or step < state.retry_at_step:
+        if step < state.retry_at_step:
             return None
         placeholders: int = getattr(request, "num_output_placeholders", 0)
         computed = min(start + scheduled_tokens - placeholders, request.num_tokens)

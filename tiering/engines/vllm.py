@@ -276,8 +276,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_half
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if isinstance(self.scheduler_half, SimpleCPUOffloadScheduler):
-            self.scheduler_half.bind_gpu_block_pool(gpu_block_pool)
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)

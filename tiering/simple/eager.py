@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -38,8 +38,12 @@ class EagerStores:
     request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
     """
 
-    def __init__(self, cpu: CPUBlockPool, needs: Sequence[GroupNeeds], record: Record | None = None) -> None:
+    def __init__(
+        self, cpu: CPUBlockPool, needs: Sequence[GroupNeeds], record: Record | None = None, suspects: Container[int] = ()
+    ) -> None:
+        """``suspects``: GPU blocks that may not be stored."""
         self._cpu = cpu
+        self._suspects = suspects
         self._record = record
         self._needs = needs
         self._running: dict[OffloadKey, GroupState | set[GroupState]] = {}
@@ -53,7 +57,7 @@ class EagerStores:
     def offers(self, state: RequestState, pool: GPUBlockPool, room: int) -> list[Offer]:
         """What of ``state`` is to be stored now, at most ``room`` blocks; what does not fit is offered again next time."""
         chosen: list[Offer] = []
-        if not state.policy.store or state.stale:
+        if not state.policy.store or state.is_withheld:
             return chosen
         confirmed = state.confirmed_tokens()
         limit = confirmed if state.policy.max_store_tokens is None else min(confirmed, state.policy.max_store_tokens)
@@ -134,7 +138,7 @@ class EagerStores:
 
     def leave_over(self, state: RequestState) -> None:
         """``state`` has ended and not all of it could be stored: the rest is tried again while its GPU blocks keep their content."""
-        if not state.policy.store or state.stale:
+        if not state.policy.store or state.is_withheld:
             return
         confirmed = state.confirmed_tokens()
         if state.policy.max_store_tokens is not None:
@@ -152,7 +156,11 @@ class EagerStores:
             return []
         cpu, blocks = self._cpu, pool.blocks
         # A GPU block keeps its name exactly as long as it keeps its content.
-        alive = [item for item in self._left_over if blocks[item.block].block_hash == item.key and not blocks[item.block].is_null]
+        alive = [
+            item
+            for item in self._left_over
+            if blocks[item.block].block_hash == item.key and not blocks[item.block].is_null and item.block not in self._suspects
+        ]
         self.dropped += len(self._left_over) - len(alive)
         waiting = list({item.key: item for item in alive if item.key not in cpu.cached and item.key not in cpu.pending}.values())
         chosen, self._left_over = waiting[:room], waiting[room:]

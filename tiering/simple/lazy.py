@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -41,11 +41,14 @@ class LazyStores:
     What a GPU block holds is offloaded once, until the engine uses the block again: a CPU pool that is smaller than the GPU's cache would
     otherwise take in turn what it has just forgotten, for ever.
 
+    What may not be stored, the blocks of ``suspects``, is passed by.
+
     Blocks that a request has filled whose policy does not let them be stored are ``refused`` until a request that lets them gets them.
     """
 
-    def __init__(self, cpu: CPUBlockPool, target: int) -> None:
+    def __init__(self, cpu: CPUBlockPool, target: int, suspects: Container[int] = ()) -> None:
         self._cpu = cpu
+        self._suspects = suspects
         self.target = target
         self._cursor: Any = None
         self._offloaded: dict[int, OffloadKey] = {}
@@ -82,13 +85,14 @@ class LazyStores:
         node = queue.fake_free_list_head.next_free_block if cursor is None else cursor.next_free_block
         tail = queue.fake_free_list_tail
         cached, pending, offloaded, refused = self._cpu.cached, self._cpu.pending, self._offloaded, self._refused
+        suspects = self._suspects or ()
         chosen: dict[OffloadKey, int] = {}
         for _ in range(self.target):
             if node is tail or node is None:
                 break
             key, block = node.block_hash, node.block_id
             known = key is None or key in cached or key in pending or key in chosen
-            if known or block in refused or offloaded.get(block) == key:
+            if known or block in refused or block in suspects or offloaded.get(block) == key:
                 cursor = node
             elif len(chosen) < room:
                 chosen[key] = block

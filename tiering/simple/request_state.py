@@ -32,7 +32,10 @@ class RequestState:
     """One request.
 
     ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's prefix cache, when it
-    was last asked for.  ``matched_at``: computed tokens when it was last matched.  ``loading``: a load of it has not ended.  ``stale``: its KV is from before a reset.
+    was last asked for; ``loaded_tokens``: those of its load behind them.  ``matched_at``: computed tokens when it was last matched.
+    ``loading``: a load of it has not ended.  ``scheduled``: it has computed something on its present blocks; before, another connector
+    may still load into them.  ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a
+    suspect), until the engine goes back to it; nothing is stored meanwhile.
     """
 
     request: EngineRequest
@@ -43,12 +46,34 @@ class RequestState:
     matched_at: int = 0
     touched: bool = False
     loading: int = 0
-    stale: bool = False
+    loaded_tokens: int = 0
+    scheduled: bool = False
+    invalid_from: int | None = None
 
     @property
     def has_blocks(self) -> bool:
         """Whether GPU blocks are known to be its."""
         return any(group.blocks for group in self.groups)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The GPU blocks of each group.  They stay as they are when the request loses its blocks."""
+        return [group.blocks for group in self.groups]
+
+    @property
+    def is_withheld(self) -> bool:
+        """Whether nothing of the request may be stored now."""
+        return self.invalid_from is not None and self.request.num_computed_tokens > self.invalid_from
+
+    def distrust(self, invalid_from: int) -> None:
+        """The KV of the tokens from ``invalid_from`` on may not be stored until the engine has gone back to them."""
+        self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
+
+    def lose_blocks(self) -> None:
+        """The request was preempted."""
+        for group in self.groups:
+            group.blocks = []
+        self.invalid_from, self.scheduled = None, False
 
     def confirmed_tokens(self) -> int:
         """Tokens whose KV is computed and final: no placeholders."""

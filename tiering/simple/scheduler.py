@@ -2,7 +2,9 @@
 
 What keeps KV right here is simpler than fences: every copy has a reference on its GPU blocks and on its CPU blocks from the moment it is
 ordered until all workers have reported it.  Neither pool hands out a block that has references, so no block is reused while a copy reads
-or writes it, whatever becomes of the request.  Nothing else holds references, so afterwards both pools are what they were.
+or writes it, whatever becomes of the request.  Nothing else holds references, so afterwards both pools are what they were.  And nothing
+becomes visible that a load, whosever it was, did not fill, that was computed on top of it, or that is from before a reset
+(:mod:`tiering.connector.suspects`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEvent
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
+from tiering.connector.suspects import SuspectBlocks
 from tiering.errors import ConfigError
 from tiering.request_policy import NEITHER
 from tiering.simple.block_pool import CPUBlockPool
@@ -32,6 +35,7 @@ from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCP
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.request_state import BlockIds, GroupState, RequestState
 from tiering.simple.stats import SimpleCounters, tier_fields
+from tiering.simple.tables import BlockTables
 
 logger = logging.getLogger("kv_tiering.simple")
 
@@ -86,10 +90,12 @@ class SimpleCPUOffloadScheduler:
         self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
         self._event_groups = event_groups(groups, engine_config.hash_block_size)
         record = self._record if enable_kv_cache_events and self_describing_kv_events else None
-        self._eager = EagerStores(self.cpu_block_pool, self._needs, record)
-        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens))
+        self._suspects = SuspectBlocks(need.block_size for need in self._needs)
+        self._eager = EagerStores(self.cpu_block_pool, self._needs, record, self._suspects)
+        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), self._suspects)
         self._gpu: GPUBlockPool | None = None
         self._states: dict[str, RequestState] = {}
+        self._tables = BlockTables(self._states, self._needs, self._suspects, self._eager, self._lazy if lazy_offload else None)
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
         self._ordered: list[Blocks] = []
@@ -116,7 +122,7 @@ class SimpleCPUOffloadScheduler:
         """
         state = self._states.get(request.request_id) or self._admit(request)
         state.extend_keys(self._hashes_per_block)
-        state.found_tokens = num_computed_tokens
+        state.found_tokens, state.loaded_tokens = num_computed_tokens, 0
         first_time, state.touched = not state.touched, True
         if first_time:
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
@@ -145,9 +151,10 @@ class SimpleCPUOffloadScheduler:
         """
         state = self._states.get(request.request_id) or self._admit(request)
         block_ids = blocks.get_block_ids()
-        self._set_blocks(state, block_ids)
+        self._tables.assign(state, block_ids)
         if num_external_tokens <= 0 or self._gpu is None:
             return
+        state.loaded_tokens = num_external_tokens
         null, cached = self._gpu.null_block.block_id, self.cpu_block_pool.cached
         pairs: list[tuple[int, int]] = []
         for group, need, ids in zip(state.groups, self._needs, block_ids, strict=True):
@@ -174,15 +181,17 @@ class SimpleCPUOffloadScheduler:
     def request_finished_all_groups(self, request: EngineRequest, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """The form of :meth:`request_finished` for engines with several KV-cache groups.
 
-        What is computed and was not stored yet, the last full block above all, is ordered now.  A load that no step has carried yet is
-        dropped; one that is under way is awaited.
+        What is computed and was not stored yet, the last full block above all, is ordered now, unless a load of the request has not
+        ended.  A load that no step has carried yet is dropped; one that is under way is awaited.
         """
         req_id = request.request_id
         state = self._states.pop(req_id, None)
         self._drop_unissued(req_id)
         if state is None:
             return False, None
-        if not self.lazy_offload and self._gpu is not None and not state.loading and len(block_ids) == len(state.groups):
+        self._tables.given_up(state)
+        is_whole = state.scheduled and not state.loading and not state.is_withheld
+        if not self.lazy_offload and self._gpu is not None and is_whole and len(block_ids) == len(state.groups):
             for group, ids in zip(state.groups, block_ids, strict=True):
                 group.blocks = list(ids)
             state.next_store_at = 0
@@ -195,7 +204,7 @@ class SimpleCPUOffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """The step's loads and stores.  Called once per step, also in steps without tokens."""
-        self._follow(scheduler_output)
+        self._tables.follow(scheduler_output)
         meta = SimpleCPUOffloadMetadata(need_flush=bool(scheduler_output.preempted_req_ids))
         for req_id, loads in self._loads.items():
             for load in loads:
@@ -226,7 +235,13 @@ class SimpleCPUOffloadScheduler:
         return [block for blocks, _ in ordered for block in blocks], [block for _, blocks in ordered for block in blocks]
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take in what the workers reported.  Engines may skip it when there is nothing to report."""
+        """Take in what the workers reported.  Engines may skip it when there is nothing to report.
+
+        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are heeded first.
+        """
+        if connector_output.invalid_block_ids:
+            own = chain.from_iterable(load.gpu_blocks for loads in self._loads.values() for load in loads)
+            self._distrust(set(connector_output.invalid_block_ids).difference(own))
         for req_id in connector_output.finished_recving or ():
             self._load_ended(req_id)
         report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta  # type: ignore[assignment]
@@ -262,14 +277,14 @@ class SimpleCPUOffloadScheduler:
     def reset_cache(self) -> bool:
         """Forget everything: what was stored before is never served again, nor is what a copy is just bringing.  True.
 
-        Running requests go on, but nothing more of them is stored until they have given their blocks back.
+        Running requests go on, but nothing more of them is stored until they have given their blocks back.  Nor is what the engine's
+        own cache still holds, where that was not emptied too, or what is computed on top of it.
         """
         self._events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
         self._lazy.reset()
         self._eager.reset(self._states.values())
-        for state in self._states.values():
-            state.stale = state.has_blocks
+        self._tables.reset(self._gpu)
         return True
 
     def get_stats(self) -> Mapping[str, Any]:
@@ -300,65 +315,11 @@ class SimpleCPUOffloadScheduler:
         self._states[request.request_id] = state
         return state
 
-    def _set_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """All GPU blocks of a request, in the place of those known so far."""
-        first = self.full_attention_group
-        if state.stale and state.groups[first].blocks[:1] != list(block_ids[first][:1]):
-            state.stale = False
-        if self.lazy_offload:
-            # What is known already was handed out before: another request may have got it as well since.
-            known = [
-                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
-            ]
-            self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, known, strict=True)], known)
-        for group, ids in zip(state.groups, block_ids, strict=True):
-            group.blocks = list(ids)
-
-    def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
-        """More GPU blocks are the request's, from the places ``starts`` on in its block tables: tell the lazy mode what is to be stored."""
-        limit = state.policy.max_store_tokens if state.policy.store else 0
-        if limit is None:
-            self._lazy.handed_out(block_ids)
-            return
-        sizes = [need.block_size for need in self._needs]
-        self._lazy.handed_out(
-            block_ids,
-            [max(0, limit // size - start) for size, start in zip(sizes, starts, strict=True)],
-            [max(0, state.found_tokens // size - start) for size, start in zip(sizes, starts, strict=True)],
-        )
-
-    def _follow(self, output: SchedulerOutput) -> None:
-        """Bring the block tables up to date."""
-        for req_id in output.preempted_req_ids or ():
-            state = self._states.get(req_id)
-            if state is not None:
-                self._eager.forget(state)
-                if not state.loading:
-                    state.stale = False
-                    for group in state.groups:
-                        group.blocks.clear()
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                self._set_blocks(state, new.block_ids)
-        cached = output.scheduled_cached_reqs
-        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            state = self._states.get(req_id)
-            if state is None or block_ids is None:
-                continue
-            if req_id in cached.resumed_req_ids:
-                self._eager.forget(state)
-                self._set_blocks(state, block_ids)
-            else:
-                if self.lazy_offload:
-                    self._handed_out(state, block_ids, [len(group.blocks) for group in state.groups])
-                state.append_blocks(block_ids)
-
     def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[Blocks]:
         ordered = self._take(self._eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
         for req_id in output.num_scheduled_tokens:
             state = self._states.get(req_id)
-            if state is not None and not state.loading:
+            if state is not None and not state.loading and not state.is_withheld:
                 ordered += self._take_request(state, gpu)
         return ordered
 
@@ -398,6 +359,21 @@ class SimpleCPUOffloadScheduler:
         else:
             self.cpu_block_pool.publish(store.cpu_blocks)
         self._release(store.gpu_blocks, store.cpu_blocks)
+
+    def _distrust(self, unfilled: set[int]) -> None:
+        """Loads of other connectors did not fill these blocks: neither they nor what was computed on top of them may be stored."""
+        if not unfilled:
+            return
+        wrong = self._tables.distrust(unfilled)
+        stores = [*self._ordered, *((store.gpu_blocks, store.cpu_blocks) for store in self._stores.values())]
+        dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=True) if gpu in wrong]
+        self._events.store_failed(self.cpu_block_pool.discard(dropped))
+        self._lazy.failed(wrong)
+        self._warn(
+            "another connector did not fill %d GPU blocks; %d blocks that were being stored are dropped, as their KV may be wrong",
+            len(unfilled),
+            len(dropped),
+        )
 
     def _load_ended(self, req_id: str) -> None:
         loads = self._loads.get(req_id)

@@ -1,0 +1,135 @@
+"""Which GPU blocks each request has, followed through the engine's steps, and from which token on its KV must not be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from tiering.connector.protocols import SchedulerOutput
+from tiering.connector.suspects import SuspectBlocks
+from tiering.simple.eager import EagerStores
+from tiering.simple.hits import GroupNeeds
+from tiering.simple.lazy import LazyStores
+from tiering.simple.protocols import GPUBlockPool
+from tiering.simple.request_state import BlockIds, RequestState
+
+
+class BlockTables:
+    """Keeps the block tables of all requests up to date, and tells the modes what they must know of them.
+
+    ``states``: the requests by id; the caller adds and removes them.  ``lazy``: the lazy mode, or None in the eager mode.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[str, RequestState],
+        needs: Sequence[GroupNeeds],
+        suspects: SuspectBlocks,
+        eager: EagerStores,
+        lazy: LazyStores | None,
+    ) -> None:
+        self._states = states
+        self._needs = needs
+        self._suspects = suspects
+        self._eager = eager
+        self._lazy = lazy
+        self._step = 0
+
+    def assign(self, state: RequestState, block_ids: BlockIds) -> None:
+        """All GPU blocks of a request, in the place of those known so far."""
+        known = state.tables
+        extended = any(known) and all(list(new[: len(old)]) == old for old, new in zip(known, block_ids, strict=True))
+        if not extended:
+            self.given_up(state)
+            state.scheduled = False
+        state.invalid_from = self._suspects.assigned(known, block_ids, state.found_tokens, state.invalid_from)
+        if self._lazy is not None:
+            # What is known already was handed out before: another request may have got it as well since.
+            starts = [
+                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
+            ]
+            self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
+        for group, ids in zip(state.groups, block_ids, strict=True):
+            group.blocks = list(ids)
+
+    def given_up(self, state: RequestState) -> None:
+        """The request ends or starts over: it has its blocks no longer, though steps in flight may still fail to fill some."""
+        self._suspects.give_up(state.tables, self._step)
+
+    def follow(self, output: SchedulerOutput) -> None:
+        """Take in the schedule of the next step."""
+        self._step += 1
+        for req_id in output.preempted_req_ids or ():
+            state = self._states.get(req_id)
+            if state is not None:
+                self._eager.forget(state)
+                if not state.loading:
+                    self.given_up(state)
+                    state.lose_blocks()
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                self._start(state, new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            state = self._states.get(req_id)
+            if state is None or block_ids is None:
+                continue
+            if req_id in cached.resumed_req_ids:
+                self._eager.forget(state)
+                self._start(state, block_ids, computed)
+            else:
+                self._suspects.filled(block_ids, state.invalid_from)
+                if self._lazy is not None:
+                    self._handed_out(state, block_ids, [len(group.blocks) for group in state.groups])
+                state.append_blocks(block_ids)
+        for req_id, tokens in output.num_scheduled_tokens.items():
+            state = self._states.get(req_id)
+            if state is not None:
+                state.scheduled = True
+                self._go_back(state, tokens)
+
+    def distrust(self, unfilled: Collection[int]) -> set[int]:
+        """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
+        states = list(self._states.values())
+        wrong = self._suspects.spread(unfilled, [state.tables for state in states])
+        for state in states:
+            invalid_from = self._suspects.first_token(state.tables, wrong)
+            if invalid_from is not None:
+                self._eager.forget(state)
+                state.distrust(invalid_from)
+        return wrong
+
+    def reset(self, pool: GPUBlockPool | None) -> None:
+        """The tier was reset: what requests and the engine's cache have now is from before it."""
+        self._suspects.reset(pool)
+        for state in self._states.values():
+            if state.has_blocks:
+                state.distrust(0)
+
+    def _start(self, state: RequestState, block_ids: BlockIds, computed: int) -> None:
+        """A request runs for the first time, or again after a preemption, with ``computed`` tokens."""
+        self.assign(state, block_ids)
+        if self._suspects and len(self._needs) > 1 and computed > state.found_tokens + state.loaded_tokens:
+            # The cache of a hybrid model may copy a part of a block that it has into a new block.
+            state.distrust(state.found_tokens)
+
+    def _go_back(self, state: RequestState, tokens: int) -> None:
+        """If the engine computes anew in this step what is withheld of a request, ``tokens`` of it, that is trusted again."""
+        if state.invalid_from is not None and not state.is_withheld:
+            end = state.request.num_computed_tokens + tokens
+            state.invalid_from = self._suspects.recomputed(state.tables, state.invalid_from, end)
+
+    def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
+        """More GPU blocks are the request's, from the places ``starts`` on in its block tables: tell the lazy mode what is to be stored."""
+        if self._lazy is None:
+            return
+        limit = state.policy.max_store_tokens if state.policy.store else 0
+        if limit is None:
+            self._lazy.handed_out(block_ids)
+            return
+        sizes = [need.block_size for need in self._needs]
+        self._lazy.handed_out(
+            block_ids,
+            [max(0, limit // size - start) for size, start in zip(sizes, starts, strict=True)],
+            [max(0, state.found_tokens // size - start) for size, start in zip(sizes, starts, strict=True)],
+        )
