@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -140,10 +140,34 @@ class BlockTable:
         """Whether ``row`` is waiting for its last reader or writer to be free."""
         return row in self._quarantined
 
+    def any_quarantined(self, rows: Iterable[object]) -> bool:
+        """Whether one of ``rows`` is in quarantine."""
+        return not self._quarantined.isdisjoint(rows)
+
     @property
     def quarantined(self) -> int:
         """Rows in quarantine."""
         return len(self._quarantined)
+
+    def withdraw(self, rows: Rows) -> Rows:
+        """Those of ``rows`` that are free leave the free list, into quarantine until :meth:`end_writing`.  Returns them."""
+        free = self._free[: self._free_count]
+        chosen = np.isin(free, rows)
+        taken: Rows = free[chosen].astype(np.int64)
+        kept = free[~chosen]
+        self._free[: len(kept)] = kept
+        self._free_count = len(kept)
+        self.withhold(taken)
+        return taken
+
+    def take_free(self, count: int) -> Rows:
+        """Up to ``count`` free rows leave the free list, those that would be handed out last, into quarantine."""
+        return self.withdraw(self._free[: min(count, self._free_count)].astype(np.int64))
+
+    def withhold(self, rows: Rows) -> None:
+        """Rows that are in no list of this table go into quarantine until :meth:`end_writing`."""
+        self.refs[rows] = WRITING
+        self._quarantined.update(rows.tolist())
 
     def end_writing(self, rows: Rows) -> None:
         """The writers of quarantined ``rows`` are done: the rows are free."""

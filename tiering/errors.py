@@ -58,8 +58,23 @@ class PermanentStoreError(StoreError):
     """Refused for good: no permission, no such bucket, no space, an invalid name, a broken device."""
 
 
-class OutOfSpaceError(PermanentStoreError):
-    """The medium is full.  The tier shrinks or drops the store; it is not an outage."""
+class WritesRefusedError(PermanentStoreError):
+    """The medium takes no writes for the time being.  It is not an outage: the tier goes on serving what it holds."""
+
+
+class OutOfSpaceError(WritesRefusedError):
+    """The medium is full, or its quota is used up."""
+
+
+class ReadOnlyError(WritesRefusedError):
+    """The file system is mounted read-only, which also happens when its device reports an error."""
+
+
+class DeviceError(PermanentStoreError):
+    """The device reports an error at the place of one block.
+
+    It concerns that place and not the medium: the block is dropped, and its place is taken out of use.
+    """
 
 
 class CorruptBlockError(PermanentStoreError):

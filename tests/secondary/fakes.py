@@ -13,7 +13,7 @@ from tiering.namespace import ModelIdentity, Namespace
 from tiering.options import BreakerOptions
 from tiering.secondary.base import TierContext
 from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.breaker import Breaker
+from tiering.secondary.layers.breaker import Breakers
 from tiering.secondary.messages import IoJob, IoResult, IoTask
 from tiering.testing.clock import FakeClock
 
@@ -22,7 +22,7 @@ NUM_ROWS = 64
 
 
 class FakeStore(BlockStore):
-    """Documents, and names that are there; counts questions.  ``failure``: what every call on documents raises."""
+    """Documents, and names that are there; counts questions.  ``failure``: what every call raises.  ``touched``: puts and gets."""
 
     medium = "FAKE"
 
@@ -31,6 +31,7 @@ class FakeStore(BlockStore):
         self.held: set[Place] = set()
         self.failure: StoreError | None = None
         self.rounds: list[list[Place]] = []
+        self.touched: list[tuple[str, Place]] = []
         self.opened = 0
         self.closed = 0
 
@@ -43,10 +44,15 @@ class FakeStore(BlockStore):
         self.closed += 1
 
     def put_one(self, block: BlockIO) -> None:
-        raise AssertionError("the fake I/O side moves no bytes")
+        self.touched.append(("put", block.place))
+        if self.failure is not None:
+            raise self.failure
 
     def get_one(self, block: BlockIO) -> Done:
-        raise AssertionError("the fake I/O side moves no bytes")
+        self.touched.append(("get", block.place))
+        if self.failure is not None:
+            raise self.failure
+        return Done.ABSENT
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         self.rounds.append(list(places))
@@ -72,7 +78,7 @@ class FakeIo:
     def __init__(self, store: BlockStore, clock: FakeClock, options: BreakerOptions) -> None:
         self.store = store
         self.clock = clock
-        self.breaker = Breaker(options, name="fake", clock=clock)
+        self.breakers = Breakers.build(options, name="fake", clock=clock, jitter=lambda: 1.0)
         self.stats = IoStats()
         self.jobs: list[IoJob] = []
         self.tasks: list[IoTask] = []

@@ -10,7 +10,7 @@ from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, keys_of
 from tests.secondary.rig import CTX, K, Rig
 from tiering.base import OffloadingEvent, ReqContext
 from tiering.block_store import Done
-from tiering.errors import CorruptBlockError, OutOfSpaceError, OverdueError, TemporaryStoreError
+from tiering.errors import CorruptBlockError, DeviceError, OutOfSpaceError, OverdueError, TemporaryStoreError
 from tiering.namespace import Namespace
 from tiering.secondary.base import JobResult, PrefixAnswer
 from tiering.secondary.block_tier import BlockTier
@@ -252,7 +252,7 @@ def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answe
 def test_an_open_breaker_answers_no_drops_stores_and_fails_loads() -> None:
     rig = Rig().opened()
     rig.store_blocks(K[:2])
-    rig.io.breaker.trip("test")
+    rig.io.breakers.trip("test")
     rig.tier.on_schedule_end()
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, False)
     store, load = rig.submit_store(K[2:4]), rig.submit_load(K[:2])
@@ -265,7 +265,7 @@ def test_an_open_breaker_answers_no_drops_stores_and_fails_loads() -> None:
 def test_a_tier_comes_back_when_a_probe_of_its_medium_succeeds() -> None:
     rig = Rig().opened()
     rig.store_blocks(K[:2])
-    rig.io.breaker.trip("test")
+    rig.io.breakers.reads.trip("test")
     rig.tier.on_schedule_end()
     assert not rig.io.tasks
     rig.clock.advance(rig.options.breaker.probe_after)
@@ -284,17 +284,88 @@ def test_a_tier_comes_back_when_a_probe_of_its_medium_succeeds() -> None:
     assert rig.tier.lookup(K[0], CTX) is True
 
 
-def test_a_full_medium_that_answers_is_no_outage() -> None:
-    """What it holds can be read all the same; a probe that writes must not keep the tier out of service."""
+def test_a_probe_reads_when_reads_failed_and_writes_free_slots_when_writes_failed() -> None:
+    rig = Rig(slots=8).opened()
+    rig.store_blocks(K[:2])
+    held = {rig.tier.index.begin_load([key])[0] for key in K[:2]}
+    for breaker, operation in ((rig.io.breakers.reads, "get"), (rig.io.breakers.writes, "put")):
+        breaker.trip("test")
+        rig.clock.advance(rig.options.breaker.probe_after)
+        rig.store.touched.clear()
+        rig.tier.on_schedule_end()
+        rig.io.run_tasks("health")
+        rig.finished()
+        assert rig.io.breakers.state == 0
+        ((touched, place),) = rig.store.touched
+        assert touched == operation
+        assert (place in held) is (operation == "get")
+    rig.store_blocks(K[2:8])
+
+
+def test_a_medium_that_refuses_writes_serves_what_it_holds() -> None:
     rig = Rig().opened()
     rig.store_blocks(K[:2])
-    rig.io.breaker.trip("test")
-    rig.clock.advance(rig.options.breaker.probe_after)
+    rig.io.breakers.writes.trip("full")
     rig.tier.on_schedule_end()
+    stats = rig.tier.get_stats()
+    assert (stats.available, stats.writable, stats.breaker_state) == (1, 0, 2)
+    assert rig.tier.lookup_prefix(K[:2], CTX).held == 2
+    rig.submit_store(K[2:4])
+    assert not rig.io.jobs
+    assert rig.tier.get_stats().stores_dropped == 2
     rig.store.failure = OutOfSpaceError("no space left on device")
+    for _ in range(3):
+        rig.clock.advance(100)
+        rig.tier.on_schedule_end()
+        rig.io.run_tasks("health")
+        rig.finished()
+    assert rig.tier.get_stats().writable == 0
+    assert rig.tier.lookup_prefix(K[:2], CTX).held == 2
+    rig.store.failure = None
+    rig.clock.advance(100)
+    rig.tier.on_schedule_end()
+    rig.io.run_tasks("health")
+    rig.finished()
+    assert rig.tier.get_stats().writable == 1
+    rig.store_blocks(K[2:4])
+
+
+def test_a_probe_without_a_thread_is_tried_again_with_growing_waits() -> None:
+    rig = Rig(breaker={"probe_after": 1, "probe_max": 8}).opened()
+    rig.store_blocks(K[:2])
+    rig.io.breakers.reads.trip("test")
+    refused = 0
+    for _ in range(100):
+        rig.clock.advance(1)
+        rig.tier.on_schedule_end()
+        for task in rig.io.tasks:
+            refused += 1
+            task.on_done(None, TemporaryStoreError("no thread"))
+        rig.io.tasks.clear()
+    assert 10 <= refused <= 16
+    rig.clock.advance(8)
+    rig.tier.on_schedule_end()
     rig.io.run_tasks()
     rig.finished()
     assert rig.tier.lookup(K[0], CTX) is True
+
+
+def test_an_error_of_the_device_drops_the_block_and_retires_its_slot() -> None:
+    rig = Rig(slots=4).opened()
+    rig.store_blocks(K[:2])
+    failed = rig.submit_store(K[2:3])
+    bad_for_writes = rig.io.finish(failed, [DeviceError("bad sector")]).places[0]
+    job_id = rig.submit_load(K[:1])
+    bad_for_reads = rig.io.finish(job_id, [DeviceError("bad sector")]).places[0]
+    rig.finished()
+    stats = rig.tier.get_stats()
+    assert (stats.device_errors, stats.slots_retired, stats.blocks) == (2, 2, 1)
+    assert rig.tier.lookup(K[0], CTX) is False
+    for key in K[3:9]:
+        job = rig.io.finish(rig.submit_store([key]))
+        assert set(job.places).isdisjoint({bad_for_writes, bad_for_reads})
+        rig.finished()
+    assert OffloadingEvent([K[0]], "FAKE", removed=True) in rig.events()
 
 
 # ---------------------------------------------------------------------------------------------------------------- requests, policies
@@ -441,7 +512,7 @@ def test_preparing_the_end_leaves_time_for_the_end() -> None:
 
 def test_a_tier_that_stores_nothing_writes_nothing_to_its_medium() -> None:
     rig = Rig(admission="none").opened()
-    rig.io.breaker.trip("test")
+    rig.io.breakers.trip("test")
     rig.clock.advance(100)
     rig.tier.on_schedule_end()
     rig.io.run_tasks("health")

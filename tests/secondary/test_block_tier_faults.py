@@ -51,7 +51,7 @@ class Faulty:
 
 @pytest.fixture(params=[False, True], ids=["slots", "shared"])
 def faulty(request: pytest.FixtureRequest) -> Iterator[Faulty]:
-    with Faulty(shared=request.param) as faulty:
+    with Faulty(shared=request.param, breaker={"probe_after": "10ms"}) as faulty:
         yield faulty
 
 
@@ -68,6 +68,7 @@ def test_blocks_that_could_not_be_written_are_misses_and_the_others_are_not(faul
     stored = faulty.rig.store(K[:1])
     assert stored in ([], K[:1])
     assert faulty.rig.load(K[:1]) == stored
+    faulty.rig.wait(lambda: faulty.rig.tier.get_stats().writable)
     assert faulty.rig.store(K[1:4]) == K[1:4]
     assert faulty.rig.load(K[1:4]) == K[1:4]
 
@@ -184,6 +185,7 @@ def test_whatever_fails_no_wrong_block_arrives_and_every_job_is_reported_once(se
         rig = faulty.rig
         arrived = 0
         for _ in range(150):
+            rig.wait(lambda: rig.tier.get_stats().writable)
             start = chance.randrange(0, 40)
             keys = K[start : start + chance.randrange(1, 8)]
             action = chance.random()

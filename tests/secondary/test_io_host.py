@@ -323,15 +323,14 @@ def test_the_breaker_opens_fails_everything_at_once_and_closes_after_a_probe() -
         for job_id in range(3):
             host.submit(make_job(primary, IoKind.STORE, [0], job_id=job_id))
             finish(host)
-        assert host.breaker.state is BreakerState.OPEN
-        for kind in IoKind:
-            host.submit(make_job(primary, kind, [1, 2]))
-            assert outcome_names(finish(host)[0].outcomes) == ["BreakerOpenError"] * 2
+        assert host.breakers.writes.state is BreakerState.OPEN
+        host.submit(make_job(primary, IoKind.STORE, [1, 2]))
+        assert outcome_names(finish(host)[0].outcomes) == ["BreakerOpenError"] * 2
         assert sum(store.injected.values()) == 3
         clock.advance(1.0)
         host.submit(make_job(primary, IoKind.STORE, [3]))
         assert all_done(finish(host)[0].outcomes)
-        assert host.breaker.state is BreakerState.CLOSED
+        assert host.breakers.state is BreakerState.CLOSED
 
 
 def test_jobs_that_wait_fail_when_the_breaker_is_tripped_although_every_thread_hangs() -> None:
@@ -340,7 +339,7 @@ def test_jobs_that_wait_fail_when_the_breaker_is_tripped_although_every_thread_h
         host.submit(make_job(primary, IoKind.LOAD, [0]))
         assert until(lambda: store.waiting == 1)
         host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=1))
-        host.breaker.trip("too many rows are held")
+        host.breakers.trip("too many rows are held")
         (result,) = host.poll()
         assert outcome_names(result.outcomes) == ["BreakerOpenError"] * 2
 

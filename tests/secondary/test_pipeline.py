@@ -17,7 +17,7 @@ from tiering.errors import ConfigError, PermanentStoreError
 from tiering.options import BreakerOptions
 from tiering.secondary.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
 from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.breaker import Breaker
+from tiering.secondary.layers.breaker import Breakers
 from tiering.secondary.layers.chaos import Fault
 from tiering.secondary.messages import IoKind
 from tiering.secondary.pipeline import Pipeline
@@ -39,7 +39,7 @@ def pipeline_of(
         store,
         memoryview(primary.rows),
         name="t",
-        breaker=Breaker(BreakerOptions(), name="t", clock=clock),
+        breakers=Breakers.build(BreakerOptions(), name="t", clock=clock),
         stats=IoStats(),
         clock=clock,
         compress=compress,
@@ -249,7 +249,12 @@ def test_a_view_that_is_no_primary_buffer_is_refused(view: memoryview) -> None:
     clock = FakeClock()
     with pytest.raises(ConfigError, match="primary view"):
         Pipeline(
-            DictStore(), view, name="t", breaker=Breaker(BreakerOptions(), name="t", clock=clock), stats=IoStats(), clock=clock
+            DictStore(),
+            view,
+            name="t",
+            breakers=Breakers.build(BreakerOptions(), name="t", clock=clock),
+            stats=IoStats(),
+            clock=clock,
         )
 
 

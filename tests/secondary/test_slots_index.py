@@ -279,11 +279,11 @@ def test_a_replaced_slot_that_is_being_read_is_free_only_afterwards() -> None:
 def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
     index = make_index(4)
     plan = index.plan_store(K[:2], NOW)
-    index.retire(K[:2], np.array(plan.places))
+    index.retire_full(K[:2], np.array(plan.places))
     index.end_store(K[:2], plan.places, [False, False], NOW)
     assert (index.slots, index.free, index.retired) == (2, 2, 2)
     assert len(index.plan_store(K[2:8], NOW).positions) == 2
-    assert index.restore_retired() == 2
+    assert index.restore_full() == 2
     assert (index.slots, index.free) == (4, 2)
 
 

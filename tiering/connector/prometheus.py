@@ -85,6 +85,7 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("loads_overdue", "kv_tiering_loads_overdue", "Blocks whose load missed its deadline"),
     ("evictions", "kv_tiering_evictions", "Blocks evicted from the tier"),
     ("corrupt_blocks", "kv_tiering_corrupt_blocks", "Blocks that came back other than they were stored, and became misses"),
+    ("device_errors", "kv_tiering_device_errors", "Blocks not moved because the device reported an error at their place"),
     ("retries", "kv_tiering_retries", "Attempts repeated after a temporary error"),
     ("requests", "kv_tiering_requests", "Requests sent to the medium"),
     ("breaker_opened", "kv_tiering_breaker_opened", "Times that the tier's circuit breaker opened"),
@@ -97,8 +98,11 @@ TIER_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("blocks", "kv_tiering_blocks", "Blocks that the tier holds"),
     ("occupancy_bytes", "kv_tiering_occupancy_bytes", "Bytes that the tier's blocks take"),
     ("capacity_bytes", "kv_tiering_capacity_bytes", "Bytes that the tier may take"),
+    ("slots_retired", "kv_tiering_slots_retired", "Places out of use because the device reported an error there"),
+    ("recovering", "kv_tiering_recovering", "1 while it is not known yet what all of the medium holds"),
     ("breaker_state", "kv_tiering_breaker_state", "Circuit breaker: 0 closed, 1 half open, 2 open"),
     ("available", "kv_tiering_available", "1 if the tier is in service"),
+    ("writable", "kv_tiering_writable", "1 if the tier is in service and takes stores"),
 )
 
 

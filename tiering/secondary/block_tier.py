@@ -14,7 +14,7 @@ from itertools import compress
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext
 from tiering.block_store import BlockStore, Done, Outcome, Place
-from tiering.errors import CorruptBlockError, OverdueError
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.namespace import Namespace
 from tiering.options import TierOptions
 from tiering.secondary.admission import make_admission
@@ -107,11 +107,12 @@ class BlockTier(SecondaryTierManager):
         writes = options.admission != "none"
         self._medium = Medium(context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
-        self._health = HealthCheck(store, self.io, writes=writes)
+        self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
         self._failures = FailureLog(context.name, context.clock)
 
         self._serving = False
+        self._storing = False
         self._opened = False
         self._closed = False
         self._closing = False
@@ -141,9 +142,18 @@ class BlockTier(SecondaryTierManager):
     def before_close(self, deadline: float) -> None:
         """Jobs have ended, or their time has, and the store is still open.  May block until ``deadline``."""
 
+    @property
+    def recovering(self) -> bool:
+        """Whether it is not known yet what all of the medium holds (for subclasses that recover something)."""
+        return False
+
     def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
         """For subclasses: ``keys`` became held without a job (recovery)."""
         self._events.stored(keys)
+
+    def retire(self, places: Sequence[Place]) -> None:
+        """For subclasses too: the device reported an error at ``places``; what is there is lost, and nothing is put there again."""
+        self._events.removed(self.index.retire(places))
 
     # ------------------------------------------------------------------------------------------------------------- lookup
 
@@ -174,7 +184,7 @@ class BlockTier(SecondaryTierManager):
     # --------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job: TransferJob) -> None:
-        if not self._serving:
+        if not self._storing:
             self.stats.stores_dropped += len(job.keys)
             self._finish(job, ())
             return
@@ -272,6 +282,9 @@ class BlockTier(SecondaryTierManager):
             logger.error("tier %s: the I/O side reported job %d, which is not in flight; ignored", self.name, io_job.job_id)
             return
         self.on_result(result)
+        bad = [place for place, outcome in zip(io_job.places, result.outcomes, strict=True) if isinstance(outcome, DeviceError)]
+        if bad:
+            self.retire(bad)
         now = self._clock()
         self.stats.observe_job(now - io_job.submitted_at)
         # Across a reset nothing succeeds: neither may the index hold it, nor the manager serve it.
@@ -301,8 +314,10 @@ class BlockTier(SecondaryTierManager):
             waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
             self.stats.loads_overdue += waited
             if waited == len(outcomes):
-                self.io.breaker.record_failure(f"a load of {waited} blocks was not taken up within {self.options.deadline:g} s")
-        lost = [outcome is Done.ABSENT or isinstance(outcome, CorruptBlockError) for outcome in outcomes]
+                self.io.breakers.reads.record_failure(
+                    f"a load of {waited} blocks was not taken up within {self.options.deadline:g} s"
+                )
+        lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
         self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
         if self.index.shared and any(lost):
             self._delete_corrupt(io_job, outcomes)
@@ -354,12 +369,16 @@ class BlockTier(SecondaryTierManager):
             retries=io.retries,
             requests=io.requests,
             corrupt_blocks=self._failures.corrupt_blocks,
+            device_errors=self._failures.device_errors,
             blocks=self.index.blocks,
             occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.header_bytes),
             capacity_bytes=capacity,
-            breaker_state=int(self.io.breaker.state),
-            breaker_opened=self.io.breaker.opened,
+            recovering=int(self.recovering),
+            slots_retired=self.index.retired_for_errors,
+            breaker_state=int(self.io.breakers.state),
+            breaker_opened=self.io.breakers.opened,
             available=int(self._serving),
+            writable=int(self._storing),
             job_latency=list(stats.job_latency),
         )
 
@@ -368,19 +387,20 @@ class BlockTier(SecondaryTierManager):
         self._health.tick()
         for rows in self._overdue.expire(now):
             self.stats.loads_overdue += rows
-            self.io.breaker.record_failure(f"a load of {rows} blocks did not end within {self.options.deadline:g} s")
+            self.io.breakers.reads.record_failure(f"a load of {rows} blocks did not end within {self.options.deadline:g} s")
             if self._overdue.spent:
-                self.io.breaker.trip(f"{self._overdue.rows} primary rows are held by loads that do not end")
+                self.io.breakers.trip(f"{self._overdue.rows} primary rows are held by loads that do not end")
         self._refresh()
 
     def _refresh(self) -> None:
-        """Fold all that decides whether the tier answers into one attribute, for the hot path."""
+        """Fold all that decides whether the tier answers, and takes stores, into two attributes, for the hot path."""
         self._serving = (
             self._service.in_service
-            and self.io.breaker.state is BreakerState.CLOSED
+            and self.io.breakers.reads.state is BreakerState.CLOSED
             and not self._overdue.spent
             and not self._closing
         )
+        self._storing = self._serving and self.io.breakers.writes.state is BreakerState.CLOSED
 
     # ----------------------------------------------------------------------------------------------- may block until a deadline
 

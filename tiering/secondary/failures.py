@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tiering.block_store import Outcome
-from tiering.errors import CorruptBlockError, OverdueError, StoreError
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError
 from tiering.secondary.layers.breaker import BreakerOpenError
 from tiering.secondary.messages import IoKind
 from tiering.secondary.ratelimit import RateLimit
@@ -23,11 +23,15 @@ class FailureLog:
         self._name = name
         self._lines = RateLimit(_LOG_PERIOD, clock)
         self.corrupt_blocks = 0
+        """Blocks that came back other than they were stored."""
+        self.device_errors = 0
+        """Blocks that could not be moved because the device reported an error at their place."""
 
     def note(self, kind: IoKind, outcomes: Sequence[Outcome]) -> None:
         """A job ended with ``outcomes``, not all of them done."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
+        self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
         others = [error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))]
         if others and (events := self._lines.admit(len(others))):
             what = "not stored" if kind is IoKind.STORE else "not loaded"

@@ -11,20 +11,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import DeviceError, OutOfSpaceError, PermanentStoreError, ReadOnlyError, StoreError, TemporaryStoreError
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TEMPORARY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT})
+_DEVICE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG})
+"""How a bad sector is reported: through the page cache as EIO, to direct I/O also by what the device says of it."""
 _HINTS = {
     errno.ENOSPC: "the file system is full",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only (also after an error of the device: see the kernel's log)",
     errno.EACCES: "the directory must be writable for the engine's user",
     errno.EPERM: "the directory must be writable for the engine's user",
-    errno.EIO: "the device reports an error: see the kernel's log",
+    **dict.fromkeys(_DEVICE, "the device reports an error: see the kernel's log"),
     errno.ENODEV: "the device is gone",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
 }
@@ -37,6 +39,10 @@ def store_error(error: OSError, what: str) -> StoreError:
     text = f"{what}: {error.strerror or error}" + (f" ({hint})" if hint else "")
     if number in _FULL:
         return OutOfSpaceError(text)
+    if number == errno.EROFS:
+        return ReadOnlyError(text)
+    if number in _DEVICE:
+        return DeviceError(text)
     return TemporaryStoreError(text) if number in _TEMPORARY else PermanentStoreError(text)
 
 

@@ -28,7 +28,7 @@ from tiering.options import TierOptions
 from tiering.secondary.base import TierContext
 from tiering.secondary.io_stats import IoStats
 from tiering.secondary.layers.base import moves_batches
-from tiering.secondary.layers.breaker import Breaker, BreakerLayer, BreakerOpenError
+from tiering.secondary.layers.breaker import BreakerLayer, BreakerOpenError, Breakers
 from tiering.secondary.layers.deadline import DeadlineLayer
 from tiering.secondary.layers.meter import MeterLayer
 from tiering.secondary.layers.retry import RetryLayer
@@ -104,7 +104,7 @@ class IoHost:
         stopping: threading.Event | None = None,
     ) -> None:
         self.name = name
-        self.breaker = pipeline.breaker
+        self.breakers = pipeline.breakers
         self.stats = pipeline.stats
         self.store: BlockStore = pipeline.store
         """The store with its layers, for tasks."""
@@ -268,11 +268,11 @@ class IoHost:
         yield 0.0
 
     def _sweep(self) -> None:
-        """Fail what waits in vain: everything while the breaker is open, else what is overdue (all threads may hang)."""
-        if not self.breaker.allows():
-            while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
-                self._fail(unit, BreakerOpenError("the tier is out of service"))
-            return
+        """Fail what waits in vain: what a breaker keeps from the medium, and what is overdue (all threads may hang)."""
+        for kind, queue in ((IoKind.LOAD, self._queues.loads), (IoKind.STORE, self._queues.stores)):
+            if queue and not self.breakers.allows(kind):
+                while (unit := _take(queue)) is not None:
+                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
         now = self._clock()
         for queue in (self._queues.loads, self._queues.stores):
             while (unit := self._take_overdue(queue, now)) is not None:
@@ -433,9 +433,9 @@ def build_io_host(
     clock = context.clock if clock is None else clock
     stopping = threading.Event()
     stats = IoStats()
-    breaker = Breaker(options.breaker, name=context.name, clock=clock)
+    breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
     metered = MeterLayer(store, stats, clock=clock)
-    guarded = BreakerLayer(DeadlineLayer(metered, stats, clock=clock), breaker)
+    guarded = BreakerLayer(DeadlineLayer(metered, stats, clock=clock), breakers)
     layered = RetryLayer(
         guarded,
         options.retries,
@@ -448,7 +448,7 @@ def build_io_host(
         layered,
         context.primary_view,
         name=context.name,
-        breaker=breaker,
+        breakers=breakers,
         stats=stats,
         clock=clock,
         compress=options.compression == "zstd",

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tiering.block_store import BlockStore
 from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.breaker import Breaker
+from tiering.secondary.layers.breaker import Breakers
 from tiering.secondary.messages import IoJob, IoResult, IoTask
 
 
@@ -15,8 +15,8 @@ class IoSide(Protocol):
     """Runs jobs and tasks elsewhere.  Called from the scheduler's thread; only :meth:`wait`, :meth:`drain` and :meth:`close` block."""
 
     @property
-    def breaker(self) -> Breaker:
-        """The tier's circuit breaker."""
+    def breakers(self) -> Breakers:
+        """The tier's circuit breakers, for reads and for writes."""
 
     @property
     def store(self) -> BlockStore:

@@ -34,7 +34,7 @@ from tiering.secondary.frame import (
 )
 from tiering.secondary.io_stats import IoStats
 from tiering.secondary.layers.base import innermost
-from tiering.secondary.layers.breaker import Breaker, BreakerOpenError
+from tiering.secondary.layers.breaker import BreakerOpenError, Breakers
 from tiering.secondary.messages import IoJob, IoKind
 from tiering.secondary.ratelimit import RateLimit
 
@@ -85,7 +85,7 @@ class Pipeline:
         primary_view: memoryview,
         *,
         name: str,
-        breaker: Breaker,
+        breakers: Breakers,
         stats: IoStats,
         clock: Callable[[], float],
         compress: bool = False,
@@ -100,7 +100,7 @@ class Pipeline:
                 raise ConfigError(f"tier {name}: compression: this medium has blocks of a fixed size, which would gain nothing")
             load_zstandard()
         self.store = store
-        self.breaker = breaker
+        self.breakers = breakers
         self.stats = stats
         self.name = name
         self._medium = innermost(store)
@@ -124,8 +124,8 @@ class Pipeline:
 
         Raises :class:`PermanentStoreError` for a job that names rows or sizes which are not the primary tier's.
         """
-        if not self.breaker.allows():
-            return [BreakerOpenError("the tier is out of service")] * len(positions)
+        if not self.breakers.allows(job.kind):
+            return [BreakerOpenError(f"the tier takes no {job.kind.value}s for the time being")] * len(positions)
         if job.deadline <= self._clock():
             with self.stats.lock:
                 self.stats.overdue += len(positions)

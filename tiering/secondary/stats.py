@@ -10,7 +10,18 @@ JOB_LATENCY_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 """Upper bounds in seconds of the job latency histogram; one more bucket counts what is slower."""
 
 GAUGES = frozenset(
-    ("promotions_active", "cascades_active", "blocks", "occupancy_bytes", "capacity_bytes", "breaker_state", "available")
+    (
+        "promotions_active",
+        "cascades_active",
+        "blocks",
+        "occupancy_bytes",
+        "capacity_bytes",
+        "slots_retired",
+        "recovering",
+        "breaker_state",
+        "available",
+        "writable",
+    )
 )
 """The fields of :class:`TierStats` that tell how things are; all others count what has happened since the start."""
 
@@ -19,7 +30,10 @@ GAUGES = frozenset(
 class TierStats:
     """Counters since the start (``*_total`` in Prometheus) and gauges of one tier.  Bytes, seconds and blocks.
 
-    ``breaker_state``: 0 closed, 1 half open, 2 open.
+    ``device_errors`` counts blocks that could not be moved because the device reported an error at their place; ``slots_retired`` is
+    how many places are out of use for that reason.  ``recovering``: 1 while it is not known yet what all of the medium holds.
+    ``breaker_state``: 0 closed, 1 half open, 2 open; the worse of those of reads and writes.  ``available``: 1 while the tier serves
+    what it holds.  ``writable``: 1 while it takes stores, too.
     """
 
     read_bytes: int = 0
@@ -40,14 +54,18 @@ class TierStats:
     loads_overdue: int = 0
     evictions: int = 0
     corrupt_blocks: int = 0
+    device_errors: int = 0
     retries: int = 0
     requests: int = 0
     blocks: int = 0
     occupancy_bytes: int = 0
     capacity_bytes: int = 0
+    slots_retired: int = 0
+    recovering: int = 0
     breaker_state: int = 0
     breaker_opened: int = 0
     available: int = 1
+    writable: int = 1
     job_latency: list[int] = field(default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1))
     job_latency_sum: float = 0.0
 

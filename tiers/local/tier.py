@@ -166,7 +166,7 @@ class LocalTier(BlockTier):
         if full:
             keys = [result.job.keys[position] for position in full]
             places = [result.job.places[position] for position in full]
-            self.index.retire(keys, np.array(places, np.int64))
+            self.index.retire_full(keys, np.array(places, np.int64))
             self._out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
 
     def before_close(self, deadline: float) -> None:
@@ -272,7 +272,7 @@ class LocalTier(BlockTier):
         if now < self._no_space_until:
             return
         if self.index.retired:
-            self.index.restore_retired()
+            self.index.restore_full()
         pace = self._pace = Pace()
         self.io.run(IoTask("segment", lambda: self.store.prepare(pace), self._grown, background=True))
 

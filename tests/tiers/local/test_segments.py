@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from tiering.block_store import BlockIO, Done
-from tiering.errors import ConfigError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import (
+    ConfigError,
+    DeviceError,
+    OutOfSpaceError,
+    PermanentStoreError,
+    ReadOnlyError,
+    StoreError,
+    TemporaryStoreError,
+)
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiers.local import Geometry, LocalStore
@@ -120,8 +128,9 @@ def test_through_the_page_cache_calls_may_stop_anywhere(tmp_path: Path, limit: i
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.EIO, PermanentStoreError),
-        (errno.EROFS, PermanentStoreError),
+        (errno.EIO, DeviceError),
+        (errno.ENODATA, DeviceError),
+        (errno.EROFS, ReadOnlyError),
         (errno.ENOSPC, OutOfSpaceError),
         (errno.EDQUOT, OutOfSpaceError),
         (errno.EAGAIN, TemporaryStoreError),

@@ -126,20 +126,20 @@ def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later
 ) -> None:
     monkeypatch.setattr(tier_module, "RETRY_SPACE_SECONDS", 0.02)
     device = FullDisk()
-    with opened(tmp_path, files=device) as rig:
+    with opened(tmp_path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
         rig.store(K[:4])
         slots = rig.tier.index.slots
         device.full = {"write"}
         assert rig.store(K[4:12]) == []
         assert rig.tier.get_stats().cascades_failed == 8
-        assert rig.tier.index.slots <= slots - 8
+        assert rig.tier.index.slots < slots
         assert rig.load(K[:4]) == K[:4]
         device.full = set()
-        rig.wait(lambda: rig.tier.index.slots == slots or not rig.store([key_of(len(rig.results) + 100)]))
+        rig.wait(lambda: rig.tier.get_stats().writable)
         keys = many(slots + 40)
         store_all(rig, keys)
-        rig.wait(lambda: rig.tier.index.retired == 0)
-        assert rig.tier.index.slots == slots
+        rig.wait(lambda: rig.tier.index.slots == slots)
+        assert rig.tier.index.retired == 0
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_the_tier_out_of_service_until_it_is_not(tmp_path: Path) -> None:

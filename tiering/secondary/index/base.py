@@ -82,6 +82,29 @@ class TierIndex(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """``keys``, a prefix in its order, were used; unknown ones are ignored."""
 
+    def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
+        """The device reported an error at ``places``: what they hold is lost, and they are not handed out any more.
+
+        Returns the keys that left the index.  A place that is a name is as good as any other: there is nothing to do.
+        """
+        return []
+
+    @property
+    def retired_for_errors(self) -> int:
+        """Places that :meth:`retire` has taken out of use."""
+        return 0
+
+    def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
+        """Up to ``count`` blocks that are held, whichever they are: (key, place) of each."""
+        return []
+
+    def borrow(self, count: int) -> list[Place]:
+        """Up to ``count`` slots that hold nothing, for a trial of writes; not handed out again before :meth:`give_back`."""
+        return []
+
+    def give_back(self, good: Sequence[Place]) -> None:
+        """The trial is over: borrowed slots are what they were, and those in ``good``, which could be written, are free."""
+
     @abstractmethod
     def clear(self) -> list[OffloadKey]:
         """Forget every block (a reset).  What is being read or written stays reserved until its end, and is then free, not held.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress, repeat, takewhile
+from itertools import compress, islice, repeat, takewhile
 from operator import lt
 from typing import ClassVar
 
@@ -132,6 +132,9 @@ class SharedIndex(TierIndex):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Nobody sees all accesses of a shared medium: there is no recency to keep."""
+
+    def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
+        return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
 
     def clear(self) -> list[OffloadKey]:
         held = list(self._present)

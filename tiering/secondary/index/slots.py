@@ -5,16 +5,16 @@ A slot is in exactly one of these states:
 - *free*; *written* (reserved by :meth:`SlotIndex.plan_store`); *held* (answered for; pinned while it is read);
 - *foreign*: it holds a block of another namespace or an older epoch, used before any block of our own is evicted;
 - *unseen*: not known yet (a medium that is being recovered, or room that is not prepared yet): neither allocated nor answered for;
-- *retired*: out of use, because the medium had no space for it.
+- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a *bad* slot).
 
 Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge` say what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,12 @@ class SlotIndex(TierIndex):
         self._is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._foreign: Rows = np.empty(0, np.int64)
         self._retired: set[int] = set()
+        self._bad: set[int] = set()
+        """Slots at which the device reported an error: retired, or to be retired as soon as they are seen."""
+        self._condemned: set[int] = set()
+        """Bad slots that are still being read or written: to be retired when that has ended."""
+        self._borrowed: dict[int, bool] = {}
+        """Slots on trial, and whether they had been retired before."""
         self._sequences: Sequences | None = None
 
     # ------------------------------------------------------------------------------------------------------------- lookup
@@ -99,8 +105,12 @@ class SlotIndex(TierIndex):
 
     @property
     def retired(self) -> int:
-        """Slots taken out of use by :meth:`retire`."""
-        return len(self._retired)
+        """Slots taken out of use by :meth:`retire_full`, for want of space."""
+        return len(self._retired - self._bad - self._borrowed.keys())
+
+    @property
+    def retired_for_errors(self) -> int:
+        return len(self._bad)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         slots = list(map(self._readable.get, keys))
@@ -136,18 +146,17 @@ class SlotIndex(TierIndex):
         table = self._table
         rows = np.array(places, np.int64)
         good = np.array(stored, np.bool_)
-        if table.quarantined:
+        if table.any_quarantined(places):
             orphaned = np.array([table.is_quarantined(row) and row not in self._retired for row in rows.tolist()], np.bool_)
             if orphaned.any():
                 table.end_writing(rows[orphaned])
             mine = ~orphaned & np.array([row not in self._retired for row in rows.tolist()], np.bool_)
             keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
             rows, good = rows[mine], good[mine]
-        if good.all():
-            self._commit(keys, rows)
-            return
-        self._commit([keys[position] for position in np.flatnonzero(good).tolist()], rows[good])
-        table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
+        self._commit([keys[position] for position in np.flatnonzero(good).tolist()] if not good.all() else keys, rows[good])
+        if not good.all():
+            table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
+        self._retire_condemned()
 
     def _commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         if not len(rows):
@@ -195,10 +204,12 @@ class SlotIndex(TierIndex):
 
     def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
         self._table.unpin(np.array(places, np.int64))
-        if not any(lost):
-            return []
-        gone = [key for key, place, is_lost in zip(keys, places, lost, strict=True) if is_lost and self._readable.get(key) == place]
-        return self._table.drop(gone)
+        gone: list[OffloadKey] = []
+        if any(lost):
+            gone = [key for key, place, bad in zip(keys, places, lost, strict=True) if bad and self._readable.get(key) == place]
+            gone = self._table.drop(gone)
+        self._retire_condemned()
+        return gone
 
     # ---------------------------------------------------------------------------------------- what is there, and what is not
 
@@ -207,14 +218,25 @@ class SlotIndex(TierIndex):
 
     def add_free(self, slots: Rows) -> None:
         """Unseen ``slots`` are empty: the first is handed out first."""
+        slots = slots[self._usable(slots)]
         self.slots += len(slots)
         self._table.add_free(slots)
 
     def add_foreign(self, slots: Rows) -> None:
         """Unseen ``slots`` hold blocks that nobody here may read."""
+        slots = slots[self._usable(slots)]
         self.slots += len(slots)
         self._is_foreign[slots] = True
         self._foreign = np.concatenate((self._foreign, slots))
+
+    def _usable(self, slots: Rows) -> NDArray[np.bool_]:
+        """Which of the unseen ``slots`` are not bad; those that are become retired."""
+        if not self._bad:
+            return np.ones(len(slots), np.bool_)
+        good = np.array([slot not in self._bad for slot in slots.tolist()], np.bool_)
+        self._table.withhold(slots[~good])
+        self._retired.update(slots[~good].tolist())
+        return good
 
     def begin_recovery(self) -> None:
         """Blocks found on the medium will be merged."""
@@ -231,6 +253,10 @@ class SlotIndex(TierIndex):
         free.  Returns the keys that are answered for and were not before.
         """
         table = self._table
+        usable = self._usable(slots)
+        if not usable.all():
+            keys = [keys[position] for position in np.flatnonzero(usable).tolist()]
+            slots, sequences = slots[usable], sequences[usable]
         self.slots += len(slots)
         stored = self._sequences
         if stored is None or (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
@@ -263,7 +289,9 @@ class SlotIndex(TierIndex):
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
-    def retire(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
+    # ---------------------------------------------------------------------------------------------------------- out of use
+
+    def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
         """The medium has no space for ``slots``, which were planned for ``keys`` and whose write is about to end: out of use.
 
         To be called before their :meth:`end_store`.
@@ -273,13 +301,107 @@ class SlotIndex(TierIndex):
         self._retired.update(slots[fresh].tolist())
         self.slots -= len(fresh)
 
-    def restore_retired(self) -> int:
-        """Take retired slots back into use; how many."""
-        slots = np.fromiter(self._retired, np.int64, len(self._retired))
-        self._retired.clear()
+    def restore_full(self) -> int:
+        """Take the slots that :meth:`retire_full` retired back into use; how many."""
+        return self._restore(self._retired - self._bad - self._borrowed.keys())
+
+    def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
+        """The device reported an error at these slots: what they hold is dropped, and they are out of use until :meth:`restore`.
+
+        A slot that is being read, or that has not been seen yet, is out of use once nobody reads it or it is seen.  To be called before
+        the :meth:`end_store` or :meth:`end_load` of the job that failed.  Returns the keys that were held.
+        """
+        table = self._table
+        gone: list[OffloadKey] = []
+        idle: list[int] = []
+        for slot in [place for place in places if isinstance(place, int) and 0 <= place < self.num_slots]:
+            self._bad.add(slot)
+            if slot in self._retired:
+                continue
+            key = table.keys[slot]
+            if self._is_foreign[slot]:
+                self._foreign = self._foreign[self._foreign != slot]
+                self._is_foreign[slot] = False
+                table.withhold(np.array([slot]))
+                self._count_out(slot)
+            elif key is not None and table.pending.get(key) == slot:
+                table.disown([key], np.array([slot]))
+                self._count_out(slot)
+            else:
+                if key is not None and self._readable.get(key) == slot:
+                    gone += table.drop([key])
+                if table.is_quarantined(slot):
+                    self._condemned.add(slot)
+                else:
+                    idle.append(slot)
+        self._withdraw(idle)
+        return gone
+
+    def mark_bad(self, slots: Sequence[int]) -> None:
+        """These unseen slots are known to be bad: they are retired when they are seen."""
+        self._bad.update(slot for slot in slots if 0 <= slot < self.num_slots)
+
+    def idle_bad(self, slots: Iterable[int]) -> list[int]:
+        """Those of ``slots`` that are retired as bad: nobody reads or writes them, and nothing is in them."""
+        return [slot for slot in slots if slot in self._bad and slot in self._retired and slot not in self._borrowed]
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """These slots, which :meth:`idle_bad` has named, could be written and read: free."""
+        good = self._bad.intersection(slots)
+        self._bad -= good
+        self._restore(self._retired & good)
+
+    def _count_out(self, slot: int) -> None:
+        self._retired.add(slot)
+        self.slots -= 1
+
+    def _retire_condemned(self) -> None:
+        """Bad slots that nobody reads or writes any more are retired before anybody gets one."""
+        if self._condemned:
+            idle = [slot for slot in self._condemned if not self._table.is_quarantined(slot)]
+            self._condemned.difference_update(idle)
+            self._withdraw(idle)
+
+    def _withdraw(self, slots: list[int]) -> None:
+        """Those of ``slots`` that are free are retired; the others are unseen."""
+        if slots:
+            for slot in self._table.withdraw(np.array(slots, np.int64)).tolist():
+                self._count_out(slot)
+
+    def _restore(self, chosen: set[int]) -> int:
+        slots = np.fromiter(chosen, np.int64, len(chosen))
+        self._retired -= chosen
         self._table.end_writing(np.sort(slots))
         self.slots += len(slots)
         return len(slots)
+
+    # -------------------------------------------------------------------------------------------------------------- trials
+
+    def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
+        if not self._readable:
+            return []
+        slots = np.random.default_rng().integers(0, self.num_slots, 16 * count).tolist()
+        found: list[tuple[OffloadKey, Place]] = []
+        for slot in slots:
+            key = self._table.keys[slot]
+            if key is not None and self._readable.get(key) == slot and len(found) < count:
+                found.append((key, slot))
+        return found or list(islice(self._readable.items(), count))
+
+    def borrow(self, count: int) -> list[Place]:
+        """Slots that were retired for want of space come first: whether they can be written is what a trial should tell."""
+        retired = sorted(self._retired - self._bad - self._borrowed.keys())[:count]
+        self._borrowed.update(dict.fromkeys(retired, True))
+        free = self._table.take_free(count - len(retired)).tolist()
+        self._borrowed.update(dict.fromkeys(free, False))
+        for slot in free:
+            self._count_out(slot)
+        places: list[Place] = [*retired, *free]
+        return places
+
+    def give_back(self, good: Sequence[Place]) -> None:
+        borrowed, self._borrowed = self._borrowed, {}
+        self._restore({slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad})
 
     # -------------------------------------------------------------------------------------------------------- checkpoints
 

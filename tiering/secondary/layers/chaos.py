@@ -12,7 +12,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import DeviceError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.secondary.layers.base import StoreLayer
 
 
@@ -22,7 +22,9 @@ class Fault(enum.Enum):
     TEMPORARY = "temporary"
     """Throttled or reset: nothing is moved."""
     PERMANENT = "permanent"
-    """EIO or no permission: nothing is moved."""
+    """No permission, or the medium is gone: nothing is moved."""
+    DEVICE = "device"
+    """EIO at the block's place: nothing is moved."""
     OUT_OF_SPACE = "out of space"
     """ENOSPC: nothing is written.  For puts; a get succeeds."""
     BIT_FLIP = "bit flip"
@@ -104,7 +106,9 @@ class ChaosLayer(StoreLayer):
             if fault is Fault.TEMPORARY:
                 raise TemporaryStoreError("injected: throttled")
             if fault is Fault.PERMANENT:
-                raise PermanentStoreError("injected: input/output error")
+                raise PermanentStoreError("injected: permission denied")
+            if fault is Fault.DEVICE:
+                raise DeviceError("injected: input/output error")
             if fault is Fault.HANG:
                 self._hang()
             elif fault is Fault.DELAY:
