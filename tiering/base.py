@@ -11,6 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -176,13 +177,45 @@ class PrepareStoreOutput:
     evicted_keys: list[OffloadKey]
 
 
+MEDIUM_CPU = "CPU"
+"""The medium of host memory in events."""
+
+MEDIUM_STORAGE = "STORAGE"
+"""The medium of everything slower than host memory in events."""
+
+LOCAL = "LOCAL"
+"""Locality in events of a medium that only this machine reaches."""
+
+REMOTE = "REMOTE"
+"""Locality in events of a medium that other machines reach as well."""
+
+_event_orders = count()
+
+
+def event_medium(medium: str) -> str:
+    """The word of engines and routers, "CPU" or "STORAGE", for what a tier calls its ``medium``."""
+    return MEDIUM_CPU if medium in (MEDIUM_CPU, "MEMORY") else MEDIUM_STORAGE
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks that became readable on a medium (``removed`` False) or are gone from it (True)."""
+    """Blocks became readable in a tier (``removed`` False) or are gone from it (True).
+
+    Make an event when its blocks come or go: all events of a process are ordered by their making.
+    """
 
     keys: list[OffloadKey]
+    """The blocks."""
     medium: str
+    """``"CPU"`` or ``"STORAGE"``: see :func:`event_medium`."""
+    locality: str
+    """``"LOCAL"`` or ``"REMOTE"``."""
+    tier: str
+    """The tier's name; :data:`PRIMARY_TIER` for the primary one."""
     removed: bool
+    """True if the blocks are gone."""
+    order: int = field(default_factory=_event_orders.__next__, compare=False, repr=False)
+    """Position of this event among all events of the process."""
 
 
 class OffloadingManager(ABC):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
 
 _log = logging.getLogger("kv_tiering.manager")
 
+
+_order = attrgetter("order")
 
 NOBODY = ReqContext("")
 """For cascades that belong to no request."""
@@ -350,6 +353,7 @@ class TieringOffloadingManager(OffloadingManager):
         events = self.primary_tier.take_events()
         for state in self._states:
             events.extend(self._call(state, state.tier.take_events) or ())
+        events.sort(key=_order)
         return events
 
     def get_stats(self) -> dict[str, Any]:

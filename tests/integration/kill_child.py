@@ -111,7 +111,7 @@ class Child:
         return [
             ("removed" if event.removed else "stored", [number_of(key) for key in event.keys])
             for event in self.manager.take_events()
-            if event.medium == "DISK"
+            if event.medium == "STORAGE"
         ]
 
 

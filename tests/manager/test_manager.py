@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import CPULoadStoreSpec, OffloadPolicy, PrefixMatch, ReqContext
+from tiering.base import CPULoadStoreSpec, OffloadingEvent, OffloadPolicy, PrefixMatch, ReqContext
 from tiering.errors import ConfigError, NotReadableError
 from tiering.secondary.base import JobResult
 
@@ -652,6 +652,29 @@ def test_events_come_in_an_order_that_a_consumer_can_apply() -> None:
             assert (key in known) is event.removed
             (known.discard if event.removed else known.add)(key)
     assert known == set()
+
+
+def test_events_of_all_tiers_come_in_the_order_in_which_they_happened() -> None:
+    class Announcing(FakeTier):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.said: list[OffloadingEvent] = []
+
+        def take_events(self) -> list[OffloadingEvent]:
+            said, self.said = self.said, []
+            return said
+
+    disk, bucket = Announcing("disk"), Announcing("bucket")
+    rig = Rig(1, [disk, bucket])
+    happened = []
+    for number, tier in enumerate((bucket, disk, bucket)):
+        rig.store(make_keys(number))
+        disk.finish_all()
+        bucket.finish_all()
+        rig.step()
+        tier.said.append(OffloadingEvent(make_keys(number), "STORAGE", "LOCAL", tier.name, False))
+        happened += [("cpu", True)] * bool(number) + [("cpu", False), (tier.name, False)]
+    assert [(event.tier, event.removed) for event in rig.manager.take_events()] == happened
 
 
 def test_a_promotion_announces_its_block_only_when_it_has_arrived() -> None:

@@ -538,11 +538,11 @@ def test_events_follow_what_happened_in_order() -> None:
     rig.tier.reset(rig.clock() + 1)
     (evicted,) = set(K[:2]) - set(held)
     assert rig.events() == [
-        OffloadingEvent(K[:2], "FAKE", removed=False),
-        OffloadingEvent([evicted], "FAKE", removed=True),
-        OffloadingEvent([K[2]], "FAKE", removed=False),
-        OffloadingEvent([K[2]], "FAKE", removed=True),
-        OffloadingEvent(held, "FAKE", removed=True),
+        OffloadingEvent(K[:2], "STORAGE", "LOCAL", "t", removed=False),
+        OffloadingEvent([evicted], "STORAGE", "LOCAL", "t", removed=True),
+        OffloadingEvent([K[2]], "STORAGE", "LOCAL", "t", removed=False),
+        OffloadingEvent([K[2]], "STORAGE", "LOCAL", "t", removed=True),
+        OffloadingEvent(held, "STORAGE", "LOCAL", "t", removed=True),
     ]
     assert rig.events() == []
 
@@ -553,7 +553,10 @@ def test_on_a_shared_medium_only_what_we_announced_is_announced_as_removed() -> 
     job_id = rig.submit_load(K[:2])
     rig.io.finish(job_id, [Done.ABSENT, Done.ABSENT])
     rig.finished()
-    assert rig.events() == [OffloadingEvent(K[:1], "FAKE", removed=False), OffloadingEvent(K[:1], "FAKE", removed=True)]
+    assert rig.events() == [
+        OffloadingEvent(K[:1], "STORAGE", "LOCAL", "t", removed=False),
+        OffloadingEvent(K[:1], "STORAGE", "LOCAL", "t", removed=True),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------------ shared lookups

@@ -130,10 +130,10 @@ def test_events_say_what_can_be_found_in_the_order_in_which_it_happened():
     stored(pool, 3)
     pool.reset()
     assert pool.take_events() == [
-        OffloadingEvent(keys(1, 2), "CPU", removed=False),
-        OffloadingEvent(keys(2), "CPU", removed=True),
-        OffloadingEvent(keys(3), "CPU", removed=False),
-        OffloadingEvent(keys(1, 3), "CPU", removed=True),
+        OffloadingEvent(keys(1, 2), "CPU", "LOCAL", "cpu", removed=False),
+        OffloadingEvent(keys(2), "CPU", "LOCAL", "cpu", removed=True),
+        OffloadingEvent(keys(3), "CPU", "LOCAL", "cpu", removed=False),
+        OffloadingEvent(keys(1, 3), "CPU", "LOCAL", "cpu", removed=True),
     ]
     assert pool.take_events() == []
 

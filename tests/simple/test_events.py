@@ -7,7 +7,7 @@ import pytest
 from examples.mini_engine.request import Request
 from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, tokens
 from tiering.base import EngineConfig, KVCacheGroup
-from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
+from tiering.connector.events import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 from tiering.simple.events import event_groups
@@ -26,7 +26,7 @@ def half_of(sim: Simulation, cpu_blocks: int, *, described: bool = True, lazy: b
         cpu_blocks * BLOCK_BYTES,
         lazy,
         enable_kv_cache_events=True,
-        external_hash=lambda name: name[:8],
+        engine_events=EngineEvents(lambda name: name[:8]),
         self_describing_kv_events=described,
     )
 

@@ -19,7 +19,7 @@ LATER = [prompt(seed, 500) for seed in range(20, 24)]
 PLAIN: dict[str, Any] = {"primary": {"capacity": "1500KiB"}}
 DESCRIBED = {**PLAIN, "block_size": 2 * BLOCK, "self_describing_kv_events": True}
 WITH_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
-GPU, CPU, DISK = "GPU", "CPU", "DISK"
+GPU, CPU, DISK = "GPU", "CPU", "STORAGE"
 
 
 class Subscriber:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiering.base import PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
-from tiering.connector.events import PRIMARY_MEDIUM, ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.base import MEDIUM_CPU, PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
+from tiering.connector.events import EngineEvents, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
@@ -54,6 +54,7 @@ class SchedulerCounters:
     """What the scheduler half has seen since the start, and the present number of jobs and requests.
 
     ``queried_blocks`` were asked for when a request was matched first, ``hit_blocks`` of them were in the primary tier without a promotion.
+    ``snapshots_dropped``: blocks of which events tell the own hash only, because the bound on snapshots was reached.
     """
 
     queried_tokens: int = 0
@@ -68,6 +69,7 @@ class SchedulerCounters:
     stores_refused: int = 0
     jobs_flushed: int = 0
     sharer_waits: int = 0
+    snapshots_dropped: int = 0
     jobs_active: int = 0
     requests_active: int = 0
 
@@ -75,7 +77,7 @@ class SchedulerCounters:
 class OffloadingConnectorScheduler:
     """Drives ``spec``'s manager for one engine.  All calls come from the scheduler's thread.
 
-    ``external_hash`` converts block hashes in events to the engine's external form; ``clock`` returns monotonic seconds.
+    ``engine_events`` tells how the engine writes its own KV events; ``clock`` returns monotonic seconds.
     ``spec.extra_config`` may say ``sharer_wait`` (a duration, 0 for none) and ``self_describing_kv_events``.
     Raises :class:`ConfigError` for KV-cache groups that cannot be offloaded, before the manager is built.
     """
@@ -85,15 +87,16 @@ class OffloadingConnectorScheduler:
         spec: OffloadingSpec,
         *,
         enable_kv_cache_events: bool = False,
-        external_hash: Callable[[bytes], ExternalHash] | None = None,
+        engine_events: EngineEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = build_groups(spec)
         self._sharer_wait = _sharer_wait(spec)
         config = OffloadingKVEventsConfig(enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False)))
+        self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
         self._spec = spec
         self._clock = clock
-        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
+        self._events = OffloadingEventsTracker(config, engine_events)
         self._manager = spec.get_manager()
         self._search = HitSearch(self._groups, self._manager)
         self._jobs = JobTable(spec.engine.world_size)
@@ -154,6 +157,8 @@ class OffloadingConnectorScheduler:
         if state.policy.max_load_tokens is not None:
             limit = min(limit, state.policy.max_load_tokens)
         hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
+        if self._describes_events and hit.tokens > num_computed_tokens:
+            self._record_lookup(state, num_computed_tokens, hit.tokens)
         if hit.pending:
             return ASK_AGAIN
         if hit.tokens <= num_computed_tokens:
@@ -192,7 +197,7 @@ class OffloadingConnectorScheduler:
             for medium, blocks in state.sources.items():
                 sources[medium] = tokens = min(left, blocks * size)
                 left -= tokens
-        sources[PRIMARY_MEDIUM] = left
+        sources[MEDIUM_CPU] = left
         return {medium: tokens for medium, tokens in sources.items() if tokens}
 
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -296,6 +301,7 @@ class OffloadingConnectorScheduler:
         """The manager's statistics, the primary tier among its tiers, and under ``connector`` those of :class:`SchedulerCounters`."""
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
+        counters.snapshots_dropped = self._events.snapshots_dropped
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
         stats = dict(self._manager.get_stats())
         primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
@@ -332,6 +338,12 @@ class OffloadingConnectorScheduler:
         )
         self._states[request.request_id] = state
         return state
+
+    def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
+        """Keep what events are to tell of the blocks before token ``end``, while their request is known."""
+        for group, keys in zip(self._groups, state.keys, strict=True):
+            size = group.offloaded_block_size
+            self._events.record_lookup(state.request, group, keys, computed // size, end // size)
 
     def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
         """Whether to let another request's load of the same blocks arrive first; for a bounded time in the life of a request."""
@@ -401,6 +413,7 @@ class OffloadingConnectorScheduler:
             self._tables.given_up(state)
             if state.untouched_blocks:
                 self._touch_stored(state)
+            self._events.request_finished(req_id)
             self._manager.on_request_finished(state.ctx)
         return False, None
 

@@ -137,8 +137,7 @@ class StorePlanner:
             firsts.append(int(positions[0]) * factor if len(positions) else 0)
             if self._events.captures(group):
                 keys = offer.keys if mask is None else [offer.keys[index] for index in np.flatnonzero(mask)]
-                for position, key in zip(positions.tolist(), keys, strict=True):
-                    self._events.record_store(state.request, group, position, key)
+                self._events.record_stores(state.request, group, positions.tolist(), keys)
         block_ids = np.concatenate(runs)
         job = self._jobs.open(state.ctx, list(wanted))
         self._fences.fence(job.job_id, block_ids, writes=False)

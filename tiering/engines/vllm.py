@@ -28,12 +28,12 @@ import torch
 import vllm
 
 from tiering.config import tier_definition
-from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncrements
 from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.engines.vllm_events import EventConverter, engine_events
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
 from tiering.engines.vllm_identity import hash_seed, overrides
 from tiering.engines.vllm_interface import check_methods, check_names, check_version
@@ -81,6 +81,8 @@ TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 
 _HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
 """Medium → name of vLLM's source; it has none for object stores."""
+
+_vllm_event = EventConverter(kv_events)
 
 STATS_INTERVAL = 0.5
 """Seconds between two reports of the tiers' counters while requests run."""
@@ -164,7 +166,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 chosen.cpu_capacity_bytes,
                 chosen.lazy_offload,
                 enable_kv_cache_events=_publishes_events(vllm_config),
-                external_hash=kv_cache_utils.maybe_convert_block_hash,
+                engine_events=engine_events(kv_cache_utils, vllm_config),
                 self_describing_kv_events=chosen.self_describing_kv_events,
             )
             self.scheduler_half = half
@@ -188,7 +190,9 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.info("requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content")
         try:
             self.scheduler_half = OffloadingConnectorScheduler(
-                spec, enable_kv_cache_events=_publishes_events(vllm_config), external_hash=kv_cache_utils.maybe_convert_block_hash
+                spec,
+                enable_kv_cache_events=_publishes_events(vllm_config),
+                engine_events=engine_events(kv_cache_utils, vllm_config),
             )
             if not spec.rows_are_shared:
                 raise RegionError(
@@ -421,13 +425,6 @@ def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
 def _publishes_events(vllm_config: Any) -> bool:
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
-
-
-def _vllm_event(event: KVCacheEvent) -> Any:
-    if isinstance(event, BlockRemoved):
-        return kv_events.BlockRemoved(block_hashes=event.block_hashes, medium=event.medium, group_idx=event.group_idx)
-    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(BlockStored)}
-    return kv_events.BlockStored(**fields)
 
 
 check_methods(vllm.__version__, TieringConnector, KVConnectorBase_V1)

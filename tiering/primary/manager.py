@@ -9,6 +9,9 @@ from itertools import takewhile
 import numpy as np
 
 from tiering.base import (
+    LOCAL,
+    MEDIUM_CPU,
+    PRIMARY_TIER,
     CPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
@@ -27,8 +30,6 @@ from tiering.primary.claims import Claims
 from tiering.primary.region import SharedRegion
 
 _log = logging.getLogger("kv_tiering.primary")
-
-CPU_MEDIUM = "CPU"
 
 
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
@@ -170,20 +171,20 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Rows for unknown ``keys``, pending from now on, and the keys evicted for them; None without room for all."""
         taken = self.table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:
-            self._events.append(OffloadingEvent(taken[1], CPU_MEDIUM, True))
+            self._events.append(_event(taken[1], removed=True))
         return taken
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Pending ``keys`` are written: readable."""
         self.table.commit(keys, rows)
         if self._enable_events:
-            self._events.append(OffloadingEvent(list(keys), CPU_MEDIUM, False))
+            self._events.append(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Blocks that nobody waited for any more have arrived all the same in quarantined rows: readable."""
         self.table.adopt(keys, rows)
         if self._enable_events:
-            self._events.append(OffloadingEvent(list(keys), CPU_MEDIUM, False))
+            self._events.append(_event(list(keys), removed=False))
 
     # ------------------------------------------------------------------------------------------------------------ the rest
 
@@ -201,7 +202,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def reset_cache(self, revision: str | None = None) -> bool:
         forgotten = self.table.clear()
         if forgotten and self._enable_events:
-            self._events.append(OffloadingEvent(forgotten, CPU_MEDIUM, True))
+            self._events.append(_event(forgotten, removed=True))
         return True
 
     def shutdown(self) -> None:
@@ -227,3 +228,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def _count_ignored(self, count: int, req_id: str) -> None:
         self.ignored_completions += count
         _log.debug("ignored %d completions of %s: not known (any more)", count, req_id)
+
+
+def _event(keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:
+    return OffloadingEvent(keys, MEDIUM_CPU, LOCAL, PRIMARY_TIER, removed)

@@ -85,7 +85,7 @@ class SecondaryTierManager(ABC):
     """
 
     medium: str = ""
-    """The medium's name in events: "DISK", "OBJECT", ..."""
+    """The medium's name in metrics: "DISK", "OBJECT", ..."""
 
     name: str = ""
     """Unique in a stack; used in metrics, logs and in a request's ``tiers``."""

@@ -101,7 +101,7 @@ class BlockTier(SecondaryTierManager):
         self._place_prefix = place_prefix
         self._lookup_index = index.lookup_prefix
         self._admission = make_admission(options.admission)
-        self._events = EventLog(store.medium, enabled=context.enable_events, shared=index.shared)
+        self._events = EventLog(context.name, store.medium, store.locality, enabled=context.enable_events, shared=index.shared)
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
         writes = options.admission != "none"
@@ -201,6 +201,7 @@ class BlockTier(SecondaryTierManager):
         self._events.removed(plan.evicted)
         self.stats.stores_declined += len(keys) - len(plan.positions) - len(plan.already_held)
         held = [keys[position] for position in plan.already_held]
+        self._events.found(held)
         if not plan.positions:
             self._finish(job, held)
             return
@@ -317,6 +318,8 @@ class BlockTier(SecondaryTierManager):
                 self.io.breakers.reads.record_failure(
                     f"a load of {waited} blocks was not taken up within {self.options.deadline:g} s"
                 )
+        if self._events.announces_found:
+            self._events.found(list(compress(io_job.keys, arrived)))
         lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
         self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
         if self.index.shared and any(lost):
@@ -427,7 +430,7 @@ class BlockTier(SecondaryTierManager):
         self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
         try:
             self.on_left()
-            self._events.removed(self.index.clear())
+            self._events.cleared(self.index.clear())
             self._admission.clear()
         finally:
             # What is on the medium must become foreign, whatever state the tier is in.

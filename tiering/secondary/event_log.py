@@ -6,21 +6,32 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from tiering.base import OffloadingEvent, OffloadKey
+from tiering.base import OffloadingEvent, OffloadKey, event_medium
 
 MAX_ANNOUNCED = 1 << 20
-"""Keys on a shared medium of which is remembered that we announced them."""
+"""Largest number of keys on a shared medium that this process remembers having announced."""
 
 
 class EventLog:
-    """Collects events until they are taken; inert unless ``enabled``.
+    """Collects the events of one tier until they are taken.
 
-    On a shared medium a removal is announced only for what was announced as stored: the rest is not ours.  On a medium of our own
-    the index announces everything it holds.
+    The index of a medium of our own announces everything that it holds.  On a shared medium, the log announces a block once, when this
+    process has stored, found or read it, and announces the removal of announced blocks only.
+
+    ``tier``: the tier's name.
+    ``medium``: the store's own word for its medium.
+    ``locality``: "LOCAL" or "REMOTE".
+    ``enabled``: without it the log collects nothing.
+    ``shared``: other processes write to the medium as well.
+    ``max_announced``: bound on the keys remembered of a shared medium; the oldest beyond it are announced as removed.
     """
 
-    def __init__(self, medium: str, *, enabled: bool, shared: bool, max_announced: int = MAX_ANNOUNCED) -> None:
-        self._medium = medium
+    def __init__(
+        self, tier: str, medium: str, locality: str, *, enabled: bool, shared: bool, max_announced: int = MAX_ANNOUNCED
+    ) -> None:
+        self._tier = tier
+        self._medium = event_medium(medium)
+        self._locality = locality
         self._enabled = enabled
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._max_announced = max_announced
@@ -30,11 +41,20 @@ class EventLog:
         """``keys`` became readable on the medium."""
         if not self._enabled or not keys:
             return
-        self._events.append(OffloadingEvent(list(keys), self._medium, removed=False))
-        if self._announced is not None:
-            self._announced.update(zip(keys, repeat(None), strict=False))
-            if len(self._announced) > self._max_announced:
-                self._forget_oldest()
+        if self._announced is None:
+            self._add(list(keys), removed=False)
+        else:
+            self._announce(self._announced, keys)
+
+    @property
+    def announces_found(self) -> bool:
+        """Whether :meth:`found` has anything to announce: the index of a medium of our own knew its blocks before."""
+        return self._enabled and self._announced is not None
+
+    def found(self, keys: Sequence[OffloadKey]) -> None:
+        """``keys`` turned out to be on the medium."""
+        if self._enabled and self._announced is not None:
+            self._announce(self._announced, keys)
 
     def removed(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are no longer held."""
@@ -45,8 +65,11 @@ class EventLog:
             gone = [key for key in keys if key in self._announced]
             for key in gone:
                 del self._announced[key]
-        if gone:
-            self._events.append(OffloadingEvent(gone, self._medium, removed=True))
+        self._add(gone, removed=True)
+
+    def cleared(self, keys: Sequence[OffloadKey]) -> None:
+        """Nothing is held any more; ``keys`` are what the index held until now."""
+        self.removed(keys if self._announced is None else list(self._announced))
 
     def take(self) -> Iterable[OffloadingEvent]:
         """The events since the last call."""
@@ -55,9 +78,15 @@ class EventLog:
         events, self._events = self._events, []
         return events
 
-    def _forget_oldest(self) -> None:
-        """What we can no longer vouch for is announced as removed, so that consumers do not keep it for ever."""
-        if self._announced is None:
-            return
-        surplus = len(self._announced) - self._max_announced
-        self._events.append(OffloadingEvent([self._announced.popitem(last=False)[0] for _ in range(surplus)], self._medium, True))
+    def _announce(self, announced: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
+        """Announce those of ``keys`` that are not announced; take back the oldest beyond the bound, so that no consumer keeps them."""
+        new = [key for key in keys if key not in announced]
+        self._add(new, removed=False)
+        announced.update(zip(new, repeat(None), strict=False))
+        surplus = len(announced) - self._max_announced
+        if surplus > 0:
+            self._add([announced.popitem(last=False)[0] for _ in range(surplus)], removed=True)
+
+    def _add(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if keys:
+            self._events.append(OffloadingEvent(keys, self._medium, self._locality, self._tier, removed))

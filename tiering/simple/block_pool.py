@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from tiering.base import OffloadingEvent, OffloadKey
+from tiering.base import LOCAL, MEDIUM_CPU, PRIMARY_TIER, OffloadingEvent, OffloadKey
 from tiering.errors import ConfigError, TieringError
 
-MEDIUM = "CPU"
 NULL_BLOCK = -1
 """Stands where a window or a state has passed; has no memory and is never allocated, held or freed."""
 
@@ -109,7 +108,7 @@ class CPUBlockPool:
             self.pending.pop(key, None)
         self.cached.update(names)
         if self._events_on and names:
-            self._events.append(OffloadingEvent([key for key, _ in names], MEDIUM, removed=False))
+            self._events.append(_event([key for key, _ in names], removed=False))
 
     def discard(self, blocks: Sequence[int]) -> list[OffloadKey]:
         """What was being stored into ``blocks`` is worth nothing: its names, but for those that a reset has forgotten before."""
@@ -169,7 +168,7 @@ class CPUBlockPool:
     def reset(self) -> None:
         """Forget every name.  Blocks that copies use become blank when they are given back."""
         if self._events_on and self.cached:
-            self._events.append(OffloadingEvent(list(self.cached), MEDIUM, removed=True))
+            self._events.append(_event(list(self.cached), removed=True))
         self.cached.clear()
         self.pending.clear()
         self._names.clear()
@@ -185,5 +184,9 @@ class CPUBlockPool:
         self._evicted += keys
         self.evictions += count
         if self._events_on:
-            self._events.append(OffloadingEvent(keys, MEDIUM, removed=True))
+            self._events.append(_event(keys, removed=True))
         return [block for block, _ in victims]
+
+
+def _event(keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:
+    return OffloadingEvent(keys, MEDIUM_CPU, LOCAL, PRIMARY_TIER, removed)

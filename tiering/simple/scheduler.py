@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey
-from tiering.connector.events import ExternalHash, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.events import EngineEvents, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
@@ -47,7 +47,7 @@ class SimpleCPUOffloadScheduler:
     :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
 
     ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the GPU, instead of all
-    blocks when they are computed; it needs the engine's prefix caching.  ``external_hash``: a block hash as events show it.
+    blocks when they are computed; it needs the engine's prefix caching.  ``engine_events``: how the engine writes its own events.
     ``self_describing_kv_events``: events of full-attention groups also tell tokens, parent and adapter; it needs the eager mode.
     Raises :class:`ConfigError` for an engine it cannot serve.
     """
@@ -60,7 +60,7 @@ class SimpleCPUOffloadScheduler:
         lazy_offload: bool = False,
         *,
         enable_kv_cache_events: bool = False,
-        external_hash: Callable[[bytes], ExternalHash] | None = None,
+        engine_events: EngineEvents | None = None,
         self_describing_kv_events: bool = False,
     ) -> None:
         self.full_attention_group = check_engine(engine_config, kv_cache_config)
@@ -87,7 +87,7 @@ class SimpleCPUOffloadScheduler:
         self._search = HitSearch(groups)
         self._needs = self._search.needs
         config = OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events)
-        self._events = OffloadingEventsTracker(config) if external_hash is None else OffloadingEventsTracker(config, external_hash)
+        self._events = OffloadingEventsTracker(config, engine_events)
         self._event_groups = event_groups(groups, engine_config.hash_block_size)
         record = self._record if enable_kv_cache_events and self_describing_kv_events else None
         self._suspects = SuspectBlocks(need.block_size for need in self._needs)
