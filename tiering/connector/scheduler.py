@@ -343,7 +343,7 @@ class OffloadingConnectorScheduler:
         """Keep what events are to tell of the blocks before token ``end``, while their request is known."""
         for group, keys in zip(self._groups, state.keys, strict=True):
             size = group.offloaded_block_size
-            self._events.record_lookup(state.request, group, keys, computed // size, end // size)
+            self._events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
 
     def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
         """Whether to let another request's load of the same blocks arrive first; for a bounded time in the life of a request."""
