@@ -365,7 +365,7 @@ def test_an_error_of_the_device_drops_the_block_and_retires_its_slot() -> None:
         job = rig.io.finish(rig.submit_store([key]))
         assert set(job.places).isdisjoint({bad_for_writes, bad_for_reads})
         rig.finished()
-    assert OffloadingEvent([K[0]], "FAKE", removed=True) in rig.events()
+    assert OffloadingEvent([K[0]], "STORAGE", "LOCAL", "t", removed=True) in rig.events()
 
 
 # ---------------------------------------------------------------------------------------------------------------- requests, policies
