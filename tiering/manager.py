@@ -32,6 +32,8 @@ from tiering.base import (
     Rows,
 )
 from tiering.errors import ConfigError
+from tiering.forks import inert_in_children
+from tiering.inert_manager import InertManager
 from tiering.manager_stats import ManagerStats
 from tiering.namespace import revision_digest
 from tiering.prefix_search import PrefixSearch
@@ -110,6 +112,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._job_ids = count(1)
         self._collected = False
         self._shut_down = False
+        inert_in_children(self, InertManager)
 
     # -------------------------------------------------------------------------------------------------------------- lookup
 

@@ -25,6 +25,8 @@ from tiering.base import (
 )
 from tiering.block_table import BlockTable
 from tiering.errors import ConfigError, NotReadableError
+from tiering.forks import inert_in_children
+from tiering.inert_manager import InertManager
 from tiering.policies.base import EvictionPolicy
 from tiering.primary.claims import Claims
 from tiering.primary.region import SharedRegion
@@ -56,6 +58,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._enable_events = enable_events
         self._loads = Claims()
         self._stores = Claims()
+        # Rows are shared with a child made by fork, the table is not: two processes would use one row for two blocks.
+        inert_in_children(self, InertManager)
 
     @property
     def num_rows(self) -> int:

@@ -15,6 +15,7 @@ from itertools import compress
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext
 from tiering.block_store import BlockStore, Done, Outcome, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
+from tiering.forks import inert_in_children
 from tiering.namespace import Namespace
 from tiering.options import TierOptions
 from tiering.secondary.admission import make_admission
@@ -23,6 +24,7 @@ from tiering.secondary.event_log import EventLog
 from tiering.secondary.failures import FailureLog
 from tiering.secondary.health import HealthCheck
 from tiering.secondary.index.base import Probe, TierIndex
+from tiering.secondary.inert import InertTier
 from tiering.secondary.io_host import build_io_host
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
@@ -121,6 +123,7 @@ class BlockTier(SecondaryTierManager):
         self._finished: list[JobResult] = []
         self._hits = 0
         self._misses = 0
+        inert_in_children(self, InertTier)
 
     # ------------------------------------------------------------------------------------------------ hooks for subclasses
 
