@@ -169,6 +169,12 @@ class BlockTable:
         self.refs[rows] = WRITING
         self._quarantined.update(rows.tolist())
 
+    def forget(self, rows: Rows) -> None:
+        """Quarantined ``rows``, which nobody reads or writes, leave every list of this table."""
+        self._quarantined.difference_update(rows.tolist())
+        self.refs[rows] = 0
+        self.keys[rows] = None
+
     def end_writing(self, rows: Rows) -> None:
         """The writers of quarantined ``rows`` are done: the rows are free."""
         self._quarantined.difference_update(rows.tolist())

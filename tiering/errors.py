@@ -77,6 +77,14 @@ class DeviceError(PermanentStoreError):
     """
 
 
+class InUseError(PermanentStoreError):
+    """Another process owns the medium.  The tier asks again at short intervals, so that it takes over soon after the owner's end."""
+
+
+class PlaceLostError(PermanentStoreError):
+    """The medium does not have the place of a block any more: somebody removed its file.  It is not an outage."""
+
+
 class CorruptBlockError(PermanentStoreError):
     """What the medium returned is not the block that was asked for.  The block is dropped and counted as a miss."""
 

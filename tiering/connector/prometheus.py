@@ -86,6 +86,7 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("evictions", "kv_tiering_evictions", "Blocks evicted from the tier"),
     ("corrupt_blocks", "kv_tiering_corrupt_blocks", "Blocks that came back other than they were stored, and became misses"),
     ("device_errors", "kv_tiering_device_errors", "Blocks not moved because the device reported an error at their place"),
+    ("blocks_lost", "kv_tiering_blocks_lost", "Blocks lost because somebody removed, cut or replaced the tier's files"),
     ("retries", "kv_tiering_retries", "Attempts repeated after a temporary error"),
     ("requests", "kv_tiering_requests", "Requests sent to the medium"),
     ("breaker_opened", "kv_tiering_breaker_opened", "Times that the tier's circuit breaker opened"),

@@ -7,7 +7,7 @@ Load: the index says where → one job → verified bytes are in the row → its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -149,6 +149,14 @@ class BlockTier(SecondaryTierManager):
     def recovering(self) -> bool:
         """Whether it is not known yet what all of the medium holds (for subclasses that recover something)."""
         return False
+
+    def revoked_places(self) -> Collection[Place]:
+        """Places that the medium lost while jobs ran: what was written there does not count."""
+        return ()
+
+    def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """For subclasses: ``keys`` are not held any more, though neither evicted nor found corrupt."""
+        self._events.removed(keys)
 
     def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
         """For subclasses: ``keys`` became held without a job (recovery)."""
@@ -294,6 +302,9 @@ class BlockTier(SecondaryTierManager):
         # Across a reset nothing succeeds: neither may the index hold it, nor the manager serve it.
         current = flight.resets == self._resets
         arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
+        revoked = self.revoked_places()
+        if revoked and io_job.kind is IoKind.STORE:
+            arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
         if io_job.kind is IoKind.STORE:
             self._end_store(io_job, flight, arrived, now)
         else:

@@ -6,8 +6,11 @@ Calls release the interpreter lock while the kernel works, and are retried when 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +32,11 @@ _HINTS = {
     **dict.fromkeys(_DEVICE, "the device reports an error: see the kernel's log"),
     errno.ENODEV: "the device is gone",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ELOOP: "symbolic links are not followed here: put the file itself in its place, or remove the link",
 }
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def store_error(error: OSError, what: str) -> StoreError:
@@ -46,12 +53,38 @@ def store_error(error: OSError, what: str) -> StoreError:
     return TemporaryStoreError(text) if number in _TEMPORARY else PermanentStoreError(text)
 
 
+def open_plain(path: Path, flags: int) -> int:
+    """Open or create ``path``, a regular file of this user, private to its owner; returns the descriptor.
+
+    A symbolic link is not followed, and a FIFO does not block.  Raises :class:`OSError`: EEXIST if something else is there.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EEXIST, "something that is not a regular file is in its place; remove it", str(path))
+        if found.st_uid != os.geteuid():
+            reason = (
+                f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; change its owner, or remove it"
+            )
+            raise OSError(errno.EEXIST, reason, str(path))
+        os.set_blocking(fd, True)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 class Files:
     """The operating system's files.  Every method raises :class:`OSError`; callers turn it into a typed error."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open or create a file, private to its owner."""
-        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        """Open or create a regular file of this user; see :func:`open_plain`."""
+        return open_plain(path, flags)
+
+    def status(self, path: Path) -> os.stat_result:
+        """The status of ``path`` itself, of a symbolic link too."""
+        return path.lstat()
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -66,8 +99,18 @@ class Files:
         return os.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, length: int) -> None:
-        """Reserve the first ``length`` bytes of a file."""
-        os.posix_fallocate(fd, 0, length)
+        """Reserve the first ``length`` bytes of a file.
+
+        Raises :class:`OSError` with EOPNOTSUPP on file systems that cannot: the C library would write every block one by one there.
+        """
+        while _libc.fallocate(fd, 0, 0, length):
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
+
+    def truncate(self, fd: int, length: int) -> None:
+        """Give a file the size ``length``."""
+        os.ftruncate(fd, length)
 
     def fdatasync(self, fd: int) -> None:
         """Wait until what was written is on the device."""
@@ -109,10 +152,27 @@ class Files:
                 raise OSError(errno.EIO, "nothing could be written")
             data, offset = data[done:], offset + done
 
+    def read_all(self, path: Path, limit: int) -> memoryview:
+        """The content of ``path``.  Raises :class:`OSError` with EMSGSIZE, having read nothing, if it is longer than ``limit`` bytes."""
+        fd = open_plain(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise OSError(errno.EMSGSIZE, f"its {size} bytes are more than the {limit} that it may have", str(path))
+            # Not a bytearray: clearing and copying one would hold the interpreter lock.
+            data = memoryview(mmap.mmap(-1, size)) if size else memoryview(b"")
+            done = 0
+            while done < size and (count := os.preadv(fd, [data[done:]], done)) > 0:
+                done += count
+            return data[:done]
+        finally:
+            os.close(fd)
+
     def replace(self, path: Path, parts: Sequence[bytes | memoryview], *, durable: bool = True) -> None:
         """Give ``path`` new content atomically: its readers see all of the old or all of the new, also after a crash."""
         fresh = path.with_name(path.name + ".new")
-        fd = self.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self.unlink(fresh)
+        fd = self.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             offset = 0
             for part in parts:

@@ -55,6 +55,7 @@ class TierStats:
     evictions: int = 0
     corrupt_blocks: int = 0
     device_errors: int = 0
+    blocks_lost: int = 0
     retries: int = 0
     requests: int = 0
     blocks: int = 0

@@ -2,11 +2,12 @@
 
 The index is copied slice by slice while the tier works (:class:`CheckpointBuilder`); what changes meanwhile is covered, because every
 segment written after the generation began is marked (:mod:`tiers.local.marks`) and read again at a restart.  Slots that were being
-written at the moment of their copy are listed, and read again too.
+written at the moment of their copy are listed, and read again too.  So are segments that are not the files that they were: the
+checkpoint has the inode of each, and the time at which it was last written.
 
 The file: a header; the held blocks, least recently used first, as slots (4 bytes each), key lengths (2 each) and keys; the slots that
-were being written; the foreign slots.  Its header has a version, the shape, the namespace and an xxh3-128 of everything.  A file that
-is not entirely right is not used.
+were being written; the foreign slots; the segments (4 bytes each), with inode and time (8 each).  Its header has a version, the shape, the
+namespace and an xxh3-128 of everything.  A file that is not entirely right is not used.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ from tiers.local.layout import Geometry
 CHECKPOINT_NAME = "checkpoint"
 
 _MAGIC = b"KVTCKPT1"
-_HEADER = struct.Struct("<8sIQIQ16sQQQQ")
+_HEADER = struct.Struct("<8sIQIQ16sQQQQQ")
 _DIGEST_BYTES = 16
-_VERSION = 1
+_MOST_PER_SLOT = 1024
+"""More bytes than a slot costs in a checkpoint, also one that was written with a far larger capacity; a longer file is refused."""
+_MOST_BESIDE = 16 << 20
+_VERSION = 2
 
 Slots = NDArray[np.int32]
+FileState = tuple[int, int]
+"""Inode of a file, and when it was last written (nanoseconds since 1970)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class Checkpoint:
     ``generation``: marks from there on say what is out of date.  ``sequence``: frames written before have lower numbers, frames
     written after higher ones.  ``slots[i]`` holds the block whose key is the i-th piece of ``keys``, ``lengths[i]`` bytes long; the least
     recently used comes first.  ``written``: slots that were being written; ``foreign``: slots with blocks of other namespaces.
+    ``modified``: the segments, each with its inode and when it was last written (nanoseconds since 1970).
     """
 
     geometry: Geometry
@@ -52,6 +59,7 @@ class Checkpoint:
     keys: memoryview
     written: Slots
     foreign: Slots
+    modified: dict[int, FileState] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -87,8 +95,8 @@ class CheckpointBuilder:
         self.slices.append(part)
         self.position = part.start + len(part.keys)
 
-    def finish(self) -> Checkpoint:
-        """Sort and pack.  The slices are given up.
+    def finish(self, modified: dict[int, FileState] | None = None) -> Checkpoint:
+        """Sort and pack.  The slices are given up.  ``modified``: see :class:`Checkpoint`.
 
         In pieces, and in numpy where there are millions of items: this runs beside the scheduler, which needs the interpreter.
         """
@@ -126,6 +134,7 @@ class CheckpointBuilder:
             np.ascontiguousarray(matrix).reshape(-1).data,
             _join(written),
             _join(foreign),
+            modified or {},
         )
 
 
@@ -155,8 +164,12 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> N
         len(checkpoint),
         len(checkpoint.written),
         len(checkpoint.foreign),
+        len(checkpoint.modified),
     )
-    views = (checkpoint.slots.data, checkpoint.lengths.data, checkpoint.keys, checkpoint.written.data, checkpoint.foreign.data)
+    numbers = np.fromiter(checkpoint.modified.keys(), np.int32, len(checkpoint.modified))
+    states = np.array(list(checkpoint.modified.values()), np.uint64).reshape(-1)
+    blocks = (checkpoint.slots.data, checkpoint.lengths.data, checkpoint.keys)
+    views = (*blocks, checkpoint.written.data, checkpoint.foreign.data, numbers.data, states.data)
     body = [view.cast("B") for view in views if len(view)]
     digest = xxh3_128(header)
     for part in body:
@@ -164,24 +177,26 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> N
     files.replace(directory / CHECKPOINT_NAME, [header, digest.digest(), *body])
 
 
-def read_checkpoint(directory: Path, geometry: Geometry) -> Checkpoint | str:
+def read_checkpoint(directory: Path, geometry: Geometry, files: Files | None = None) -> Checkpoint | str:
     """The checkpoint in ``directory``, of whatever namespace, or why it cannot be used.  Never raises, whatever the file holds."""
     try:
-        data = (directory / CHECKPOINT_NAME).read_bytes()
+        limit = _MOST_BESIDE + _MOST_PER_SLOT * geometry.num_slots
+        data = (files or Files()).read_all(directory / CHECKPOINT_NAME, limit)
     except FileNotFoundError:
         return "there is none"
     except OSError as error:
         return f"it cannot be read: {error.strerror or error}"
     if len(data) < _HEADER.size + _DIGEST_BYTES:
         return "it is truncated"
-    magic, version, slot_bytes, slots, generation, owner, sequence, held, written, foreign = _HEADER.unpack_from(data)
+    magic, version, slot_bytes, slots, generation, owner, sequence, *counts = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         return "it is of another version"
-    body = memoryview(data)[_HEADER.size + _DIGEST_BYTES :]
+    body = data[_HEADER.size + _DIGEST_BYTES :]
     digest = xxh3_128(data[: _HEADER.size])
     digest.update(body)
     if digest.digest() != data[_HEADER.size : _HEADER.size + _DIGEST_BYTES]:
         return "its checksum is wrong"
+    held, written, foreign, segments = counts
     if (slot_bytes, slots) != (geometry.slot_bytes, geometry.slots_per_segment):
         return "it is of another slot size"
     position = 0
@@ -199,4 +214,6 @@ def read_checkpoint(directory: Path, geometry: Geometry) -> Checkpoint | str:
     position += len(keys)
     written_slots = take(np.int32, written).astype(np.int32)
     foreign_slots = take(np.int32, foreign).astype(np.int32)
-    return Checkpoint(geometry, owner, generation, sequence, held_slots, lengths, keys, written_slots, foreign_slots)
+    numbers, states = take(np.int32, segments), take(np.uint64, 2 * segments)
+    modified = dict(zip(numbers.tolist(), map(tuple, states.reshape(-1, 2).tolist()), strict=True))
+    return Checkpoint(geometry, owner, generation, sequence, held_slots, lengths, keys, written_slots, foreign_slots, modified)

@@ -13,6 +13,7 @@ Segments of the same shape are shared by all namespaces; the header of each bloc
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,11 @@ PAGE = 4096
 REPLICA_PREFIX = "replica-"
 """Begins the names of the subdirectories of data-parallel replicas, which share the directory above them."""
 
-_SEGMENT = re.compile(r"slots-(\d+)-(\d+)-(\d+)")
+FRESH = ".new"
+"""The ending of a file that is not whole yet."""
+
+_NUMBER = "(0|[1-9][0-9]{0,15})"
+_SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
 _REPLICA = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEGMENTS = 4
 _BOOKKEEPING_PER_SLOT = 256
@@ -86,14 +91,16 @@ class Geometry:
     def segment_number(self, name: str) -> int | None:
         """The number of the segment called ``name``; None if it is not one of this shape."""
         match = _SEGMENT.fullmatch(name)
-        if match is None or int(match[1]) != self.slot_bytes or int(match[2]) != self.slots_per_segment:
+        if match is None:
             return None
-        return int(match[3])
+        number = int(match[3])
+        return number if name == self.segment_name(number) else None
 
 
 def is_segment(name: str) -> bool:
-    """Whether ``name`` is that of a segment of any shape."""
-    return _SEGMENT.fullmatch(name) is not None
+    """True for the exact name of a segment of any shape; a copy with another ending, or with other digits, is not one."""
+    match = _SEGMENT.fullmatch(name)
+    return match is not None and f"{int(match[3]):06d}" == match[3]
 
 
 def tier_directory(path: str, replica: str | None) -> Path:
@@ -107,19 +114,29 @@ def tier_directory(path: str, replica: str | None) -> Path:
 
 
 def used_bytes(root: Path) -> int:
-    """Bytes on the disk of everything in ``root``, other replicas' subdirectories aside."""
+    """Bytes on the disk of everything in ``root``, other replicas' subdirectories aside.
+
+    Directories that this user may not read (``lost+found`` of a file system's root) do not count.
+    """
     total = 0
-    pending = [root]
-    while pending:
-        for entry in pending.pop().iterdir():
-            if entry.is_symlink():
-                continue
-            if entry.is_dir():
-                if not (entry.parent == root and entry.name.startswith(REPLICA_PREFIX)):
-                    pending.append(entry)
-                continue
-            try:
-                total += entry.stat().st_blocks * 512
-            except FileNotFoundError:
-                continue
+    pending = [str(root)]
+    for directory in pending:
+        try:
+            entries = os.scandir(directory)
+        except (PermissionError, FileNotFoundError):
+            if directory == pending[0]:
+                raise
+            continue
+        with entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if not (entry.name.startswith(REPLICA_PREFIX) and Path(entry.path).parent == root):
+                        pending.append(entry.path)
+                    continue
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    continue
     return total

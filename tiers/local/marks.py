@@ -7,7 +7,9 @@ segments is read again; what the checkpoint says of the others still holds.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import struct
 import threading
 from pathlib import Path
@@ -18,6 +20,8 @@ from tiers.local.layout import Geometry
 _HEADER = struct.Struct("<8sQQII")
 _MAGIC = b"KVTMARK1"
 _PREFIX = "written-"
+_NAME = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
+_MOST_BYTES = 16 << 20
 
 
 class _Generation:
@@ -79,7 +83,13 @@ class WrittenMarks:
                 return None
             marked |= found
         newest = max(later)
-        self._use(newest, self._files.open(self._path(newest), os.O_RDWR), self._read(newest) or set())
+        try:
+            fd = self._files.open(self._path(newest), os.O_RDWR)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return marked
+        self._use(newest, fd, self._read(newest) or set())
         return marked
 
     def forget_before(self, generation: int) -> None:
@@ -108,14 +118,14 @@ class WrittenMarks:
         return self._directory / f"{_PREFIX}{number}"
 
     def _numbers(self) -> list[int]:
-        names = (entry.name.removeprefix(_PREFIX) for entry in self._directory.glob(_PREFIX + "*"))
-        return [int(name) for name in names if name.isdecimal()]
+        with os.scandir(self._directory) as entries:
+            return [int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)) is not None]
 
     def _read(self, number: int) -> set[int] | None:
         """The marks of generation ``number``; None if the file is not what it should be."""
         geometry = self._geometry
         try:
-            data = self._path(number).read_bytes()
+            data = self._files.read_all(self._path(number), _MOST_BYTES)
         except OSError:
             return None
         if len(data) < _HEADER.size:

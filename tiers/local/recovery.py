@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -43,7 +43,8 @@ _NO_SLOTS: Rows = np.empty(0, np.int64)
 @dataclass(frozen=True, slots=True)
 class RecoveredBatch:
     """What some slots hold: ``keys`` in ``slots`` (co-indexed with ``sequences``, each key once, the most recent first), ``free`` ones,
-    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.
+    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.  ``lost``: how many
+    blocks the checkpoint names that are not there any more.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -53,6 +54,7 @@ class RecoveredBatch:
     foreign: Rows = field(default_factory=lambda: _NO_SLOTS)
     seen: int = 0
     scanned: bool = False
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,14 @@ class Remembered:
     """What a directory says of itself when it is opened, before anything is written there.
 
     ``segments``: their numbers.  ``checkpoint``: the last one, or why there is none.  ``marked``: the segments written since, in which
-    marking goes on; None if that is not known.
+    marking goes on; None if that is not known.  ``changed``: segments that are not the files that the checkpoint knew, though nobody
+    marked them.
     """
 
     segments: tuple[int, ...] = ()
     checkpoint: Checkpoint | str = "there is none"
     marked: frozenset[int] | None = None
+    changed: frozenset[int] = frozenset()
 
 
 def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
@@ -73,12 +77,20 @@ def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
 
     New frames have higher sequence numbers than the checkpoint from then on, also if the clock was set back.
     """
-    checkpoint = read_checkpoint(segments.directory, segments.geometry)
-    marked = None
-    if isinstance(checkpoint, Checkpoint):
-        SEQUENCE.advance_past(checkpoint.sequence)
-        marked = marks.resume(checkpoint.generation)
-    return Remembered(tuple(segments.existing()), checkpoint, None if marked is None else frozenset(marked))
+    checkpoint = read_checkpoint(segments.directory, segments.geometry, segments.files)
+    there = tuple(segments.existing())
+    if not isinstance(checkpoint, Checkpoint):
+        return Remembered(there, checkpoint)
+    SEQUENCE.advance_past(checkpoint.sequence)
+    marked = marks.resume(checkpoint.generation)
+    if marked is None:
+        return Remembered(there, checkpoint)
+    modified = segments.modified()
+    known = checkpoint.modified
+    changed = {
+        number for number in there if number not in known or (number not in marked and modified.get(number) != known[number])
+    }
+    return Remembered(there, checkpoint, frozenset(marked), frozenset(changed))
 
 
 def recover(segments: Segments, remembered: Remembered, fingerprint: bytes, stop: threading.Event) -> Iterator[RecoveredBatch]:
@@ -95,7 +107,7 @@ def recover(segments: Segments, remembered: Remembered, fingerprint: bytes, stop
         elif remembered.marked is None:
             checkpoint = "what was written since is not known"
         else:
-            return recovery.from_checkpoint(checkpoint, remembered.marked)
+            return recovery.from_checkpoint(checkpoint, remembered.marked, remembered.changed)
     if remembered.segments:
         logger.info("%s: the checkpoint is not used (%s); reading all headers", segments.directory, checkpoint)
     return recovery.scan_all()
@@ -112,11 +124,13 @@ class _Recovery:
 
     # --------------------------------------------------------------------------------------------------------- checkpoint
 
-    def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int]) -> Iterator[RecoveredBatch]:
+    def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]) -> Iterator[RecoveredBatch]:
         per_segment = self._geometry.slots_per_segment
         clean = np.zeros(self._geometry.num_slots, np.bool_)
+        there = clean.copy()
         for number in self._numbers:
-            if number not in marked:
+            there[number * per_segment : (number + 1) * per_segment] = True
+            if number not in marked and number not in changed:
                 clean[number * per_segment : (number + 1) * per_segment] = True
         doubtful = checkpoint.written[_within(checkpoint.written, clean)].astype(np.int64)
         clean[doubtful] = False
@@ -124,25 +138,43 @@ class _Recovery:
         unclaimed[checkpoint.slots[_within(checkpoint.slots, clean)]] = False
         foreign = checkpoint.foreign[_within(checkpoint.foreign, unclaimed)].astype(np.int64)
         unclaimed[foreign] = False
-        yield RecoveredBatch(foreign=foreign, seen=checkpoint.sequence)
+        lost = len(checkpoint) - int(np.count_nonzero(_within(checkpoint.slots, there)))
+        if lost:
+            directory = self._segments.directory
+            logger.warning(
+                "%s: %d block(s) are lost: the segments that held them are gone, or beyond the capacity", directory, lost
+            )
+        if changed:
+            logger.warning(
+                "%s: %d segment(s) are not the files that the checkpoint knew; reading their headers",
+                self._segments.directory,
+                len(changed),
+            )
+        yield RecoveredBatch(foreign=foreign, seen=checkpoint.sequence, lost=lost)
         yield from _in_pieces(np.flatnonzero(unclaimed))
 
-        again = [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked)]
-        found = _Found()
-        for unsure in again:
+        found = _Found(checkpoint)
+        for unsure in [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked or number in changed)]:
             found.add(unsure, self._scan(unsure), self._fingerprint)
         if self._stop.is_set():
             return
-        unchanged = found.take_unchanged(checkpoint)
         for keys, slots in checkpoint.key_batches(BATCH_BLOCKS):
             kept = [
-                is_clean or unchanged.get(slot) == key
+                is_clean or found.confirm(slot, key)
                 for key, slot, is_clean in zip(keys, slots.tolist(), _within(slots, clean).tolist(), strict=True)
             ]
             if not all(kept):
                 keys, slots = list(compress(keys, kept)), slots[np.array(kept, np.bool_)]
             yield RecoveredBatch(keys, slots.astype(np.int64), np.full(len(slots), checkpoint.sequence, np.uint64))
+        found.settle(self._slots_mask(changed))
         yield from found.batches()
+
+    def _slots_mask(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
+        per_segment = self._geometry.slots_per_segment
+        mask = np.zeros(self._geometry.num_slots, np.bool_)
+        for number in numbers:
+            mask[number * per_segment : (number + 1) * per_segment] = True
+        return mask
 
     def _slots_of(self, number: int) -> Rows:
         per_segment = self._geometry.slots_per_segment
@@ -153,7 +185,8 @@ class _Recovery:
     def scan_all(self) -> Iterator[RecoveredBatch]:
         """Everything, sorted within groups of segments, those written last coming last: the first blocks serve long before the end."""
         found = _Found()
-        for number in sorted(self._numbers, key=self._segments.written_at):
+        modified = self._segments.modified()
+        for number in sorted(self._numbers, key=lambda number: modified.get(number, (0, 0))[1]):
             slots = self._slots_of(number)
             found.add(slots, self._scan(slots), self._fingerprint)
             if self._stop.is_set():
@@ -226,10 +259,17 @@ class _Recovery:
 
 
 class _Found:
-    """What headers say, sorted out: of two blocks with one key the later written one counts, the other slot is free."""
+    """What headers say, sorted out: of two blocks with one key the later written one counts, the other slot is free.
 
-    def __init__(self) -> None:
+    ``checkpoint``: blocks that were written before it wait until :meth:`confirm` and :meth:`settle` say what the checkpoint knows of them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None = None) -> None:
         self.slots = 0
+        self._before = -1 if checkpoint is None else checkpoint.sequence
+        self._doubtful = frozenset[int]() if checkpoint is None else frozenset(checkpoint.written.tolist())
+        self._named: Rows = _NO_SLOTS if checkpoint is None else checkpoint.slots.astype(np.int64)
+        self._old: dict[int, tuple[bytes, int]] = {}
         self._mine: dict[bytes, tuple[int, int]] = {}
         self._free: list[int] = []
         self._foreign: list[int] = []
@@ -240,37 +280,47 @@ class _Found:
         if len(headers) < len(slots):
             return
         self.slots += len(slots)
-        mine, free, foreign = self._mine, self._free, self._foreign
         for slot, header in zip(slots.tolist(), headers, strict=True):
             if header is None:
-                free.append(slot)
+                self._free.append(slot)
                 continue
             self._seen = max(self._seen, header.sequence)
             if header.key is None or header.fingerprint != fingerprint:
-                foreign.append(slot)
-                continue
-            sequence, other = mine.get(header.key, (-1, -1))
-            if header.sequence > sequence:
-                mine[header.key] = (header.sequence, slot)
+                self._foreign.append(slot)
+            elif header.sequence <= self._before and slot not in self._doubtful:
+                self._old[slot] = (header.key, header.sequence)
             else:
-                other = slot
-            if other >= 0:
-                free.append(other)
+                self._add_mine(header.key, header.sequence, slot)
 
-    def take_unchanged(self, checkpoint: Checkpoint) -> dict[int, bytes]:
-        """Take out what was written before ``checkpoint``; slot → key.
+    def _add_mine(self, key: bytes, sequence: int, slot: int) -> None:
+        best, other = self._mine.get(key, (-1, -1))
+        if sequence > best:
+            self._mine[key] = (sequence, slot)
+        else:
+            other = slot
+        if other >= 0:
+            self._free.append(other)
 
-        The checkpoint knows of those blocks, and how recent they are, or had given them up: those slots are free.
+    def confirm(self, slot: int, key: bytes) -> bool:
+        """Whether ``slot`` holds the block of ``key`` that the checkpoint says it holds; it is the checkpoint's then."""
+        if self._old.get(slot, (None, 0))[0] != key:
+            return False
+        del self._old[slot]
+        return True
+
+    def settle(self, changed: NDArray[np.bool_]) -> None:
+        """Sort out old blocks that the checkpoint does not name where they are.
+
+        It had given them up, and their slots are free; but not in slots that it has for other blocks, nor in ``changed`` segments: those
+        hold what somebody has put there.
         """
-        doubtful = set(checkpoint.written.tolist())
-        old = {
-            slot: key for key, (sequence, slot) in self._mine.items() if sequence <= checkpoint.sequence and slot not in doubtful
-        }
-        for key in old.values():
-            del self._mine[key]
-        held = set(checkpoint.slots[np.isin(checkpoint.slots, np.fromiter(old, np.int64, len(old)))].tolist())
-        self._free += [slot for slot in old if slot not in held]
-        return old
+        named = set(self._named[np.isin(self._named, np.fromiter(self._old, np.int64, len(self._old)))].tolist())
+        for slot, (key, sequence) in self._old.items():
+            if changed[slot] or slot in named:
+                self._add_mine(key, sequence, slot)
+            else:
+                self._free.append(slot)
+        self._old.clear()
 
     def batches(self) -> Iterator[RecoveredBatch]:
         """All that was added and not taken out, the block written last coming last."""

@@ -7,13 +7,14 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from tiering.secondary.files import Files
-from tiers.local.layout import PAGE, Geometry, is_segment, used_bytes
+from tiers.local.layout import FRESH, PAGE, Geometry, is_segment, used_bytes
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -27,72 +28,35 @@ FILL_BYTES = 4 << 20
 """One piece of what is written ahead."""
 
 _DROP_AFTER = 64 << 20
-_FRESH = ".new"
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
-
-
-def probe_direct(files: Files, directory: Path, segment: Path | None) -> bool:
-    """Whether files in ``directory`` take O_DIRECT with addresses, offsets and lengths that are multiples of a page; by doing it.
-
-    With a ``segment`` that is there already nothing is written, so that a full disk does not matter.  Raises :class:`OSError` if not
-    even a plain file can be used there.
-    """
-    view = memoryview(mmap.mmap(-1, 3 * PAGE))
-    if segment is not None:
-        return _takes_direct(files, segment, lambda fd: files.preadv(fd, [view[:PAGE], view[PAGE : 2 * PAGE]], PAGE) >= 0)
-    header, row, back = view[:PAGE], view[PAGE : 2 * PAGE], view[2 * PAGE :]
-    header[:8], row[:8] = b"kvheader", b"kv block"
-    path = directory / ("probe" + _FRESH)
-
-    def round_trip(fd: int) -> bool:
-        written = files.pwritev(fd, [header, row], PAGE)
-        return written == 2 * PAGE and files.preadv(fd, [back], 2 * PAGE) == PAGE and back[:8] == row[:8]
-
-    try:
-        files.close(files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
-        return _takes_direct(files, path, round_trip)
-    finally:
-        files.unlink(path)
-
-
-def _takes_direct(files: Files, path: Path, use: Callable[[int], bool]) -> bool:
-    try:
-        fd = files.open(path, os.O_RDWR | os.O_DIRECT)
-    except OSError as error:
-        return _plain_only(error)
-    try:
-        return use(fd)
-    except OSError as error:
-        return _plain_only(error)
-    finally:
-        files.close(fd)
-
-
-def _plain_only(error: OSError) -> bool:
-    """False if ``error`` is how a file system declines O_DIRECT; any other is raised again."""
-    if error.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}:
-        return False
-    raise error
 
 
 class Segments:
     """The segment files of one directory and shape.  Reads and writes may come from any thread; they raise :class:`OSError`.
 
-    ``direct``: with O_DIRECT; otherwise through the page cache, which is dropped behind.
+    ``read_only``: on a medium that takes no writes.
     """
 
-    def __init__(self, directory: Path, geometry: Geometry, files: Files, *, direct: bool) -> None:
+    def __init__(self, directory: Path, geometry: Geometry, files: Files, *, read_only: bool = False) -> None:
         self.directory = directory
         self.geometry = geometry
-        self.direct = direct
-        self._files = files
-        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self.read_only = read_only
+        self.direct = False
+        """With O_DIRECT; otherwise through the page cache, which is dropped behind."""
+        self.files = files
         self._lock = threading.Lock()
+        self._identities: dict[int, tuple[int, int]] = {}
+        """Device and inode of each segment in use."""
         self._fds: dict[int, int] = {}
         self._unsynced: dict[int, int] = {}
+        self._unreserved = False
 
     # -------------------------------------------------------------------------------------------------------- descriptors
+
+    @property
+    def _flags(self) -> int:
+        return (os.O_RDONLY if self.read_only else os.O_RDWR) | (os.O_DIRECT if self.direct else 0)
 
     @contextlib.contextmanager
     def _descriptor(self, segment: int) -> Iterator[int]:
@@ -103,28 +67,39 @@ class Segments:
         path = self.directory / self.geometry.segment_name(segment)
         with self._lock:
             if segment not in self._fds and len(self._fds) < MAX_OPEN:
-                self._fds[segment] = self._files.open(path, self._flags)
+                self._fds[segment] = self._open(segment, path)
             fd = self._fds.get(segment)
         if fd is not None:
             yield fd
             return
-        fd = self._files.open(path, self._flags)
+        fd = self._open(segment, path)
         try:
             yield fd
         finally:
-            self._files.close(fd)
+            self.files.close(fd)
+
+    def _open(self, segment: int, path: Path) -> int:
+        """A descriptor of ``segment``.  Raises :class:`OSError` with ENOENT if another file is in its place."""
+        fd = self.files.open(path, self._flags)
+        found = os.fstat(fd)
+        if self._identities.get(segment) != (found.st_dev, found.st_ino):
+            self.files.close(fd)
+            raise OSError(errno.ENOENT, "the segment is not the file that it was", str(path))
+        return fd
 
     def close(self) -> None:
         """Close all descriptors; no call is running."""
         while self._fds:
-            self._files.close(self._fds.popitem()[1])
+            self.files.close(self._fds.popitem()[1])
 
     # --------------------------------------------------------------------------------------------------------------- data
 
     def write(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write ``buffers``, whole pages, one after another at ``offset``."""
+        if self.read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with self._descriptor(segment) as fd:
-            written = self._move(self._files.pwritev, fd, list(buffers), offset)
+            written = self._move(self.files.pwritev, fd, list(buffers), offset)
             if written < sum(map(len, buffers)):
                 raise OSError(errno.EIO, "nothing more could be written")
             if not self.direct:
@@ -133,15 +108,15 @@ class Segments:
     def read(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers``, whole pages, from ``offset`` on; fewer bytes than they have only at the end of the file."""
         with self._descriptor(segment) as fd:
-            done = self._move(self._files.preadv, fd, list(buffers), offset)
+            done = self._move(self.files.preadv, fd, list(buffers), offset)
             if not self.direct:
-                self._files.drop_cached(fd, offset, done)
+                self.files.drop_cached(fd, offset, done)
             return done
 
     def sync(self, segment: int) -> None:
         """Wait until what was written to ``segment`` is on the device."""
         with self._descriptor(segment) as fd:
-            self._files.fdatasync(fd)
+            self.files.fdatasync(fd)
 
     def _move(self, call: _Vectored, fd: int, buffers: list[memoryview], offset: int) -> int:
         """Repeat ``call`` until all is moved or nothing moves; bytes moved.  A short call is taken up at the page it stopped in."""
@@ -163,51 +138,120 @@ class Segments:
             unsynced = self._unsynced.get(segment, 0) + count
             self._unsynced[segment] = unsynced if unsynced < _DROP_AFTER else 0
         if unsynced >= _DROP_AFTER:
-            self._files.fdatasync(fd)
-            self._files.drop_cached(fd, 0, 0)
+            self.files.fdatasync(fd)
+            self.files.drop_cached(fd, 0, 0)
 
     # ---------------------------------------------------------------------------------------------------- files on the disk
 
-    def existing(self) -> list[int]:
-        """The numbers of the complete segments that are there and that the capacity allows."""
-        found: list[int] = []
-        for entry in self.directory.iterdir():
+    def adopt(self) -> list[int]:
+        """Take into use the complete segments that are there and that the capacity allows; their numbers."""
+        for entry in _entries(self.directory):
             number = self.geometry.segment_number(entry.name)
-            if number is not None and number < self.geometry.max_segments and entry.stat().st_size == self.geometry.segment_bytes:
-                found.append(number)
-        return sorted(found)
+            if number is None or number >= self.geometry.max_segments:
+                continue
+            found = entry.stat(follow_symlinks=False)
+            damage = self._repair(number, found)
+            if damage is None:
+                self._identities[number] = (found.st_dev, found.st_ino)
+            else:
+                logger.warning("%s: %s %s and is not used; what it held is lost", self.directory, entry.name, damage)
+        return self.existing()
 
-    def written_at(self, segment: int) -> float:
-        """When ``segment`` was last written (seconds since 1970; 0 if it is not there)."""
-        try:
-            return (self.directory / self.geometry.segment_name(segment)).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
+    def existing(self) -> list[int]:
+        """The numbers of the segments in use."""
+        return sorted(self._identities)
+
+    def inspect(self) -> dict[int, str]:
+        """Segments in use that are no longer the files that they were, with what became of them; they are out of use from then on.
+
+        Their descriptors stay open until :meth:`create` or :meth:`close`: calls may be running.
+        """
+        damaged: dict[int, str] = {}
+        for number, identity in list(self._identities.items()):
+            try:
+                found = self.files.status(self.directory / self.geometry.segment_name(number))
+            except FileNotFoundError:
+                damage: str | None = "was removed"
+            else:
+                same = (found.st_dev, found.st_ino) == identity
+                damage = self._repair(number, found) if same else "was replaced by another file"
+            if damage is not None:
+                del self._identities[number]
+                damaged[number] = damage
+        return damaged
+
+    def _repair(self, number: int, found: os.stat_result) -> str | None:
+        """What is wrong with segment ``number``; None if nothing is, or not any more."""
+        if not stat.S_ISREG(found.st_mode):
+            return "is not a regular file"
+        if found.st_uid != os.geteuid():
+            return f"belongs to user {found.st_uid}, not to this process's user {os.geteuid()},"
+        size, path = self.geometry.segment_bytes, self.directory / self.geometry.segment_name(number)
+        if found.st_size < size:
+            return f"was cut to {found.st_size} of its {size} bytes"
+        if found.st_size > size:
+            logger.warning("%s: %s was extended; it is cut to its %d bytes again", self.directory, path.name, size)
+            fd = self.files.open(path, os.O_RDWR)
+            try:
+                self.files.truncate(fd, size)
+            finally:
+                self.files.close(fd)
+        return None
+
+    def modified(self) -> dict[int, tuple[int, int]]:
+        """Inode of each segment in use, and when it was last written (nanoseconds since 1970); without those that are gone."""
+        states: dict[int, tuple[int, int]] = {}
+        for number in self.existing():
+            with contextlib.suppress(FileNotFoundError):
+                found = self.files.status(self.directory / self.geometry.segment_name(number))
+                states[number] = (found.st_ino, found.st_mtime_ns)
+        return states
+
+    def next_number(self, taken: Collection[int]) -> int | None:
+        """The lowest number that a new segment may have; None if the capacity allows no more.  ``taken``: numbers not to use."""
+        for number in range(self.geometry.max_segments):
+            if number in self._identities or number in taken:
+                continue
+            if not (self.directory / self.geometry.segment_name(number)).is_dir():
+                return number
+        return None
 
     def strangers(self) -> list[Path]:
-        """Segments of another shape, or beyond the capacity: to be deleted when room is needed, oldest first."""
-        mine = {self.geometry.segment_name(number) for number in self.existing()}
-        found = [entry for entry in self.directory.iterdir() if is_segment(entry.name) and entry.name not in mine]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
+        """Files with the names of segments that are not in use: to be deleted when room is needed, oldest first."""
+        mine = {self.geometry.segment_name(number) for number in self._identities}
+        found = [
+            (entry.stat(follow_symlinks=False).st_mtime, Path(entry.path))
+            for entry in _entries(self.directory)
+            if is_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False)
+        ]
+        return [path for _, path in sorted(found)]
 
     def make_room(self, capacity: int, needed: int) -> bool:
         """Delete strangers until ``needed`` more bytes keep the directory within ``capacity``; whether they do."""
-        excess = used_bytes(self.directory) + needed - capacity
+        return self._delete_strangers(used_bytes(self.directory) + needed - capacity)
+
+    def trim(self, capacity: int) -> None:
+        """Delete strangers until the segments alone are within ``capacity``: without a look at the other files, which may be many."""
+        used = len(self._identities) * self.geometry.segment_bytes
+        used += sum(self.files.status(stranger).st_blocks * 512 for stranger in self.strangers())
+        self._delete_strangers(used - capacity)
+
+    def _delete_strangers(self, excess: int) -> bool:
         if excess <= 0:
             return True
         for stranger in self.strangers():
             logger.info("%s: removing %s, which this engine cannot use, to keep the capacity", self.directory, stranger.name)
-            excess -= stranger.stat().st_blocks * 512
-            self._files.unlink(stranger)
+            excess -= self.files.status(stranger).st_blocks * 512
+            self.files.unlink(stranger)
             if excess <= 0:
                 return True
         return False
 
     def remove_leftovers(self) -> None:
         """Delete what an interrupted process left half made."""
-        for entry in self.directory.iterdir():
-            if entry.name.endswith(_FRESH):
-                self._files.unlink(entry)
+        for entry in _entries(self.directory):
+            if entry.name.endswith(FRESH) and not entry.is_dir(follow_symlinks=False):
+                self.files.unlink(Path(entry.path))
 
     def create(self, segment: int, pace: Pace) -> None:
         """Make ``segment``: reserved, and written once as far as ``pace`` says (the first write to an extent is slow).
@@ -215,30 +259,63 @@ class Segments:
         The file has its name only when it is whole.  Raises :class:`OSError`, with nothing left behind.
         """
         final = self.directory / self.geometry.segment_name(segment)
-        fresh = final.with_name(final.name + _FRESH)
+        fresh = final.with_name(final.name + FRESH)
         try:
-            fd = self._files.open(fresh, self._flags | os.O_CREAT | os.O_TRUNC)
+            self.files.unlink(fresh)
+            fd = self.files.open(fresh, self._flags | os.O_CREAT | os.O_EXCL)
             try:
-                self._files.allocate(fd, self.geometry.segment_bytes)
-                self._fill(fd, pace)
-                self._files.fdatasync(fd)
+                self._reserve(fd, pace)
+                self.files.fdatasync(fd)
                 if not self.direct:
-                    self._files.drop_cached(fd, 0, 0)
+                    self.files.drop_cached(fd, 0, 0)
+                created = os.fstat(fd)
             finally:
-                self._files.close(fd)
-            self._files.rename(fresh, final)
-            self._files.sync_directory(self.directory)
+                self.files.close(fd)
+            self._put_in_place(segment, fresh, final, (created.st_dev, created.st_ino))
+            self.files.sync_directory(self.directory)
         except OSError:
-            self._files.unlink(fresh)
+            self.files.unlink(fresh)
             raise
 
-    def _fill(self, fd: int, pace: Pace) -> None:
+    def _put_in_place(self, segment: int, fresh: Path, final: Path, identity: tuple[int, int]) -> None:
+        if os.path.lexists(final):
+            logger.warning("%s: %s, which is not in use, gives way to a new segment", self.directory, final.name)
+        self.files.rename(fresh, final)
+        with self._lock:
+            self._identities[segment] = identity
+            before = self._fds.pop(segment, None)
+        if before is not None:
+            self.files.close(before)
+
+    def _reserve(self, fd: int, pace: Pace) -> None:
+        """Give the new file its bytes: reserved, and written as far as ``pace`` says; written wholly where nothing can be reserved."""
+        try:
+            self.files.allocate(fd, self.geometry.segment_bytes)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                raise
+            if not self._unreserved:
+                self._unreserved = True
+                logger.warning("%s: the file system reserves no space (fallocate); segments are written first", self.directory)
+            self._fill(fd, pace, wholly=True)
+        else:
+            self._fill(fd, pace)
+
+    def _fill(self, fd: int, pace: Pace, *, wholly: bool = False) -> None:
         zeros = memoryview(mmap.mmap(-1, min(FILL_BYTES, self.geometry.segment_bytes)))
         offset, end = 0, self.geometry.segment_bytes
-        while offset < end and pace.proceed():
+        while offset < end and (pace.proceed() or wholly):
+            if pace.abandoned:
+                raise OSError(errno.ECANCELED, "the tier is closing")
             part = zeros[: end - offset]
-            self._files.write_all(fd, part, offset)
+            self.files.write_all(fd, part, offset)
             offset += len(part)
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """What is in ``directory``, without a look at each."""
+    with os.scandir(directory) as entries:
+        yield from entries
 
 
 def _tail(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:
@@ -261,6 +338,8 @@ class Pace:
         self._share = share
         self._pieces = pieces
         self._hurry = threading.Event()
+        self.abandoned = False
+        """Nobody needs the segment any more."""
         self._began: float | None = None
 
     def proceed(self) -> bool:
@@ -276,4 +355,9 @@ class Pace:
 
     def hurry(self) -> None:
         """The segment is needed now, written or not."""
+        self._hurry.set()
+
+    def abandon(self) -> None:
+        """The segment is not needed any more: a file that could not be reserved is not written to its end."""
+        self.abandoned = True
         self._hurry.set()

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError
+from tiering.errors import OutOfSpaceError, PermanentStoreError, PlaceLostError, StoreError
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
 from tiers.local.layout import PAGE, Geometry
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import Remembered, remember
-from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Pace, Segments, probe_direct
+from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Pace, Segments
 
 logger = logging.getLogger("kv_tiering.local")
 
 _DOCUMENT = re.compile(r"[a-z0-9][a-z0-9.-]{0,127}")
+_DOCUMENT_BYTES = 1 << 20
 _FIRST_BYTES = 256 << 20
 """How much of a new directory is written before the tier serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """How the directory differs from what is open.
+
+    ``damaged``: segments that are no longer the files that they were, and what became of them.  ``moved``: why the directory as a whole
+    is not this store's any more; None if it is.
+    """
+
+    damaged: dict[int, str] = field(default_factory=dict)
+    moved: str | None = None
 
 
 class LocalStore(BlockStore):
@@ -60,6 +77,7 @@ class LocalStore(BlockStore):
         self.fresh: list[int] = []
         """Segments that :meth:`open` made."""
         self._try_direct = direct
+        self._warned_of_mode = False
         self._lock = DirectoryLock(directory)
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
@@ -93,6 +111,7 @@ class LocalStore(BlockStore):
         self._lock.acquire()
         try:
             self._compare_with_disk()
+            self._warn_of_others()
             self._open_segments()
         except OSError as error:
             self.close()
@@ -121,16 +140,31 @@ class LocalStore(BlockStore):
         path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         self.files.sync_directory(path.parent)
 
+    def _warn_of_others(self) -> None:
+        if self._lock.read_only:
+            logger.warning("%s: the file system is read-only; what is there is served, and nothing is stored", self.directory)
+        mode = stat.S_IMODE(self.directory.stat().st_mode)
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not self._warned_of_mode:
+            self._warned_of_mode = True
+            logger.warning(
+                "%s may be written by other users (mode %03o); they could remove or replace blocks: chmod go-w",
+                self.directory,
+                mode,
+            )
+
     def _open_segments(self) -> None:
-        example = min(self.directory.glob("slots-*[0-9]"), default=None)
-        direct = self._try_direct and probe_direct(self.files, self.directory, example)
-        if self._try_direct and not direct:
+        read_only = self._lock.read_only
+        segments = Segments(self.directory, self.geometry, self.files, read_only=read_only)
+        adopted = segments.adopt()
+        example = self.directory / self.geometry.segment_name(adopted[0]) if adopted else None
+        segments.direct = self._try_direct and probe_direct(self.files, self.directory, example, read_only=read_only)
+        if self._try_direct and not segments.direct:
             logger.warning(
                 "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU", self.directory
             )
-        segments = Segments(self.directory, self.geometry, self.files, direct=direct)
-        segments.remove_leftovers()
-        segments.make_room(self.capacity, 0)
+        if not read_only:
+            segments.remove_leftovers()
+            segments.trim(self.capacity)
         self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
         self.remembered, self.fresh = remember(segments, self._marks), []
         if not self.remembered.segments:
@@ -150,22 +184,60 @@ class LocalStore(BlockStore):
         while len(created) < min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes)):
             if created and not segments.make_room(self.capacity, segment_bytes):
                 break
-            segments.create(len(created), pace)
-            created.append(len(created))
+            number = segments.next_number(())
+            if number is None:
+                break
+            try:
+                segments.create(number, pace)
+            except OSError as error:
+                if not created:
+                    raise store_error(error, self._no_first_segment()) from error
+                logger.warning("%s: %s; beginning with %d segment(s)", self.directory, error.strerror or error, len(created))
+                break
+            created.append(number)
         return created
 
-    def prepare(self, pace: Pace) -> int | None:
-        """Make one more segment; its number, or None if the capacity is used up.  Raises :class:`StoreError`."""
+    def _no_first_segment(self) -> str:
+        room = os.statvfs(self.directory)
+        return (
+            f"cannot make a first segment of {self.geometry.segment_bytes} bytes in {self.directory}, where "
+            f"{room.f_bavail * room.f_frsize} bytes are free; free some, or lower segment_size or the capacity"
+        )
+
+    def inspect(self) -> Inspection:
+        """Compare what is open with what is in the directory.  Raises :class:`StoreError` if that cannot be told."""
         segments = self.segments
         try:
-            there = set(segments.existing())
-            number = next((number for number in range(self.geometry.max_segments) if number not in there), None)
+            moved = self._lock.lost()
+            if moved is None and segments.read_only and os.access(self.directory, os.W_OK):
+                moved = "can be written again"
+            if moved is not None:
+                return Inspection(moved=moved)
+            return Inspection(segments.inspect())
+        except OSError as error:
+            raise store_error(error, f"cannot look into {self.directory}") from error
+
+    def prepare(self, pace: Pace, taken: Collection[int] = ()) -> int | None:
+        """Make one more segment; its number (none of ``taken``), or None if the capacity is used up.  Raises :class:`StoreError`."""
+        segments = self.segments
+        try:
+            number = segments.next_number(taken)
             if number is None or not segments.make_room(self.capacity, self.geometry.segment_bytes):
                 return None
+            # The checkpoint may name blocks of an earlier segment with this number.
+            self.marks.mark(number)
             segments.create(number, pace)
         except OSError as error:
             raise store_error(error, f"cannot add a segment in {self.directory}") from error
         return number
+
+    def tidy(self) -> None:
+        """Delete segments that nobody here can use until the directory is within the capacity.  Raises :class:`StoreError`."""
+        try:
+            if not self.segments.read_only:
+                self.segments.make_room(self.capacity, 0)
+        except OSError as error:
+            raise store_error(error, f"cannot count what is in {self.directory}") from error
 
     def close(self) -> None:
         segments, self._segments = self._segments, None
@@ -206,7 +278,10 @@ class LocalStore(BlockStore):
             self.marks.mark(segment)
             self.segments.write(segment, offset, _buffers(blocks, run))
         except OSError as error:
-            if len(run) > 1:
+            if error.errno == errno.ENOENT:
+                for position in run:
+                    outcomes[position] = PlaceLostError(f"cannot write slot {blocks[position].place}: {error.strerror}")
+            elif len(run) > 1:
                 for position in run:
                     self._put_run(blocks, [position], outcomes)
             else:
@@ -293,7 +368,7 @@ class LocalStore(BlockStore):
     def read_document(self, name: str) -> bytes | None:
         path = self._document(name)
         try:
-            return path.read_bytes()
+            return bytes(self.files.read_all(path, _DOCUMENT_BYTES))
         except FileNotFoundError:
             return None
         except OSError as error:

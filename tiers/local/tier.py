@@ -1,7 +1,8 @@
 """The local tier: the generic tier with a slot index, kept over restarts.
 
-Beside moving blocks it does three things in the background: it recovers what the directory holds, it adds segments ahead of need, and
-it writes checkpoints.  Each runs on the I/O side as a task; what it finds is merged into the index here, in bounded pieces per step.
+Beside moving blocks it does four things in the background: it recovers what the directory holds, it compares the directory with what is
+open, it adds segments ahead of need, and it writes checkpoints.  Each runs on the I/O side as a task; what it finds is merged into the
+index here, in bounded pieces per step.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from tiering.block_store import Outcome
-from tiering.errors import ConfigError, OutOfSpaceError
+from tiering.block_store import Outcome, Place
+from tiering.errors import ConfigError, OutOfSpaceError, StoreError
 from tiering.namespace import Namespace
 from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
@@ -29,7 +30,7 @@ from tiers.local.layout import Geometry, tier_directory
 from tiers.local.options import LocalOptions
 from tiers.local.recovery import RecoveredBatch, Remembered, recover
 from tiers.local.segments import Pace
-from tiers.local.store import LocalStore
+from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -41,6 +42,12 @@ MERGE_SECONDS = 0.003
 
 SLICE_SLOTS = 32768
 """Slots copied for a checkpoint in one step."""
+
+INSPECT_SECONDS = 10.0
+"""How long after a look at the directory another one is taken, if blocks were stored meanwhile."""
+
+INSPECT_AT_ONCE_SECONDS = 1.0
+"""The same after a store that failed."""
 
 RETRY_SPACE_SECONDS = 60.0
 """How long after the disk was full room is looked for again."""
@@ -91,6 +98,11 @@ class LocalTier(BlockTier):
         self._fetching = False
         self._recovery_failed = False
         self._old_epoch = False
+        self._seen: set[int] = set()
+        """Segments whose slots the index has; a number that comes again is not added again."""
+        self._inspecting = False
+        self._inspected_at = float("-inf")
+        self._inspect_due = float("inf")
         self._pace: Pace | None = None
         self._complete = False
         self._no_space_until = float("-inf")
@@ -124,16 +136,17 @@ class LocalTier(BlockTier):
 
     def on_opened(self, namespace: Namespace) -> None:
         store = self.store
-        per_segment = store.geometry.slots_per_segment
         for number in store.fresh:
-            self.index.add_free(number * per_segment + np.arange(per_segment))
+            self._add_segment(number)
         self._recovery_began = self.context.clock()
         self._checkpoint_due = self._recovery_began + self.options.checkpoint_interval
         remembered, store.remembered = store.remembered, Remembered()
+        self._seen.update(remembered.segments)
         if remembered.segments:
             self._recovery = recover(store.segments, remembered, namespace.fingerprint, self._stop)
             self.index.begin_recovery()
             self._fetch()
+        self.io.run(IoTask("tidy", store.tidy, self._tidied, background=True))
         self._grow()
 
     def on_left(self) -> None:
@@ -152,6 +165,8 @@ class LocalTier(BlockTier):
             self._merge()
         if self.namespace is None or self._closing_down:
             return
+        if self.context.clock() >= self._inspect_due:
+            self._inspect()
         self._grow()
         if self._builder is not None:
             self._copy_slice(self._builder)
@@ -162,6 +177,8 @@ class LocalTier(BlockTier):
         if result.job.kind is not IoKind.STORE:
             return
         self._changed = True
+        failed = any(isinstance(outcome, StoreError) for outcome in result.outcomes)
+        self._want_inspection(INSPECT_AT_ONCE_SECONDS if failed else INSPECT_SECONDS)
         full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)]
         if full:
             keys = [result.job.keys[position] for position in full]
@@ -169,11 +186,17 @@ class LocalTier(BlockTier):
             self.index.retire_full(keys, np.array(places, np.int64))
             self._out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
 
+    def revoked_places(self) -> Collection[Place]:
+        return self.index.leaving
+
     def before_close(self, deadline: float) -> None:
         self._stop.set()
         if self._pace is not None:
-            self._pace.hurry()
+            self._pace.abandon()
         self._wait(lambda: self._advance_checkpoint() and not self._fetching and self._pace is None, deadline)
+        if self.namespace is not None and self._recovery is None:
+            self._inspect()
+            self._wait(lambda: not self._inspecting, deadline)
         if self._changed and self.namespace is not None:
             self._begin_checkpoint()
             self._wait(self._advance_checkpoint, deadline)
@@ -218,6 +241,7 @@ class LocalTier(BlockTier):
             start, stop = self._merged, self._merged + MERGE_BLOCKS
             if start == 0:
                 self._changed = self._changed or batch.scanned
+                self.stats.blocks_lost += batch.lost
                 SEQUENCE.advance_past(batch.seen)
                 self.index.add_free(batch.free)
                 self.index.add_foreign(batch.foreign)
@@ -249,6 +273,7 @@ class LocalTier(BlockTier):
         self._recovery = None
         self._old_epoch = False
         self.index.end_recovery()
+        self._want_inspection(0.0)
         if self._changed:
             self._checkpoint_due = self.context.clock()
         seconds = self.context.clock() - self._recovery_began
@@ -274,17 +299,35 @@ class LocalTier(BlockTier):
         if self.index.retired:
             self.index.restore_full()
         pace = self._pace = Pace()
-        self.io.run(IoTask("segment", lambda: self.store.prepare(pace), self._grown, background=True))
+        per_segment = self.store.geometry.slots_per_segment
+        taken = self._seen | {slot // per_segment for slot in self.index.leaving}
 
-    def _grown(self, number: int | None, error: BaseException | None) -> None:
+        def prepare() -> tuple[Inspection, int | None]:
+            inspection = self.store.inspect()
+            return inspection, None if inspection.moved else self.store.prepare(pace, taken)
+
+        self.io.run(IoTask("segment", prepare, self._grown, background=True))
+
+    def _grown(self, found: tuple[Inspection, int | None] | None, error: BaseException | None) -> None:
         self._pace = None
-        if error is not None:
+        if found is None:
             self._out_of_space(str(error))
-        elif number is None:
+            return
+        inspection, number = found
+        self._inspected(inspection, None)
+        if number is not None:
+            self._add_segment(number)
+        elif not inspection.damaged:
             self._complete = not self.index.retired
-        else:
-            per_segment = self.store.geometry.slots_per_segment
-            self.index.add_free(number * per_segment + np.arange(per_segment))
+
+    def _add_segment(self, number: int) -> None:
+        per_segment = self.store.geometry.slots_per_segment
+        self._seen.add(number)
+        self.index.add_free(number * per_segment + np.arange(per_segment))
+
+    def _tidied(self, result: None, error: BaseException | None) -> None:
+        if error is not None:
+            logger.warning("tier %s: %s", self.name, error)
 
     def _out_of_space(self, reason: str) -> None:
         self._complete = False
@@ -292,6 +335,49 @@ class LocalTier(BlockTier):
         if now >= self._no_space_until:
             logger.warning("tier %s: %s; trying again in %.0f s", self.name, reason, RETRY_SPACE_SECONDS)
         self._no_space_until = now + RETRY_SPACE_SECONDS
+
+    # ---------------------------------------------------------------------------------------------------------- inspection
+
+    def _want_inspection(self, within: float) -> None:
+        """Look at the directory ``within`` seconds of the last look, or now if that is over."""
+        self._inspect_due = min(self._inspect_due, max(self.context.clock(), self._inspected_at + within))
+
+    def _inspect(self) -> None:
+        """Compare the directory with what is open, unless that goes on, or blocks are still being recovered."""
+        if self._inspecting or self._recovery is not None:
+            return
+        self._inspecting = True
+        self._inspect_due = float("inf")
+        self.io.run(IoTask("inspect", self.store.inspect, self._inspected, background=True))
+
+    def _inspected(self, inspection: Inspection | None, error: BaseException | None) -> None:
+        self._inspecting = False
+        self._inspected_at = self.context.clock()
+        if inspection is None:
+            logger.warning("tier %s: %s", self.name, error)
+            return
+        for number, damage in inspection.damaged.items():
+            self._lose_segment(number, damage)
+
+    def _lose_segment(self, number: int, damage: str) -> None:
+        per_segment = self.store.geometry.slots_per_segment
+        lost = self.index.lose(number * per_segment, (number + 1) * per_segment)
+        self._seen.discard(number)
+        self._complete = False
+        self._changed = True
+        if self._builder is not None:
+            # It has copied what is gone.
+            self._builder, self._checkpointing = None, False
+        self.stats.blocks_lost += len(lost)
+        self.announce_removed(lost)
+        logger.error(
+            "tier %s: segment %s %s: its %d block(s) are lost, and it is replaced; nobody but this process may change files in %s",
+            self.name,
+            self.store.geometry.segment_name(number),
+            damage,
+            len(lost),
+            self.store.directory,
+        )
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
@@ -306,16 +392,20 @@ class LocalTier(BlockTier):
         marks = self.store.marks
         namespace = self.namespace
 
-        def begin() -> int:
+        def begin() -> tuple[Inspection, int]:
+            inspection = self.store.inspect()
             try:
-                return marks.begin()
+                return inspection, marks.begin()
             except OSError as error:
                 raise store_error(error, "cannot begin a checkpoint") from error
 
-        def begun(generation: int | None, error: BaseException | None) -> None:
-            if generation is None:
+        def begun(started: tuple[Inspection, int] | None, error: BaseException | None) -> None:
+            if started is None:
                 self._end_checkpoint(None, error)
-            elif namespace is None or self.namespace != namespace:
+                return
+            inspection, generation = started
+            self._inspected(inspection, None)
+            if namespace is None or self.namespace != namespace:
                 self._checkpointing = False
             else:
                 geometry = self.store.geometry
@@ -333,8 +423,8 @@ class LocalTier(BlockTier):
         store = self.store
 
         def write() -> int:
-            checkpoint = builder.finish()
             try:
+                checkpoint = builder.finish(store.segments.modified())
                 write_checkpoint(store.directory, checkpoint, store.files)
                 store.marks.forget_before(checkpoint.generation)
             except OSError as error:

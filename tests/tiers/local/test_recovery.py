@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -92,11 +93,42 @@ def test_only_segments_written_since_the_checkpoint_are_read_again(tmp_path: Pat
     rig.checkpoint()
     path, offset = rig.location(rig.place(K[0]))
     rig.abandon()
+    before = path.stat()
     flip_bit(path, offset * 8)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with opened(tmp_path) as rig:
         assert rig.held(K[:1]) == K[:1]
         assert rig.load(K[:1]) == []
         assert rig.held(K[:1]) == []
+
+
+def test_segments_that_somebody_changed_are_read_again_though_nobody_marked_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, segment_size="128KiB") as rig:
+        rig.store(K[:20])
+        one, other = rig.location(rig.place(K[0]))[0], rig.location(rig.place(K[19]))[0]
+    assert one != other
+    aside = tmp_path / "aside"
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+    with opened(tmp_path, segment_size="128KiB") as rig:
+        assert rig.held(K[:20]) == K[:20]
+        assert rig.load(K[:20]) == K[:20]
+    assert "are not the files that the checkpoint knew" in caplog.text
+
+
+def test_blocks_of_a_segment_that_is_gone_are_counted_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:20])
+        path = rig.location(rig.place(K[0]))[0]
+        there = [key for key in K[:20] if rig.location(rig.place(key))[0] == path]
+    path.unlink()
+    with opened(tmp_path) as rig:
+        assert rig.held(K[:20]) == [key for key in K[:20] if key not in there]
+        assert rig.tier.get_stats().blocks_lost == len(there)
+    assert f"{len(there)} block(s) are lost" in caplog.text
 
 
 def test_writes_during_recovery_are_marked_for_the_next_restart(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class SlotIndex(TierIndex):
         """Bad slots that are still being read or written: to be retired when that has ended."""
         self._borrowed: dict[int, bool] = {}
         """Slots on trial, and whether they had been retired before."""
+        self.leaving: set[int] = set()
+        """Slots that the medium lost while they were read or written: unseen once that has ended.  Writes to them do not count."""
         self._sequences: Sequences | None = None
 
     # ------------------------------------------------------------------------------------------------------------- lookup
@@ -143,6 +145,11 @@ class SlotIndex(TierIndex):
         return StorePlan(positions, allocated[0].tolist(), already_held, evicted + allocated[1])
 
     def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+        self._end_store(keys, places, stored)
+        if self.leaving:
+            self._let_leave(places)
+
+    def _end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool]) -> None:
         table = self._table
         rows = np.array(places, np.int64)
         good = np.array(stored, np.bool_)
@@ -209,6 +216,7 @@ class SlotIndex(TierIndex):
             gone = [key for key, place, bad in zip(keys, places, lost, strict=True) if bad and self._readable.get(key) == place]
             gone = self._table.drop(gone)
         self._retire_condemned()
+        self._let_leave(places)
         return gone
 
     # ---------------------------------------------------------------------------------------- what is there, and what is not
@@ -315,6 +323,8 @@ class SlotIndex(TierIndex):
         gone: list[OffloadKey] = []
         idle: list[int] = []
         for slot in [place for place in places if isinstance(place, int) and 0 <= place < self.num_slots]:
+            if slot in self.leaving:
+                continue
             self._bad.add(slot)
             if slot in self._retired:
                 continue
@@ -401,7 +411,46 @@ class SlotIndex(TierIndex):
 
     def give_back(self, good: Sequence[Place]) -> None:
         borrowed, self._borrowed = self._borrowed, {}
+        lost = self.leaving & borrowed.keys()
+        self.leaving -= lost
+        self._retired -= lost
+        self._table.forget(np.array(sorted(lost), np.int64))
+        borrowed = {slot: retired for slot, retired in borrowed.items() if slot not in lost}
         self._restore({slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad})
+
+    # ------------------------------------------------------------------------------------------------------------- losses
+
+    def lose(self, start: int, stop: int) -> list[OffloadKey]:
+        """The medium has lost slots [start, stop): they are unseen again.  Returns the keys that were held there.
+
+        Those that are read or written at this moment are unseen once that has ended, which :attr:`leaving` tells.
+        """
+        table = self._table
+        keys = [key for key in table.keys[start:stop].tolist() if key is not None]
+        held = table.drop([key for key in keys if start <= self._readable.get(key, -1) < stop])
+        written = [key for key in keys if start <= table.pending.get(key, -1) < stop]
+        table.disown(written, np.array([table.pending[key] for key in written], np.int64))
+        retired = self._retired.intersection(range(start, stop)) - self._borrowed.keys()
+        self._retired -= retired
+        table.forget(np.array(sorted(retired), np.int64))
+        self._condemned.difference_update(range(start, stop))
+        busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
+        self.leaving |= busy
+        is_foreign = (self._foreign >= start) & (self._foreign < stop)
+        self._foreign = self._foreign[~is_foreign]
+        self._is_foreign[start:stop] = False
+        free = table.withdraw(np.arange(start, stop))
+        table.forget(free)
+        self.slots -= len(free) + int(np.count_nonzero(is_foreign)) + len(busy - self._borrowed.keys())
+        return held
+
+    def _let_leave(self, places: Sequence[Place]) -> None:
+        """Nobody reads or writes ``places`` any more: those that the medium has lost are unseen."""
+        if not self.leaving:
+            return
+        ended = [slot for slot in places if slot in self.leaving and not self._table.is_quarantined(int(slot))]
+        self._table.forget(self._table.withdraw(np.array(ended, np.int64)))
+        self.leaving.difference_update(ended)
 
     # -------------------------------------------------------------------------------------------------------- checkpoints
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiering.block_store import BlockIO, BlockStore, Outcome, Place, StoreProbe
-from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError, WritesRefusedError
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError, PlaceLostError, StoreError, WritesRefusedError
 from tiering.options import BreakerOptions
 from tiering.secondary.layers.base import StoreLayer
 from tiering.secondary.messages import IoKind
@@ -218,7 +218,9 @@ class Breakers:
 
 def is_medium_failure(outcome: Outcome) -> bool:
     """Whether an outcome speaks against the medium.  Absent and corrupt are answers; overdue blocks were never asked."""
-    return isinstance(outcome, StoreError) and not isinstance(outcome, (CorruptBlockError, OverdueError, BreakerOpenError))
+    return isinstance(outcome, StoreError) and not isinstance(
+        outcome, (CorruptBlockError, OverdueError, PlaceLostError, BreakerOpenError)
+    )
 
 
 class BreakerLayer(StoreLayer):
