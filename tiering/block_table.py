@@ -222,16 +222,17 @@ class BlockTable:
         self.evictable += len(rows)
         self.policy.release(rows)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """``keys``, a prefix in its order, were used; those that are not readable are ignored."""
+    def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
+        """``keys``, a prefix in its order, were used.  Returns those that are readable and their rows; the others are ignored."""
         readable = self.readable
         try:
             rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
         except KeyError:
-            known = [row for row in map(readable.get, keys) if row is not None]
-            rows = np.array(known, np.int64)
+            keys = [key for key in keys if key in readable]
+            rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
         if len(rows):
             self.policy.touch(rows)
+        return keys, rows
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of ``keys`` that are neither readable nor pending."""

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import compress, count, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +42,7 @@ from tiering.promotion import Promotion, Promotions
 from tiering.request_policy import NEITHER, parse_request_policy
 from tiering.requests import Request, Shares, TierState, UnknownNames
 from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
+from tiering.secondary.offers import HELD_FOR
 
 _log = logging.getLogger("kv_tiering.manager")
 
@@ -102,7 +103,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._stats = ManagerStats()
         rows = primary_tier.num_rows
         self._states = [
-            TierState(tier, rank, max(1, int(tier.primary_share * rows))) for rank, tier in enumerate(self.secondary_tiers)
+            TierState(tier, rank, max(1, int(tier.primary_share * rows)), np.zeros(rows))
+            for rank, tier in enumerate(self.secondary_tiers)
         ]
         self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
         self._search = PrefixSearch(self._table, self._promotions, self._call, clock)
@@ -140,6 +142,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._promotions.claim(request, keys, rows)
         else:
             self._table.pin(rows)
+        self._tell_used(keys, rows, req_context)
         return CPULoadStoreSpec(rows)
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
@@ -152,10 +155,25 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._table.touch(keys)
+        readable, rows = self._table.touch(keys)
         for state in self._tiers_of(req_context):
             if state.in_service:
                 self._call(state, state.tier.touch, keys, req_context)
+        if len(rows):
+            self._tell_used(readable, rows, req_context)
+
+    def _tell_used(self, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
+        """Readable ``keys`` are used: a tier that lacks some of them may ask for them at the end of the step."""
+        request = self._requests.get(ctx.req_id)
+        if not self._states or (request is not None and not request.policy.store):
+            return
+        now = self._clock()
+        for state in self._states if request is None else request.tiers:
+            due = state.settled_until[rows] <= now
+            count = np.count_nonzero(due)
+            if count and state.in_service:
+                asked = keys if count == len(keys) else list(compress(keys, due.tolist()))
+                state.settled_until[rows[due]] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
 
     # --------------------------------------------------------------------------------------------------------------- store
 
@@ -179,10 +197,16 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
         if stored:
+            self._refilled(rows)
             self._cascade(self._tiers_of(req_context), stored, rows, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None and request.finished:
             self._close_if_done(request)
+
+    def _refilled(self, rows: Rows) -> None:
+        """Other blocks than before are in these rows: which tiers hold them is open."""
+        for state in self._states:
+            state.settled_until[rows] = 0.0
 
     def _cascade_held(self, states: Sequence[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         held = [key for key in keys if key in self._readable]
@@ -279,6 +303,8 @@ class TieringOffloadingManager(OffloadingManager):
             return
         del self._jobs[result.job_id]
         if job.promotion is None:
+            if result.success and result.successful_keys is None:
+                state.settled_until[job.rows] = self._clock() + HELD_FOR
             self._table.unpin(job.rows)
             return
         arrived = result.successful_keys
@@ -287,6 +313,8 @@ class TieringOffloadingManager(OffloadingManager):
         if not state.in_service and not state.resetting:
             arrived = ()
         keys, rows = self._promotions.end(job.promotion, arrived)
+        self._refilled(rows)
+        state.settled_until[rows] = self._clock() + HELD_FOR
         if keys and not job.promotion.worthless:
             faster = [other for other in job.promotion.owner.tiers if other.rank < state.rank and other.tier.fill]
             if faster:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiering.base import OffloadKey, ReqContext
 from tiering.masking import shown
 from tiering.request_policy import RequestPolicy
@@ -20,12 +23,14 @@ class TierState:
     """One secondary tier, as the manager treats it.
 
     ``in_service``: it may be asked and given jobs.  ``resetting``: it is out of service only until its reset holds.
+    ``settled_until``: per primary row, until when the tier need not be told that its block is used (it holds it, or has decided).
     ``loading_rows``: primary rows that its running loads hold, overdue ones included; at most ``max_loading_rows``.
     """
 
     tier: SecondaryTierManager
     rank: int
     max_loading_rows: int
+    settled_until: NDArray[np.float64]
     in_service: bool = True
     resetting: bool = False
     loading_rows: int = 0

@@ -40,6 +40,10 @@ class Admission(ABC):
         """Keys declined before that would be taken now, since the last call."""
         return []
 
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Those of ``keys``, which are in use and not held, that :meth:`admit` should decide about (again)."""
+        return keys
+
     def on_request_finished(self, req_id: str) -> None:
         """No more calls for ``req_id``."""
 
@@ -59,6 +63,9 @@ class AdmitNone(Admission):
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
         return []
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return ()
 
 
 class GhostFilter:
@@ -143,6 +150,10 @@ class AdmitSecondTouch(Admission):
         wanted = list(self._wanted)
         self._wanted.clear()
         return wanted
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Not what was declined and waits for its second touch: another offer would count as one."""
+        return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
 
     def on_request_finished(self, req_id: str) -> None:
         self._own.pop(req_id, None)

@@ -8,6 +8,7 @@ on page boundaries.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -135,8 +136,18 @@ class SecondaryTierManager(ABC):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """``keys``, a prefix in its order, were used (the head is the most recent)."""
 
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        """``keys``, all readable in the primary tier, were used by a request that may store: the tier may want those that it lacks.
+
+        Returns the seconds for which the tier need not be told of them again; 0: at their next use.
+        """
+        return math.inf
+
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        """Keys that the tier's admission declined before and would take now, if they are still resident in the primary tier."""
+        """Keys, each once, that the tier lacks and would take now, if they are still resident in the primary tier.
+
+        Its admission had declined them before, or they are in use (:meth:`used`) and it missed them.
+        """
         return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

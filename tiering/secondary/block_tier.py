@@ -7,6 +7,7 @@ Load: the index says where → one job → verified bytes are in the row → its
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
 from tiering.secondary.medium import Medium
 from tiering.secondary.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.offers import OFFER_AGAIN_AFTER, Offers
 from tiering.secondary.overdue import OverdueLoads
 from tiering.secondary.prober import held_prefix
 from tiering.secondary.service import TierService
@@ -111,6 +113,7 @@ class BlockTier(SecondaryTierManager):
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
+        self._offers = Offers(self._admission, self._budget)
         self._failures = FailureLog(context.name, context.clock)
 
         self._serving = False
@@ -190,7 +193,8 @@ class BlockTier(SecondaryTierManager):
             self.io.run(IoTask("probe", partial(held_prefix, self.io.store.probe, probe), partial(self._probed, probe)))
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
-        self.index.end_probe(probe, held, self._clock())
+        now = self._clock()
+        self._offers.add(self.index.end_probe(probe, held, now), now)
 
     # --------------------------------------------------------------------------------------------------------------- jobs
 
@@ -355,8 +359,21 @@ class BlockTier(SecondaryTierManager):
         self.index.touch(keys)
         self._admission.touch(keys, req_context.req_id)
 
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        if self.options.admission == "none":
+            return math.inf
+        if not self._storing:
+            return 0.0
+        now = self._clock()
+        lacking = self.index.lacking(keys, now)
+        if lacking is None:
+            self._start_probes()
+            return OFFER_AGAIN_AFTER
+        return self._offers.add(lacking, now)
+
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        return self._admission.take_wanted()
+        wanted = self._admission.take_wanted()
+        return list(dict.fromkeys([*wanted, *self._offers.take()])) if self._storing else wanted
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._admission.on_request_finished(req_context.req_id)
@@ -446,6 +463,7 @@ class BlockTier(SecondaryTierManager):
             self.on_left()
             self._events.cleared(self.index.clear())
             self._admission.clear()
+            self._offers.clear()
         finally:
             # What is on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)

@@ -26,6 +26,11 @@ class StoreBudget:
         # The last byte of a key is its group: an engine has a few, never more than 256.
         return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
 
+    def spare(self, keys: Sequence[OffloadKey]) -> int:
+        """How many leading ``keys`` there is room for in the first half of the budget: the other is for what is newly stored."""
+        room = self._limit // 2 - self.used
+        return len(list(takewhile(room.__ge__, accumulate(self.sizes(keys))))) or int(bool(keys) and not self.used)
+
     def fitting(self, keys: Sequence[OffloadKey]) -> int:
         """How many leading ``keys`` there is room for: a prefix without its tail is of use, a tail without its head is not.
 

@@ -36,10 +36,12 @@ class Probe:
     """A question to a shared medium: how much of the chain ``keys`` is there?
 
     ``place_of`` names a key's place; it is pure, and called on the I/O side (naming a whole chain costs the scheduler too much).
+    ``offers``: it was raised by :meth:`TierIndex.lacking`.
     """
 
     keys: Sequence[OffloadKey]
     place_of: Callable[[OffloadKey], Place]
+    offers: bool = False
 
 
 class TierIndex(ABC):
@@ -52,11 +54,22 @@ class TierIndex(ABC):
         """Places are named under ``place_prefix`` from now on (a namespace and epoch).  Media with slots have nothing to do."""
 
     def take_probes(self, now: float) -> Sequence[Probe]:
-        """The questions that lookups have raised since the last call.  Each is answered by :meth:`end_probe`, once."""
+        """The questions that were raised since the last call.  Each is answered by :meth:`end_probe`, once."""
         return ()
 
-    def end_probe(self, probe: Probe, held: int | None, now: float) -> None:
-        """The leading ``held`` keys of ``probe`` are there and the one after them is not; None: nothing could be learnt."""
+    def end_probe(self, probe: Probe, held: int | None, now: float) -> Sequence[OffloadKey]:
+        """The leading ``held`` keys of ``probe`` are there and the one after them is not; None: nothing could be learnt.
+
+        Returns what the medium lacks and may be offered, if ``probe.offers``.
+        """
+        return ()
+
+    def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
+        """Those of ``keys``, which are in use, that the medium lacks and nobody writes to it now, as far as is known.
+
+        None: not known; a question may have been raised (:meth:`take_probes`), whose answer tells.
+        """
+        return ()
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:

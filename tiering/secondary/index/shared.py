@@ -85,17 +85,41 @@ class SharedIndex(TierIndex):
         raised, self._raised = self._raised, []
         return raised
 
-    def end_probe(self, probe: Probe, held: int | None, now: float) -> None:
+    def end_probe(self, probe: Probe, held: int | None, now: float) -> Sequence[OffloadKey]:
         if probe.place_of is not self._place_of:
-            return
+            return ()
         self._asked.pop(probe.keys[0], None)
         if held is None:
             self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
-            return
+            return ()
         self._learn_present(probe.keys[:held], now + self._present_ttl)
         # A store of ours may have ended while the question was under way: what we know ourselves is younger.
         if held < len(probe.keys) and self._present.get(probe.keys[held], 0.0) <= now:
             self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
+        return self._unheld(probe.keys[held:]) if probe.offers else ()
+
+    def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
+        """What is known to be absent, and the unknown after it: prefixes are stored from their head.
+
+        What was there when it was last heard of is taken to be there still, however long ago: offering a block that others hold costs a
+        request and its bytes, and a lookup that finds it gone tells.  Of what was never heard of (after a restart, or what was dropped
+        in an outage) the medium is asked first: one question for a chain, instead of a write for each of its blocks.
+        """
+        present = self._present
+        if all(map(present.__contains__, keys)):
+            return ()
+        unheld = keys[len(list(takewhile(present.__contains__, keys))) :]
+        first = unheld[0]
+        if self._absent.get(first, 0.0) > now:
+            return self._unheld(unheld)
+        if first not in self._asked and len(self._asked) < MAX_PROBES and self._place_of(first) not in self._writing:
+            self._asked[first] = now + self._lookup_deadline
+            self._raised.append(Probe(unheld, self._place_of, offers=True))
+        return None
+
+    def _unheld(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        present, writing, place_of = self._present, self._writing, self._place_of
+        return [key for key in keys if key not in present and (not writing or place_of(key) not in writing)]
 
     # -------------------------------------------------------------------------------------------------------------- jobs
 

@@ -91,6 +91,12 @@ class SlotIndex(TierIndex):
 
     # ------------------------------------------------------------------------------------------------------------- lookup
 
+    def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
+        """Not known during recovery: what is not seen yet may be there."""
+        if all(map(self._readable.__contains__, keys)):
+            return ()
+        return None if self._sequences is not None else self._table.unknown(keys)
+
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
         """How many leading keys are held.  Never undecided: a slot that is unseen or being written is not answered for."""
         return PrefixAnswer(len(list(takewhile(self._readable.__contains__, keys))), False)
