@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tiering.awaited import AwaitedBlocks
 from tiering.base import (
     PRIMARY_TIER,
     CPULoadStoreSpec,
@@ -108,6 +109,7 @@ class TieringOffloadingManager(OffloadingManager):
         ]
         self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
         self._search = PrefixSearch(self._table, self._promotions, self._call, clock)
+        self._awaited = AwaitedBlocks(self._table)
         self._unknown_names = UnknownNames([PRIMARY_TIER, *(tier.name for tier in self.secondary_tiers)])
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, _Job] = {}
@@ -192,6 +194,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._stats.evicted_blocks += len(output.evicted_keys)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._cascade_held(request.wants_all, keys, req_context)
+            self._awaited.add(request, keys, output.keys_to_store)
         return output
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -199,6 +202,7 @@ class TieringOffloadingManager(OffloadingManager):
         if stored:
             self._refilled(rows)
             self._cascade(self._tiers_of(req_context), stored, rows, req_context)
+        self._cascade_awaited()
         request = self._requests.get(req_context.req_id)
         if request is not None and request.finished:
             self._close_if_done(request)
@@ -207,6 +211,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Other blocks than before are in these rows: which tiers hold them is open."""
         for state in self._states:
             state.settled_until[rows] = 0.0
+
+    def _cascade_awaited(self) -> None:
+        for request, keys in self._awaited.take():
+            self._cascade_held(request.wants_all, keys, request.ctx)
+            if request.finished:
+                self._close_if_done(request)
 
     def _cascade_held(self, states: Sequence[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         held = [key for key in keys if key in self._readable]
@@ -273,13 +283,14 @@ class TieringOffloadingManager(OffloadingManager):
         self._close_if_done(request)
 
     def _close_if_done(self, request: Request) -> None:
-        if not self.primary_tier.has_open_stores(request.ctx.req_id):
+        if not self.primary_tier.has_open_stores(request.ctx.req_id) and request not in self._awaited:
             self._requests.pop(request.ctx.req_id, None)
             self._close(request)
 
     def _close(self, request: Request) -> None:
         """No more cascades for this request can follow: tell the tiers."""
         request.finished = True
+        self._awaited.forget(request)
         self._promotions.leave(request)
         for state in request.tiers:
             if state.in_service:
@@ -358,6 +369,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._collect()
+        self._cascade_awaited()
         if self._promotions.queued:
             self._flush_promotions()
         for state in self._states:
