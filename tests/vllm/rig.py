@@ -81,14 +81,20 @@ class Engine:
     """Tokens of each step."""
 
     def ask(
-        self, prompts: Sequence[list[int]], max_tokens: int = 8, params: dict[str, Any] | None = None, lora: Any = None
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int = 8,
+        params: dict[str, Any] | None = None,
+        lora: Any = None,
+        salt: str | None = None,
     ) -> list[Answer]:
-        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest for all of them."""
+        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest, ``salt``: their cache salt."""
         from vllm import SamplingParams
 
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra)
-        inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
+        salted = {} if salt is None else {"cache_salt": salt}
+        inputs = [{"prompt_token_ids": tokens, **salted} for tokens in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [_answer(output.outputs[0]) for output in outputs]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -56,18 +57,25 @@ class Subscriber:
         return {event.block_hashes[-1] for event in self.stored(medium)}
 
     def held(self, medium: str) -> set[Any]:
-        """Blocks on the medium, by their own hashes, for whoever applies the events in their order."""
-        held: dict[Any, list[Any]] = {}
+        """Hashes on the medium, for whoever applies the events in their order and counts references."""
+        held: Counter[Any] = Counter()
         for event in self.heard:
             if getattr(event, "medium", None) != medium:
                 continue
             if type(event).__name__ == "BlockStored":
-                held[event.block_hashes[-1]] = event.block_hashes
+                held.update(event.block_hashes)
             else:
-                gone = [block for block in event.block_hashes if block in held]
-                assert gone
-                assert set(event.block_hashes) <= {part for block in gone for part in held.pop(block)}
-        return set(held)
+                assert all(held[name] > 0 for name in event.block_hashes)
+                held.subtract(event.block_hashes)
+        return set(+held)
+
+    def extra_keys(self, medium: str) -> dict[Any, Any]:
+        """What was hashed beside the tokens, by hash."""
+        return {
+            name: keys
+            for event in self.stored(medium)
+            for name, keys in zip(event.block_hashes, event.extra_keys or [None] * len(event.block_hashes), strict=True)
+        }
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -147,8 +155,13 @@ def test_who_applies_the_events_knows_what_each_tier_holds(published):
     blocks = whole_blocks(PROMPTS + LATER, size) * BLOCK // size
     subscriber.until(lambda: len(subscriber.announced(DISK)) >= blocks)
     manager = running.connector.scheduler_half.get_stats()["manager"]
-    assert len(subscriber.held(CPU)) == manager["rows"] - manager["rows_free"] < blocks
-    assert subscriber.held(DISK) == set(blocks_of(subscriber, PROMPTS + LATER, size))
+    described = size > BLOCK
+    hashes_per_block = size // BLOCK if described else 1
+    assert len(subscriber.held(CPU)) == (manager["rows"] - manager["rows_free"]) * hashes_per_block < blocks * hashes_per_block
+    known = blocks_of(subscriber, PROMPTS + LATER, size)
+    assert subscriber.held(DISK) == {name for hashes, _, _ in known.values() for name in (hashes if described else hashes[-1:])}
+    assert {(event.locality, event.ownership) for event in subscriber.stored(DISK)} == {("LOCAL", "local")}
+    assert {(event.locality, event.ownership) for event in subscriber.stored(CPU)} == {("LOCAL", None)}
 
     assert running.llm.reset_prefix_cache(reset_connector=True)
     running.ask([prompt(1, 8)], 1)
@@ -175,3 +188,19 @@ def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_
         else:
             assert (event.lora_id, event.lora_name) == (7, "parrot")
             assert (event.block_hashes, event.parent_block_hash, event.token_ids) == own[event.block_hashes[-1]]
+
+
+def test_salted_requests_are_announced_with_what_vllm_hashed_beside_their_tokens(published):
+    running, subscriber, size = published
+    start = len(subscriber.heard)
+    prompts = [prompt(seed) for seed in range(70, 72)]
+    running.ask(prompts, salt="tenant 7")
+    running.settle()
+    del subscriber.heard[:start]
+    blocks = whole_blocks(prompts, size) * BLOCK // size
+    subscriber.until(lambda: min(len(subscriber.announced(CPU)), len(subscriber.announced(DISK))) >= blocks)
+    own = subscriber.extra_keys(GPU)
+    assert set(own.values()) - {None}, "the salt is hashed"
+    for medium in (CPU, DISK):
+        told = subscriber.extra_keys(medium)
+        assert told == ({name: own[name] for name in told} if size > BLOCK else dict.fromkeys(told))
