@@ -6,6 +6,7 @@ Signatures are not checked.  Only what the s3 tier uses is there.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
 import re
 import socket
@@ -19,6 +20,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+_BEGINNING = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
 
 class Trouble(enum.Enum):
     """What a server can do that is no status."""
@@ -26,6 +29,7 @@ class Trouble(enum.Enum):
     RESET = "the connection is reset"
     HANG = "nothing comes until the server is closed"
     CUT_BODY = "the body ends half way"
+    FLIP = "a bit of the body is flipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class FakeS3:
     closing: threading.Event = field(default_factory=threading.Event)
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each request that hangs."""
+    modified: dict[str, datetime.datetime] = field(default_factory=dict)
+    """When objects were last written, by name; the others were at the beginning of 2026."""
     _faults: deque[_Fault] = field(default_factory=deque)
 
     def fail(self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1) -> None:
@@ -166,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif method == "PUT":
             self._put(name, body)
         elif method in {"GET", "HEAD"} and name:
-            self._get(name, cut=fault is Trouble.CUT_BODY)
+            self._get(name, cut=fault is Trouble.CUT_BODY, flip=fault is Trouble.FLIP)
         elif method == "GET":
             self._list(query)
         elif method == "DELETE":
@@ -191,24 +197,26 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, b"")
 
-    def _get(self, name: str, *, cut: bool) -> None:
+    def _get(self, name: str, *, cut: bool, flip: bool) -> None:
         with self.fake.lock:
             data = self.fake.objects.get(name)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
         else:
-            self._send(200, data, cut=cut)
+            self._send(200, data[:-1] + bytes([data[-1] ^ 1]) if flip else data, cut=cut)
 
     def _list(self, query: dict[str, list[str]]) -> None:
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
         with self.fake.lock:
             chosen = sorted(
-                (name, len(data)) for name, data in self.fake.objects.items() if name.startswith(prefix) and name > after
+                (name, len(data), self.fake.modified.get(name, _BEGINNING))
+                for name, data in self.fake.objects.items()
+                if name.startswith(prefix) and name > after
             )
         items = "".join(
-            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>{written:%Y-%m-%dT%H:%M:%S.000Z}</LastModified>"
             f"<ETag>x</ETag></Contents>"
-            for name, size in chosen
+            for name, size, written in chosen
         )
         text = f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}</ListBucketResult>"
         self._send(200, text.encode())

@@ -118,7 +118,7 @@ class Namespace:
     def __post_init__(self) -> None:
         base = hashlib.sha256(self.parameters.encode()).digest()[:16]
         object.__setattr__(self, "base", base)
-        object.__setattr__(self, "fingerprint", hashlib.sha256(base + self.epoch).digest()[:16])
+        object.__setattr__(self, "fingerprint", fingerprint_of(base, self.epoch))
 
     @classmethod
     def build(cls, model: ModelIdentity, group_bytes: tuple[int, ...], *, namespace: str = "", salt: str = "") -> Namespace:
@@ -157,6 +157,11 @@ class Namespace:
         Raises :class:`ConfigError` for a revision that is not a text with something in it.
         """
         return self.with_epoch(hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES])
+
+
+def fingerprint_of(base: bytes, epoch: bytes) -> bytes:
+    """The fingerprint (16 bytes) of the namespace ``base`` in ``epoch``: what the frames of its blocks carry."""
+    return hashlib.sha256(base + epoch).digest()[:16]
 
 
 def revision_digest(revision: str) -> bytes:

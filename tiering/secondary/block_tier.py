@@ -29,6 +29,7 @@ from tiering.secondary.inert import InertTier
 from tiering.secondary.io_host import build_io_host
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
+from tiering.secondary.lease import Lease
 from tiering.secondary.medium import Medium
 from tiering.secondary.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.offers import OFFER_AGAIN_AFTER, Offers
@@ -110,6 +111,7 @@ class BlockTier(SecondaryTierManager):
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
         writes = options.admission != "none"
         self._medium = Medium(context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes)
+        self._lease = Lease(context.name, store, self.io, context.clock)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
@@ -418,6 +420,7 @@ class BlockTier(SecondaryTierManager):
 
     def _tick(self, now: float) -> None:
         self._service.tick(now)
+        self._lease.tick(now)
         self._health.tick()
         for rows in self._overdue.expire(now):
             self.stats.loads_overdue += rows
@@ -486,6 +489,7 @@ class BlockTier(SecondaryTierManager):
         first = not self._closing
         self._closing = True
         self._service.stop()
+        self._lease.hold(None)
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
@@ -513,6 +517,7 @@ class BlockTier(SecondaryTierManager):
     def _entered(self, namespace: Namespace) -> None:
         """An epoch has been entered: at the first opening, or by a reset."""
         self.namespace = namespace
+        self._lease.hold(namespace if self._medium.needs_lease(namespace) else None)
         if self._place_prefix is not None:
             self.index.enter(self._place_prefix(namespace))
         first, self._opened = not self._opened, True

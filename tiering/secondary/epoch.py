@@ -16,6 +16,12 @@ from tiering.namespace import EPOCH_BYTES, NO_EPOCH, Namespace, revision_digest
 PARAMETERS = "namespace-"
 """How the names of all documents with parameters begin."""
 
+EPOCHS = "epoch-"
+"""How the names of all epoch documents begin."""
+
+LEASES = "lease-"
+"""How the names of all leases begin."""
+
 _LAYOUT = struct.Struct("<8sHH4x16s16s16s")
 _MAGIC = b"KVTEPOCH"
 _VERSION = 1
@@ -28,7 +34,7 @@ def epoch_document(namespace: Namespace, number: int = 0) -> str:
 
     ``number``: on shared media, where documents are never replaced, the next one counts where a document is damaged (default 0).
     """
-    return f"epoch-{namespace.directory}" + (f"-{number}" if number else "")
+    return f"{EPOCHS}{namespace.directory}" + (f"-{number}" if number else "")
 
 
 def parameters_document(namespace: Namespace) -> str:
@@ -38,7 +44,7 @@ def parameters_document(namespace: Namespace) -> str:
 
 def lease_document(namespace: Namespace) -> str:
     """The name of the document that says, while it is fresh, that somebody uses the epoch of ``namespace``."""
-    return f"lease-{namespace.directory}-{namespace.fingerprint.hex()}"
+    return f"{LEASES}{namespace.directory}-{namespace.fingerprint.hex()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class Medium:
         self._revision = revision
         self._writes = writes
         self._opened = False
+        self._common_epoch: bytes | None = None
         self.shared = shared
 
     def target(self, revision: str | None) -> Target:
@@ -81,6 +82,10 @@ class Medium:
             # After the epoch: where there are parameters and no epoch, the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
         return namespace
+
+    def needs_lease(self, namespace: Namespace) -> bool:
+        """Whether blocks are stored in the epoch of ``namespace``, which has been entered, and no epoch document names it."""
+        return self.shared and self._writes and namespace.epoch != self._common_epoch
 
     def close(self, timeout: float) -> None:
         """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
@@ -165,6 +170,7 @@ class Medium:
                     stored = self._store.read_document(document)
                 found = None if stored is None else EpochDocument.parse(bytes(stored))
                 if found is not None and found.admits(self._namespace, None):
+                    self._common_epoch = found.epoch
                     return self._namespace.with_epoch(found.epoch)
             self._tell_loss(document, missing=stored is None, known=True)
         raise PermanentStoreError(

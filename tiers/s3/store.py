@@ -184,18 +184,16 @@ class S3Store(BlockStore):
             raise translate(error, f"put document {name}") from error
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
-        if self.read_document(name) is None:
-            if not self._options.conditional_put:
-                self.write_document(name, data)
-            else:
-                client = self._open_client()
-                try:
-                    self._count()
-                    obstore.put(client, f"{self._documents}{name}", data, use_multipart=False, mode="create")
-                except AlreadyExistsError:
-                    logger.debug("document %s was created by another process at the same time", name)
-                except STORE_FAILURES as error:
-                    raise translate(error, f"create document {name}") from error
+        if not self._options.conditional_put:
+            # The service cannot decide who comes first: machines that start together may get different answers.
+            return super().create_document(name, data)
+        try:
+            self._count()
+            obstore.put(self._open_client(), f"{self._documents}{name}", data, use_multipart=False, mode="create")
+        except AlreadyExistsError:
+            logger.debug("document %s was created by another process before", name)
+        except STORE_FAILURES as error:
+            raise translate(error, f"create document {name}") from error
         return self.read_document(name)
 
     def remove_document(self, name: str) -> None:
@@ -228,6 +226,17 @@ class S3Store(BlockStore):
                 self._count()
         except STORE_FAILURES as error:
             raise translate(error, f"list {start}") from error
+
+    def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
+        """All documents, up to 1,000 at a time.  Raises :class:`StoreError`."""
+        client = self._open_client()
+        try:
+            self._count()
+            for objects in obstore.list(client, self._documents.rstrip("/"), chunk_size=_LIST_CHUNK):
+                yield objects
+                self._count()
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {self._documents}") from error
 
     def delete_objects(self, names: Sequence[str]) -> None:
         """Delete objects by their names in the bucket.  Raises :class:`StoreError`."""

@@ -1,0 +1,175 @@
+"""Epochs in a bucket that several machines share: a reset moves one of them, and what nobody uses can be collected."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.fake_s3 import FakeS3, Trouble
+from tiering.secondary.epoch import lease_document
+from tiering.secondary.medium import Medium
+from tiering.testing.tier_rig import TierRig, make_namespace
+from tiering.testing.tier_tests import K
+from tiers.s3 import S3_TIER, S3Options
+from tiers.s3.epochs import EPOCH_GRACE, collect_epochs
+from tiers.s3.store import S3Store
+
+BLOCK_BYTES = 64 << 10
+OBJECTS = K[:20]
+LATER = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=EPOCH_GRACE + 60)
+"""The fake service says that everything was written at the beginning of 2026."""
+
+Make = Callable[..., TierRig]
+Open = Callable[..., S3Store]
+
+
+@pytest.fixture
+def make(fake: FakeS3) -> Iterator[Make]:
+    rigs: list[TierRig] = []
+
+    def build(revision: str | None = None, **words: object) -> TierRig:
+        chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "max_inflight": 2} | words
+        rig = TierRig(
+            lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,), revision=revision
+        )
+        rigs.append(rig)
+        return rig.open()
+
+    yield build
+    for rig in rigs:
+        rig.close()
+
+
+def reset(rig: TierRig, revision: str | None = None) -> None:
+    assert rig.tier.reset(time.monotonic() + 5, revision)
+
+
+def block_names(fake: FakeS3) -> set[str]:
+    return {name for name in fake.objects if "/blocks/" in name}
+
+
+@pytest.mark.parametrize("machines", [2, 8])
+def test_a_reset_of_one_machine_deletes_nothing_and_leaves_the_others_all_they_share(
+    fake: FakeS3, make: Make, machines: int
+) -> None:
+    one, *others = [make() for _ in range(machines)]
+    assert one.store(OBJECTS) == OBJECTS
+    before = block_names(fake)
+    assert len(before) == len(OBJECTS)
+    reset(one)
+    assert one.load(OBJECTS) == []
+    assert one.store(K[20:24]) == K[20:24]
+    assert before < block_names(fake)
+    for other in [*others, make()]:
+        assert other.load(OBJECTS) == OBJECTS
+        assert other.load(K[20:24]) == []
+    assert fake.asked("DELETE") + fake.asked("POST") == []
+
+
+def test_the_same_revision_makes_machines_share_again_also_one_that_starts_with_it(make: Make) -> None:
+    one, two = make(), make()
+    for rig in (one, two):
+        reset(rig)
+        reset(rig, "step-17")
+    assert one.store(OBJECTS) == OBJECTS
+    for rig in (two, make("step-17")):
+        assert rig.load(OBJECTS) == OBJECTS
+    for rig in (make(), make("step-18")):
+        assert rig.load(OBJECTS) == []
+
+
+class _Meeting(S3Store):
+    """A store whose first question about an epoch is answered when all machines have asked theirs."""
+
+    def __init__(self, options: S3Options, barrier: threading.Barrier) -> None:
+        super().__init__(options)
+        self._barrier: threading.Barrier | None = barrier
+
+    def read_document(self, name: str) -> bytes | None:
+        found = super().read_document(name)
+        barrier = self._barrier
+        if name.startswith("epoch-") and barrier is not None:
+            self._barrier = None
+            barrier.wait(30)
+        return found
+
+
+@pytest.mark.parametrize("machines", [2, 8])
+def test_machines_that_start_together_agree_on_one_epoch(fake: FakeS3, machines: int) -> None:
+    options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/")
+    barrier = threading.Barrier(machines)
+    media = [
+        Medium(str(number), _Meeting(options, barrier), make_namespace("m", (BLOCK_BYTES,)), shared=True)
+        for number in range(machines)
+    ]
+    with ThreadPoolExecutor(machines) as pool:
+        epochs = {namespace.epoch for namespace in pool.map(lambda medium: medium.enter(None), media)}
+    for medium in media:
+        medium.close(5)
+    assert len(epochs) == 1
+    assert len(fake.asked("PUT", "documents/epoch-")) == machines, "each of them had found none"
+
+
+def test_a_document_that_is_read_damaged_once_is_read_again(fake: FakeS3, make: Make) -> None:
+    make().store(OBJECTS[:2])
+    fake.fail(Trouble.FLIP, method="GET", part="documents/epoch-")
+    assert make().load(OBJECTS[:2]) == OBJECTS[:2]
+
+
+def test_a_reset_does_not_wait_for_a_bucket_that_hangs(fake: FakeS3, make: Make) -> None:
+    rig = make(deadline="20s", request_timeout="20s")
+    rig.store(OBJECTS[:4])
+    fake.fail(Trouble.HANG, times=1 << 30)
+    job = rig.submit_load(OBJECTS[:4])
+    assert fake.hanging.acquire(timeout=10)
+    reset(rig)
+    assert list(rig.tier.get_finished()) == [], "the bucket still hangs"
+    fake.heal()
+    fake.closing.set()
+    rig.wait(lambda: rig.reports()[job])
+    assert rig.load(OBJECTS[:4]) == []
+
+
+# ------------------------------------------------------------------------------------------------------------------- collecting
+
+
+def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_time(
+    fake: FakeS3, make: Make, open_store: Open
+) -> None:
+    common, private, named = make(), make(), make("step-1")
+    reset(private)
+    for rig in (common, private, named):
+        rig.store(OBJECTS[:4])
+    named.wait(lambda: any(lease_document(named.tier.namespace) in name for name in fake.objects))
+    private.wait(lambda: sum("documents/lease-" in name for name in fake.objects) == 2)
+    store = open_store()
+    assert collect_epochs(store, now=LATER - datetime.timedelta(hours=2)).removed_blocks == 0, "nothing is old enough"
+    assert collect_epochs(store, now=LATER, dry_run=True).removed_blocks == 8
+    assert len(block_names(fake)) == 12
+    assert collect_epochs(store, now=LATER).removed_blocks == 8
+    assert common.load(OBJECTS[:4]) == OBJECTS[:4]
+    assert private.load(OBJECTS[:4]) == []
+    assert collect_epochs(store, now=LATER).blocks == 4
+
+
+def test_an_epoch_with_a_fresh_lease_is_left_alone(fake: FakeS3, make: Make, open_store: Open) -> None:
+    private = make()
+    reset(private)
+    private.store(OBJECTS[:4])
+    private.wait(lambda: any("documents/lease-" in name for name in fake.objects))
+    fake.modified = {name: LATER for name in fake.objects if "documents/lease-" in name}
+    assert collect_epochs(open_store(), now=LATER).removed_blocks == 0
+    assert private.load(OBJECTS[:4]) == OBJECTS[:4]
+
+
+def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make: Make, open_store: Open) -> None:
+    make().store(OBJECTS[:4])
+    (name,) = [name for name in fake.objects if "documents/epoch-" in name]
+    fake.objects[name] = bytes(len(fake.objects[name]))
+    assert make().load(OBJECTS[:4]) == []
+    assert collect_epochs(open_store(), now=LATER).removed_blocks == 4

@@ -1,0 +1,73 @@
+"""Collecting the blocks of epochs that nobody uses any more: those that no epoch document and no fresh lease names."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from tiering.namespace import fingerprint_of
+from tiering.secondary.epoch import EPOCHS, LEASES, EpochDocument
+from tiers.s3.admin import DELETE_BATCH, BlockLister, Collected
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+EPOCH_GRACE = 86400.0
+"""Age in seconds below which neither blocks nor leases count as given up.  Leases are renewed every hour."""
+
+_PLACE = re.compile(r"blocks/([0-9a-f]{32})/([0-9a-f]{32})/")
+
+
+class EpochLister(BlockLister, Protocol):
+    """The part of :class:`tiers.s3.store.S3Store` that collecting epochs needs."""
+
+    def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]: ...
+
+    def read_document(self, name: str) -> bytes | None: ...
+
+
+def collect_epochs(
+    store: EpochLister, *, grace: float = EPOCH_GRACE, now: datetime.datetime | None = None, dry_run: bool = False
+) -> Collected:
+    """Remove the blocks of epochs that no epoch document and no lease younger than ``grace`` seconds names.
+
+    ``grace``: blocks and leases that are younger stay (default: a day).  ``now``: the present time (default: this machine's).
+    ``dry_run``: only count (default False).  Ages are the service's.  An engine that comes back to an epoch whose blocks were removed
+    finds misses.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
+    """
+    oldest_kept = (now or datetime.datetime.now(datetime.UTC)) - datetime.timedelta(seconds=grace)
+    used = _epochs_in_use(store, oldest_kept)
+    blocks = total = removed = removed_bytes = 0
+    batch: list[str] = []
+    for objects in store.list_objects():
+        for item in objects:
+            blocks += 1
+            total += item["size"]
+            place = _PLACE.search(item["path"])
+            if place is None or place.groups() in used or item["last_modified"] >= oldest_kept:
+                continue
+            removed += 1
+            removed_bytes += item["size"]
+            batch.append(item["path"])
+    if not dry_run:
+        for start in range(0, len(batch), DELETE_BATCH):
+            store.delete_objects(batch[start : start + DELETE_BATCH])
+    return Collected(blocks, total, removed, removed_bytes)
+
+
+def _epochs_in_use(store: EpochLister, oldest_kept: datetime.datetime) -> set[tuple[str, ...]]:
+    """(namespace, fingerprint) in hexadecimal of each epoch that is in use."""
+    used: set[tuple[str, ...]] = set()
+    for objects in store.list_document_objects():
+        for item in objects:
+            name = item["path"].rpartition("/")[2]
+            if name.startswith(EPOCHS):
+                content = store.read_document(name)
+                document = None if content is None else EpochDocument.parse(content)
+                if document is not None:
+                    used.add((document.base.hex(), fingerprint_of(document.base, document.epoch).hex()))
+            elif name.startswith(LEASES) and item["last_modified"] >= oldest_kept:
+                used.add(tuple(name.removeprefix(LEASES).split("-")))
+    return used
