@@ -187,6 +187,10 @@ class S3Store(BlockStore):
         if not self._options.conditional_put:
             # The service cannot decide who comes first: machines that start together may get different answers.
             return super().create_document(name, data)
+        # Some services ignore the condition of a put: with them, too, only those that come at the same time disagree.
+        found = self.read_document(name)
+        if found is not None:
+            return found
         try:
             self._count()
             obstore.put(self._open_client(), f"{self._documents}{name}", data, use_multipart=False, mode="create")

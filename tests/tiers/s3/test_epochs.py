@@ -84,18 +84,19 @@ def test_the_same_revision_makes_machines_share_again_also_one_that_starts_with_
 
 
 class _Meeting(S3Store):
-    """A store whose first question about an epoch is answered when all machines have asked theirs."""
+    """A store whose last question about an epoch, before it creates one, is answered when all machines have asked theirs."""
 
     def __init__(self, options: S3Options, barrier: threading.Barrier) -> None:
         super().__init__(options)
-        self._barrier: threading.Barrier | None = barrier
+        self._barrier = barrier
+        self._asked = 0
 
     def read_document(self, name: str) -> bytes | None:
         found = super().read_document(name)
-        barrier = self._barrier
-        if name.startswith("epoch-") and barrier is not None:
-            self._barrier = None
-            barrier.wait(30)
+        if name.startswith("epoch-"):
+            self._asked += 1
+            if self._asked == 2:
+                self._barrier.wait(30)
         return found
 
 
