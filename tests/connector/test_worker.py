@@ -178,6 +178,13 @@ def test_without_a_flush_nothing_is_waited_for_nor_started_early(worker: Offload
     assert handler.log == []
 
 
+def test_a_drain_starts_what_is_deferred_and_ends_everything(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}, reqs_to_load={"b": load(2)}))
+    worker.drain()
+    assert handler.log == ["start 2", "start 1", "wait 1", "wait 2"]
+    assert handler.running == []
+
+
 def test_an_engine_that_writes_to_new_blocks_early_computes_after_the_step_s_stores(handler: FakeHandler) -> None:
     worker = OffloadingConnectorWorker(Spec(handler), writes_early=True)
     worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})

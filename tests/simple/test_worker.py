@@ -149,6 +149,15 @@ def test_a_flush_waits_for_the_stores_that_run(worker):
     assert reported(worker) == dict.fromkeys(range(5), 1)
 
 
+def test_a_drain_waits_for_everything_that_runs(worker):
+    for event in range(5):
+        worker.prepare_store_kv(store(event, [3, 1, 6], [0, 1, 2]))
+    worker.start_kv_transfers(load(0, [7, 2], [2, 0], "r"))
+    worker.drain()
+    assert worker.get_finished(())[1] == {"r"}
+    assert reported(worker) == dict.fromkeys(range(5), 1)
+
+
 def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker):
     worker.prepare_store_kv(store(0, [1], [0]))
     finish_store(worker, 0)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import create_kv_cache_group_specs, get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -35,6 +34,11 @@ from tiering.copy.layout import RowLayout
 from tiering.engines.vllm_geometry import Geometry, check_supported, read_geometry, simple_cache, zeroes_early
 from tiering.errors import ConfigError
 from tiering.simple.worker import SimpleCPUOffloadWorker
+
+try:
+    from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_config_from_groups
+except ImportError:  # vLLM before 0.33
+    from vllm.v1.core.kv_cache_utils import create_kv_cache_group_specs, get_kv_cache_config_from_groups
 
 if "block_stride_alignment" not in {field.name for field in fields(FullAttentionSpec)}:
     pytest.skip("vLLM's specs say less before 0.31", allow_module_level=True)

@@ -60,21 +60,47 @@ class Runner:
         KVConnectorBase_V1.__init__(connector, config, KVConnectorRole.WORKER, SimpleNamespace())
         connector._several_groups, connector._ledger = False, LoadLedger()
         connector.worker_half = OffloadingConnectorWorker(self.spec, BLOCKS, writes_early=writes_early)
-        self.worker = connector.worker_half
+        self.worker, self.connector = connector.worker_half, connector
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         monkeypatch.setattr(second_runner, "is_forward_context_available", lambda: True)
         monkeypatch.setattr(second_runner, "get_forward_context", lambda: None)
         self.driver = second_runner.ActiveKVConnector(config, {"layer": self.cache})
 
-    def step(self, metadata: OffloadingConnectorMetadata, zeroed: int | None = None, computed: dict[int, int] | None = None) -> Any:
-        """``zeroed``: a block that this step allocates anew.  ``computed``: block → value that the forward pass writes."""
+    def step(
+        self,
+        metadata: OffloadingConnectorMetadata,
+        zeroed: int | None = None,
+        computed: dict[int, int] | None = None,
+        drafted: dict[int, int] | None = None,
+    ) -> Any:
+        """``zeroed``: a block that this step allocates anew.  ``computed``: block → value that the forward pass writes.
+
+        ``drafted``: the same of a draft model, which runs, from vLLM 0.33 on, after the step has reported and before it ends.
+        """
         if zeroed is not None:
             self.cache[zeroed] = 0
         self.driver.pre_forward(SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False))
         for block, value in (computed or {}).items():
             self.cache[block] = value
         self.driver.finish_forward()
-        return self.driver.post_forward(set())
+        if drafted is None:
+            return self.driver.post_forward(set())
+        if not hasattr(self.driver, "finalize_step"):  # vLLM before 0.33; its connector is called in the order of 0.33
+            connector: Any = self.connector
+            results = connector.get_transfer_results(set())
+            output = SimpleNamespace(
+                finished_recving=results.finished_recving, kv_connector_worker_meta=connector.build_connector_worker_meta()
+            )
+        else:
+            output = self.driver.post_forward(set(), defer_finalize=True)
+        for block, value in drafted.items():
+            self.cache[block] = value
+        if hasattr(self.driver, "finalize_step"):
+            self.driver.finalize_step()
+        else:
+            connector.wait_for_save()
+            connector.clear_connector_metadata()
+        return output
 
 
 @pytest.fixture(params=[True, False], ids=["writes early", "does not say so"])
@@ -108,4 +134,20 @@ def test_what_a_step_orders_is_reported_by_a_later_one(runner: Runner) -> None:
     assert finished == {1: 1, 2: 1}
     assert [output.finished_recving for output in outputs if output.finished_recving] == [{"a"}]
     assert set(runner.cache[4].tolist()) == {55}
+    assert set(runner.spec.rows[5].tolist()) == {77}
+
+
+def test_what_a_draft_model_computes_after_the_step_has_reported_is_stored_too(runner: Runner) -> None:
+    outputs = [runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 1}, drafted={3: 77})]
+    outputs += [runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1}))) for _ in range(2)]
+    finished = [output.kv_connector_worker_meta.finished for output in outputs if output.kv_connector_worker_meta]
+    assert finished == [{1: 1}]
+    assert set(runner.spec.rows[5].tolist()) == {77}
+
+
+def test_what_was_queued_is_stored_before_the_engine_sleeps(runner: Runner) -> None:
+    runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 77})
+    runner.connector.unregister_kv_caches()
+    runner.cache.zero_()
+    runner.step(OffloadingConnectorMetadata())
     assert set(runner.spec.rows[5].tolist()) == {77}

@@ -1,6 +1,6 @@
 """What the connector needs of an engine's objects, by attribute.  vLLM's own objects have these; so do the mini engine's.
 
-Names and meanings are vLLM's (0.29 to 0.32), because the same core is driven by both.
+Names and meanings are vLLM's (0.29 to 0.33), because the same core is driven by both.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class _Job:
 
 
 class OffloadingConnectorWorker(CopyReports):
-    """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions` and :meth:`shutdown` ever wait.
+    """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions`, :meth:`drain` and
+    :meth:`shutdown` ever wait.
 
     ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a cache whose
     attention kernels use smaller blocks than the scheduler's; an engine should say it.  ``writes_early``: the engine writes to newly
@@ -122,6 +123,11 @@ class OffloadingConnectorWorker(CopyReports):
             jobs = [order.job_id for _, order in self._deferred]
             self._submit_deferred()
             self._worker.order_before_compute(jobs)
+
+    def drain(self) -> None:
+        """End all copies, also those that had not started: the memory of the KV cache is about to be taken away."""
+        self._submit_deferred()
+        self._worker.wait(self._jobs.keys())
 
     def _submit_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []

@@ -224,6 +224,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError("mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering")
         self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 on, before the engine sleeps: end all copies.  The caches come back at the same addresses, so nothing is undone."""
+        self._worker.drain()
+
     def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
         self._worker.handle_preemptions(kv_connector_metadata)
 

@@ -37,7 +37,8 @@ class _Load:
 
 
 class SimpleCPUOffloadWorker(CopyReports):
-    """Copies of one worker.  Called from the engine's thread; only :meth:`handle_preemptions` and :meth:`shutdown` ever wait.
+    """Copies of one worker.  Called from the engine's thread; only :meth:`handle_preemptions`, :meth:`drain` and
+    :meth:`shutdown` ever wait.
 
     The arguments are those of the scheduler half: both derive the same number of CPU blocks from them.
     """
@@ -119,6 +120,10 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._stores.add(event)
         blocks = metadata.store_gpu_blocks
         self._submit(2 * event, (GPULoadStoreSpec(blocks, (len(blocks),), (0,)), CPULoadStoreSpec(metadata.store_cpu_blocks)))
+
+    def drain(self) -> None:
+        """End all copies: the memory of the KV cache is about to be taken away."""
+        self._worker.wait({2 * event for event in self._stores} | {2 * event + 1 for event in self._loads})
 
     def _submit(self, job_id: int, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, GPULoadStoreSpec | CPULoadStoreSpec]) -> None:
         if not self._worker.transfer_async(job_id, spec):
