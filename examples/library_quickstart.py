@@ -1,6 +1,6 @@
 """The library without an engine: store blocks, push them out of CPU memory, and get them back, verified.
 
-    python -m examples.library_quickstart [stack.yaml]
+    python -m examples.library_quickstart [stack.yaml] [number of blocks]
 
 An engine does the same with real KV: it copies GPU blocks to the rows before ``complete_store`` and back after ``prepare_load``.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import tiering
 
@@ -19,43 +20,58 @@ BLOCK_BYTES = 64 * 1024
 DEFAULT_STACK = Path(__file__).resolve().parent.parent / "configs" / "dev-memory.yaml"
 MODEL = tiering.ModelIdentity(name="org/model", weights="0123abc", dtype="bfloat16", layout="quickstart")
 
+Block = NDArray[np.uint8]
+Rows = NDArray[np.uint8]
 
-def main(stack_file: str | Path = DEFAULT_STACK) -> int:
-    """Run it; 0 if every byte came back."""
-    keys = [tiering.make_offload_key(hashlib.sha256(b"block %d" % number).digest(), 0) for number in range(32)]
-    data = np.random.default_rng(0).integers(0, 256, (len(keys), BLOCK_BYTES), np.uint8)
+
+def store_prefix(manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows) -> int:
+    """Store as many leading blocks as there is room for; how many of ``keys`` are held then."""
+    ctx = tiering.ReqContext(req_id="first")
+    manager.on_new_request(ctx)
+    count = len(keys)
+    while (out := manager.prepare_store(keys[:count], ctx)) is None:  # no room for all of them: a shorter prefix is worth having
+        count //= 2
+    for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # only those that are not held yet
+        rows[row, :BLOCK_BYTES] = kv[key]
+    manager.complete_store(out.keys_to_store, ctx)
+    manager.on_schedule_end()
+    manager.on_request_finished(ctx)
+    return count
+
+
+def load_prefix(
+    manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
+) -> tuple[int, bool]:
+    """Wait for what is held of ``keys`` and compare it; how many leading blocks came back, and whether all are intact."""
+    ctx = tiering.ReqContext(req_id="second")
+    manager.on_new_request(ctx)
+    match = tiering.wait_for_prefix(manager, keys, ctx)
+    held = keys[: match.hits] if not match.pending else []  # pending: the time is over, and a prefix that is under way is no hit
+    spec = manager.prepare_load(held, ctx)
+    intact = all(np.array_equal(rows[row, :BLOCK_BYTES], kv[key]) for row, key in zip(spec.block_ids, held, strict=True))
+    manager.complete_load(held, ctx)
+    manager.on_request_finished(ctx)
+    return len(held), intact
+
+
+def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -> int:
+    """Run it; 0 if every byte that was stored came back."""
+    keys = [tiering.make_offload_key(hashlib.sha256(b"block %d" % number).digest(), 0) for number in range(int(number_of_blocks))]
+    random = np.random.default_rng(0)
+    kv = {key: random.integers(0, 256, BLOCK_BYTES, np.uint8) for key in keys}
 
     with tiering.open_manager(tiering.load_stack(stack_file), BLOCK_BYTES, MODEL) as manager:
         rows = np.asarray(manager.primary_tier.get_kv_memoryview())
         print(f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; then: {[tier.name for tier in manager.secondary_tiers]}")
-
-        first = tiering.ReqContext(req_id="first")
-        manager.on_new_request(first)
-        out = manager.prepare_store(keys, first)
-        if out is None:
-            print("no room in the CPU tier")
-            return 1
-        rows[out.store_spec.block_ids, :BLOCK_BYTES] = data
-        manager.complete_store(out.keys_to_store, first)
-        manager.on_schedule_end()
-        manager.on_request_finished(first)
-        while manager.has_pending_work():  # the secondary tiers are storing
-            manager.on_schedule_end()
-
-        second = tiering.ReqContext(req_id="second")
-        manager.on_new_request(second)
+        stored = store_prefix(manager, keys, kv, rows)
+        print(f"{stored} of {len(keys)} blocks are stored")
+        tiering.wait_until_idle(manager)  # the secondary tiers have stored them too
         manager.primary_tier.reset_cache()  # as if other blocks had pushed these out of CPU memory
-        while (match := manager.match_prefix(keys, second)).pending:  # they are being promoted
-            manager.on_schedule_end()
-        held = keys[: match.hits]
-        spec = manager.prepare_load(held, second)
-        intact = np.array_equal(rows[spec.block_ids, :BLOCK_BYTES], data[: match.hits])
-        manager.complete_load(held, second)
-        manager.on_request_finished(second)
+        found, intact = load_prefix(manager, keys, kv, rows)
 
-    print(f"{match.hits} of {len(keys)} blocks came back, {'identical' if intact else 'NOT identical'}")
-    return 0 if intact and match.hits == len(keys) else 1
+    print(f"{found} of {len(keys)} blocks came back, {'identical' if intact else 'NOT identical'}")
+    return 0 if intact and found == stored else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main(*sys.argv[1:3]))

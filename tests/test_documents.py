@@ -103,8 +103,56 @@ def _words() -> set[str]:
     return {word for model in models for word in model.model_fields}
 
 
-def test_the_library_example_runs():
-    command = [sys.executable, "-m", "examples.library_quickstart"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def quickstart(*arguments: str, code: str = "") -> str:
+    """What the library example prints; ``code`` runs before it."""
+    run = f"{code}\nimport runpy, sys\nsys.argv[1:] = {list(arguments)!r}\nrunpy.run_module('examples.library_quickstart', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "32 of 32 blocks came back, identical" in done.stdout
+    return done.stdout
+
+
+def test_the_library_example_runs():
+    assert "32 of 32 blocks came back, identical" in quickstart()
+
+
+def test_the_library_example_stores_what_fits_of_a_prompt_that_is_larger_than_the_cpu_tier(tmp_path):
+    (tmp_path / "small.yaml").write_text(
+        "primary: {capacity: 1MiB, promotion_share: 1.0}\nsecondary: [{type: memory, capacity: 8MiB, primary_share: 1.0}]\n"
+    )
+    printed = quickstart(str(tmp_path / "small.yaml"), "40")
+    assert "10 of 40 blocks are stored" in printed
+    assert "10 of 40 blocks came back, identical" in printed
+
+
+NO_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "vllm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.mark.parametrize("stack", ["dev-memory", "cpu-nvme"])
+def test_the_library_needs_no_torch(stack, tmp_path, monkeypatch):
+    for name, value in {"KV_CPU_CAPACITY": "64MiB", "KV_DISK_CAPACITY": "64MiB", "KV_DISK_PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert "32 of 32 blocks came back, identical" in quickstart(str(ROOT / "configs" / f"{stack}.yaml"), code=NO_TORCH)
+
+
+def test_the_programs_of_the_readme_pass_the_type_checker_as_a_users_would(tmp_path):
+    programs = []
+    for number, code in enumerate(blocks(ROOT / "README.md", "python")):
+        programs.append(tmp_path / f"readme_{number}.py")
+        programs[-1].write_text(code)
+    assert programs
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "--follow-imports=silent"]
+    command += [
+        "--cache-dir",
+        str(ROOT / ".mypy_cache" / "documents"),
+        *map(str, programs),
+        str(ROOT / "examples" / "library_quickstart.py"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout

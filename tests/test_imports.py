@@ -55,6 +55,7 @@ def test_media_do_not_import_one_another():
     ("package", "allowed"),
     [
         ("vllm", ("tiering/engines/vllm.py",)),
+        ("torch", ("tiering/engines/vllm", "tiering/connector/worker.py", "tiering/simple/worker.py", "tiering/copy/")),
         ("torch.cuda", ("tiering/copy/cuda.py",)),
         ("boto3", ("tiers/s3",)),
         ("obstore", ("tiers/s3",)),

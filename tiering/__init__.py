@@ -35,14 +35,17 @@ from tiering.errors import (
     TemporaryStoreError,
     TieringError,
     TierUnavailableError,
+    WrongThreadError,
 )
 from tiering.manager import TieringOffloadingManager
 from tiering.namespace import KVLayout, ModelIdentity
+from tiering.news import News
 from tiering.options import TierOptions
 from tiering.policies.base import EvictionPolicy
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.base import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
 from tiering.stack import open_manager
+from tiering.waiting import wait_for_prefix, wait_for_prefix_async, wait_until_idle, wait_until_idle_async
 
 __version__ = "0.1.0"
 
@@ -62,6 +65,7 @@ __all__ = [
     "KVLayout",
     "LoadStoreSpec",
     "ModelIdentity",
+    "News",
     "NotReadableError",
     "OffloadKey",
     "OffloadPolicy",
@@ -90,9 +94,14 @@ __all__ = [
     "TieringError",
     "TieringOffloadingManager",
     "TransferJob",
+    "WrongThreadError",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "load_stack",
     "make_offload_key",
     "open_manager",
+    "wait_for_prefix",
+    "wait_for_prefix_async",
+    "wait_until_idle",
+    "wait_until_idle_async",
 ]

@@ -173,7 +173,7 @@ class PrepareStoreOutput:
     """What to store, and where.  ``store_spec`` is co-indexed with ``keys_to_store``."""
 
     keys_to_store: list[OffloadKey]
-    store_spec: LoadStoreSpec
+    store_spec: BlockIDsLoadStoreSpec
     evicted_keys: list[OffloadKey]
 
 

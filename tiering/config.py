@@ -46,7 +46,7 @@ def tier_definition(kind: object) -> TierDefinition:
     try:
         found = getattr(importlib.import_module(module_name), name)
     except ImportError as error:
-        hint = f"; install the extra {extra!r} of kv-tiering" if extra else ""
+        hint = f"; install kv-tiering with its extra {extra} (in a clone: pip install '.[{extra}]')" if extra else ""
         raise ConfigError(f"the tier {shown(kind)} cannot be imported: {error}{hint}") from error
     except AttributeError as error:
         raise ConfigError(f"the module {module_name} has no {shown(name)}") from error

@@ -44,6 +44,10 @@ class TierUnavailableError(TieringError):
     """A tier that is marked ``required`` cannot be opened."""
 
 
+class WrongThreadError(TieringError, RuntimeError):
+    """A manager was used by a second thread while the first one, which owns it, is alive.  Nothing was done."""
+
+
 class StoreError(TieringError):
     """A block store could not do what it was asked.  One of its two children says whether to try again."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from tiering.base import (
     CPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     PrefixMatch,
@@ -29,7 +28,7 @@ class InertManager:
         """None of them."""
         return PrefixMatch(0, False)
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Nothing is readable in this process: raises :class:`NotReadableError`."""
         if keys:
             raise NotReadableError(list(keys))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, takewhile
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from tiering.awaited import AwaitedBlocks
 from tiering.base import (
     PRIMARY_TIER,
     CPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -37,6 +37,8 @@ from tiering.forks import inert_in_children
 from tiering.inert_manager import InertManager
 from tiering.manager_stats import ManagerStats
 from tiering.namespace import revision_digest
+from tiering.news import News
+from tiering.owner import OwnerThread
 from tiering.prefix_search import PrefixSearch
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.promotion import Promotion, Promotions
@@ -83,6 +85,8 @@ class TieringOffloadingManager(OffloadingManager):
         reset_deadline: float = 0.05,
         shutdown_deadline: float = 30.0,
         keep_secondary: bool = False,
+        news: News | None = None,
+        one_thread: bool = True,
     ) -> None:
         """``secondary_tiers``: fastest first.
 
@@ -90,7 +94,13 @@ class TieringOffloadingManager(OffloadingManager):
         ``reservation_deadline`` for a promoted block to be loaded, ``reset_deadline`` for media to confirm a reset while the engine waits,
         ``shutdown_deadline`` for :meth:`shutdown`.
         ``keep_secondary``: a reset empties the primary tier only.
+        ``news``: where the tiers announce what has ended.
+        ``one_thread``: the first thread that uses the manager owns it, and others get a :class:`WrongThreadError` until
+        :meth:`hand_over`; without, the caller sees to it that no two threads use it at the same time.
         """
+        self.news = news or News()
+        """Announces that a tier has something new; :mod:`tiering.waiting` listens."""
+        self._owner = OwnerThread(enabled=one_thread)
         self.primary_tier = primary_tier
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._table = primary_tier.table
@@ -125,6 +135,8 @@ class TieringOffloadingManager(OffloadingManager):
         return None if match.pending else match.hits == 1
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if not self._collected:
             self._collect()
         request = self._request(req_context)
@@ -137,7 +149,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------------------------------------------- load and touch
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         rows = self.primary_tier.claim_load(keys, req_context.req_id)
         request = self._requests.get(req_context.req_id)
         if request is not None and request.reserved:
@@ -180,6 +194,8 @@ class TieringOffloadingManager(OffloadingManager):
     # --------------------------------------------------------------------------------------------------------------- store
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         self._collect()
         request = self._request(req_context)
         if not request.policy.store:
@@ -239,6 +255,8 @@ class TieringOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         known = self._requests.pop(req_context.req_id, None)
         if known is not None:
             self._close(known)
@@ -295,6 +313,14 @@ class TieringOffloadingManager(OffloadingManager):
         for state in request.tiers:
             if state.in_service:
                 self._call(state, state.tier.on_request_finished, request.ctx)
+
+    def hand_over(self) -> None:
+        """Let another thread drive the manager: the next one that uses it owns it.
+
+        Call it on the thread that has used the manager so far, when that thread is done with it; not needed if the thread has
+        ended.  Raises :class:`WrongThreadError` on any other thread.
+        """
+        self._owner.hand_over()
 
     # ---------------------------------------------------------------------------------------------------------------- jobs
 
@@ -368,6 +394,8 @@ class TieringOffloadingManager(OffloadingManager):
     # ---------------------------------------------------------------------------------------------------------------- step
 
     def on_schedule_end(self) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         self._collect()
         self._cascade_awaited()
         if self._promotions.queued:
@@ -427,6 +455,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def reset_cache(self, revision: str | None = None) -> bool:
         """See the base class.  Raises :class:`ConfigError`, with nothing done, for a ``revision`` that is not a text."""
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if revision is not None:
             revision_digest(revision)
         self._stats.resets += 1

@@ -80,6 +80,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                     replica=self._replica,
                     region=region,
                     enable_events=self._enable_events,
+                    one_thread=False,  # an engine's steps may move from thread to thread, one at a time
                     clock=self._clock,
                 )
             except BaseException:

@@ -14,6 +14,7 @@ from tiering.definition import Distance
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager import TieringOffloadingManager
 from tiering.namespace import ModelIdentity, Namespace
+from tiering.news import News
 from tiering.options import TierOptions
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.region import SharedRegion, row_stride
@@ -31,6 +32,7 @@ def open_manager(
     replica: str | None = None,
     region: SharedRegion | None = None,
     enable_events: bool = False,
+    one_thread: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> TieringOffloadingManager:
     """Build and open the tiers of ``stack``; close what is returned with ``shutdown``, or use it as a context manager.
@@ -38,6 +40,9 @@ def open_manager(
     ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per KV-cache group.
     ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already; by default the stack's
     capacity decides.  The manager closes it in the end; if this raises, it is still the caller's to close.
+
+    One thread drives the manager: the first that uses it, which need not be the one that calls this.  ``one_thread`` False turns
+    the check off, for engines that see to it themselves that no two threads use the manager at the same time.
 
     A tier that cannot be opened within ``open_deadline`` is left out until it can: the tier itself says why, once.
 
@@ -48,7 +53,7 @@ def open_manager(
     row_bytes = row_stride(max(group_bytes))
     _check(stack, max(group_bytes), row_bytes, model, region)
     namespace = Namespace.build(model, group_bytes, namespace=stack.namespace, salt=stack.salt)
-    events = enable_events or stack.events
+    events, news = enable_events or stack.events, News()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
         if rows is not region:
@@ -65,6 +70,7 @@ def open_manager(
                 enable_events=events,
                 replica=replica,
                 revision=stack.revision,
+                news=news,
             )
             tier = _build(len(tiers), options, context)
             undo.callback(tier.shutdown, clock())
@@ -79,6 +85,8 @@ def open_manager(
             keep_secondary=stack.keep_secondary,
             reset_deadline=stack.reset_deadline,
             shutdown_deadline=stack.shutdown_deadline,
+            news=news,
+            one_thread=one_thread,
         )
         undo.pop_all()
         undo.callback(manager.shutdown)

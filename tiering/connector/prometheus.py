@@ -43,7 +43,9 @@ class MetricClasses:
         try:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         except ImportError as error:
-            raise ConfigError("metrics need prometheus_client: pip install 'kv-tiering[metrics]'") from error
+            raise ConfigError(
+                "metrics need prometheus_client; install kv-tiering with its extra metrics (in a clone: pip install '.[metrics]')"
+            ) from error
         target = REGISTRY if registry is None else registry
 
         def registered(metric: Any) -> MetricClass:

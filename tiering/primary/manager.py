@@ -13,7 +13,6 @@ from tiering.base import (
     MEDIUM_CPU,
     PRIMARY_TIER,
     CPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -94,7 +93,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     # ---------------------------------------------------------------------------------------------------------------- load
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         rows = self.claim_load(keys, req_context.req_id)
         self.table.pin(rows)
         return CPULoadStoreSpec(rows)
@@ -119,7 +118,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if known:
             self.table.unpin(rows)
 
-    def prepare_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """:meth:`prepare_load` for a cascade: protects ``keys`` without changing their recency."""
         return self.prepare_load(keys, req_context)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext, Rows
 from tiering.namespace import Namespace
+from tiering.news import News
 from tiering.secondary.stats import TierStats
 
 
@@ -75,6 +76,8 @@ class TierContext:
     enable_events: bool = False
     replica: str | None = None
     revision: str | None = None
+    news: News = field(default_factory=News)
+    """Where the tier may announce that a job has ended, so that waiting callers wake up."""
 
 
 class SecondaryTierManager(ABC):
@@ -99,6 +102,9 @@ class SecondaryTierManager(ABC):
 
     min_prefix_blocks: int = 1
     """Shortest run of blocks worth a load from this tier."""
+
+    announces_news: bool = False
+    """Whether ``context.news.announce()`` is called when :meth:`get_finished` has something new; callers poll more often without."""
 
     fill: bool = True
     """Whether blocks promoted from a slower tier are offered to this one."""

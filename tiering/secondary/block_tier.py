@@ -101,6 +101,7 @@ class BlockTier(SecondaryTierManager):
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
         self.fill = options.fill
+        self.announces_news = True
 
         self._clock = context.clock
         self._place_prefix = place_prefix

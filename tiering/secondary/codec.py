@@ -27,7 +27,9 @@ def load_zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError("compression: zstd needs the zstandard package; pip install 'kv-tiering[s3]'") from error
+        raise ConfigError(
+            "compression: zstd needs the zstandard package; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+        ) from error
     return zstandard
 
 

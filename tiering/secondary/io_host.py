@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from tiering.block_store import BlockStore, Done, Outcome
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.news import News
 from tiering.options import TierOptions
 from tiering.secondary.base import TierContext
 from tiering.secondary.io_stats import IoStats
@@ -102,6 +103,7 @@ class IoHost:
         clock: Callable[[], float] = time.monotonic,
         unit_bytes: int = BATCH_UNIT_BYTES,
         stopping: threading.Event | None = None,
+        news: News | None = None,
     ) -> None:
         self.name = name
         self.breakers = pipeline.breakers
@@ -122,6 +124,7 @@ class IoHost:
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
+        self._announce = (news or News()).announce
         self._lock = threading.Lock()
         self._submitted = 0
         self._reported = 0
@@ -406,6 +409,7 @@ class IoHost:
     def _end(self, item: IoResult | _TaskDone) -> None:
         self._ended.append(item)
         self._news.set()
+        self._announce()
 
 
 def _take(queue: deque[Any]) -> Any:
@@ -461,4 +465,5 @@ def build_io_host(
         clock=clock,
         unit_bytes=BATCH_UNIT_BYTES if moves_batches(store) else SINGLE_UNIT_BYTES,
         stopping=stopping,
+        news=context.news,
     )

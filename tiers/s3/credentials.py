@@ -25,7 +25,9 @@ def import_boto3() -> Any:
     try:
         import boto3
     except ImportError as error:
-        raise ConfigError("the s3 tier needs boto3 for credentials and administration; pip install 'kv-tiering[s3]'") from error
+        raise ConfigError(
+            "the s3 tier needs boto3 for credentials and administration; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+        ) from error
     return boto3
 
 

@@ -49,7 +49,9 @@ def build(options: S3Options, context: TierContext) -> S3Tier:
     try:
         from tiers.s3.store import S3Store
     except ImportError as error:
-        raise ConfigError("the s3 tier needs obstore; pip install 'kv-tiering[s3]'") from error
+        raise ConfigError(
+            "the s3 tier needs obstore; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+        ) from error
     return S3Tier(context, options, S3Store(options))
 
 
