@@ -1,4 +1,4 @@
-"""What a namespace is made of, and what it says of the others on its medium when it is new there."""
+"""The parameters of a namespace, and the line that explains a cold start beside other namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What identifies a model to vLLM's connector: its weights and what changes results, however its path is spelled.  No vLLM is needed."""
+"""The identity of a model in vLLM's connector: weights and settings, however its path is spelled.
+
+No vLLM is needed.
+"""
 
 from __future__ import annotations
 

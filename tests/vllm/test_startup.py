@@ -1,4 +1,4 @@
-"""What is refused before vLLM loads weights, and how: wrong stacks, connectors named twice, vLLMs with another interface."""
+"""Refusals before vLLM loads weights: wrong stacks, connectors named twice, another connector interface."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What computed the KV beside the weights, read from vLLM's configuration: all that changes bytes or their meaning.
+"""The settings beside the weights that change KV, or its meaning, read from vLLM's configuration.
 
-vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts.  They do not cover the model, its weights, data types,
-layout or parallelism: those are said here, for the namespace.  Nothing here imports vLLM; its objects are read by attribute.
+vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts.  They do not cover the model, its
+weights, data types, layout or parallelism, which therefore belong to the namespace.  Nothing here imports vLLM; its
+objects are read by attribute.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tiering.engines.vllm_weights import meaning, plain
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
-    """Configuration that changes results or the bytes of a page beside weights, data types and layout, as plain data."""
+    """The settings that change results or bytes, beside weights, data types and layout, as plain data."""
     model = vllm_config.model_config
     hf_config = meaning(plain(model.hf_config.to_dict()))
     if isinstance(code := hf_config.get("auto_map"), dict):
@@ -45,7 +46,7 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
 
 
 def _without_prefix(code: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Where a model's own code is, as its repository says it: transformers puts the repository's name in front of it."""
+    """``auto_map`` without the repository's name, which transformers puts in front of a model's own code."""
     return {word: place.removeprefix(prefix) if isinstance(place, str) else place for word, place in code.items()}
 
 

@@ -1,6 +1,7 @@
-"""Checks that the installed vLLM has the connector interface that :mod:`tiering.engines.vllm` is written against.
+"""Checks of the installed vLLM's connector interface, before :mod:`tiering.engines.vllm` uses it.
 
-A version that is newer than the tested ones is tried, with a warning: what decides is the interface.  Nothing here imports vLLM by itself.
+A version that is newer than the tested ones is tried, with a warning: the interface decides.  Modules of vLLM are
+imported by name, and only when they are checked.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _range() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raises :class:`StartupError` for a vLLM that is too old; warns of one that has not been tested with this connector."""
+    """Raises :class:`StartupError` for a vLLM that is too old, and warns of one that was not tested."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (number := (int(found[1]), int(found[2]))) == (0, 0):
         logger.warning("vLLM's version %r is not a number; this connector was tested with %s", version, _range())
@@ -74,7 +75,7 @@ def check_version(version: str) -> None:
         raise StartupError(f"vLLM {version} is too old: this connector works with {_range()}; upgrade vLLM")
     elif number > NEWEST:
         logger.warning(
-            "vLLM %s is newer than the versions that this connector was tested with (%s); its connector interface is checked, and used",
+            "vLLM %s is newer than the tested versions (%s); it is used as far as its connector interface is the same",
             version,
             _range(),
         )
@@ -86,14 +87,14 @@ def check_names(version: str) -> None:
 
 
 def check_methods(version: str, connector: type, base: type) -> None:
-    """Raises :class:`StartupError` unless ``connector`` can be called in each way in which ``base`` says that vLLM calls connectors."""
+    """Raises :class:`StartupError` unless vLLM can call ``connector`` in every way that ``base`` describes."""
     _refuse(version, [*_missing_hooks(base), *_unfilled(connector), *_uncallable(connector, base)])
 
 
 def _refuse(version: str, problems: Iterable[str]) -> None:
     if problems := list(problems):
         raise StartupError(
-            f"vLLM {version} has another connector interface than the one that this connector was written for ({_range()}): "
+            f"vLLM {version} has another connector interface than the tested versions ({_range()}): "
             f"{'; '.join(problems)}; upgrade kv-tiering, or install one of these versions of vLLM"
         )
 

@@ -1,9 +1,10 @@
-"""Checks of the connector's configuration while vLLM looks the connector's class up: before it loads a model's weights.
+"""Checks of the connector's configuration when vLLM looks up its class, before weights are loaded.
 
-vLLM builds its connectors after it has loaded the weights, and calls no method of theirs earlier that sees the configuration on every
-platform.  But it looks the class up while it builds its own configuration, in the front end's process, and the configuration at hand is
-then a local variable of the function that does so.  A stack that is wrong is told there, as the last line of the error; where vLLM
-looks classes up in another way nothing is checked here, and the connectors tell it when they are built.
+vLLM builds its connectors after it has loaded the weights, and calls no earlier method of theirs that sees the
+configuration on every platform.  But it looks the class up while it builds its own configuration, in the front end's
+process.  The connector's configuration is then a local variable of the function that looks.  A wrong stack is refused
+there, and its message is the last line of the error.  A vLLM that looks classes up in another way finds nothing
+checked here; its connectors refuse when they are built.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
@@ -43,16 +44,17 @@ class LookupCheck:
         self._checked: set[str] = set()
 
     def check(self, caller: FrameType | None) -> None:
-        """Check the configuration for which ``caller`` looks the connector's class up, if there is one in sight.
+        """Check the configuration for which ``caller`` looks up the connector's class, if it has one.
 
-        Raises :class:`StartupError` for a wrong stack or role, and for a ``MultiConnector`` that names the connector twice.
+        Raises :class:`StartupError` for a wrong stack or role, and for a ``MultiConnector`` that names the connector
+        twice.
         """
         configs = list(_configs(caller))
         if not configs or getattr(configs[0], "kv_connector", None) != CONNECTOR:
             return
         if any(_named_twice(config) for config in configs[1:]):
             raise StartupError(
-                f"MultiConnector: names {CONNECTOR} more than once; one stack may have any number of tiers, so write all of them into one"
+                f"MultiConnector: names {CONNECTOR} more than once; write all tiers into one stack, which may have any number"
             )
         extra = getattr(configs[0], "kv_connector_extra_config", None)
         if not isinstance(extra, Mapping):
@@ -70,7 +72,7 @@ class LookupCheck:
 
 
 def _configs(frame: FrameType | None) -> Iterator[Any]:
-    """The configurations that the innermost callers have at hand, each once, the innermost first."""
+    """The connector configurations among the callers' local variables, the innermost first, each once."""
     before = None
     for _ in range(_DEPTH):
         if frame is None:

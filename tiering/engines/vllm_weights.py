@@ -1,4 +1,6 @@
-"""What identifies a model's weights: a commit of its repository, or the content of its files; never the path or name that was typed.
+"""The identity of a model's weights: the commit of its repository, or the content of its files.
+
+The path or name by which a model was loaded is no part of it.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
@@ -38,11 +40,12 @@ _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "tran
 
 
 def weights_identity(model_config: Any, load_config: Any) -> str:
-    """A commit of the model's repository, or a digest of its files' names and whole contents; the same for every way to spell its path.
+    """A commit of the model's repository, or a digest of its files' names and whole contents.
 
-    A place in the Hugging Face cache and a repository's name give the same commit.  Reads all weight files of a local model that has
-    no commit (the worker has just read them too).  ``model_config`` and ``load_config`` are vLLM's.  Raises :class:`ConfigError` if
-    the model cannot be identified, saying what to set.
+    The result is the same however the model's path is spelled; a directory of the Hugging Face cache and the
+    repository's name give the same commit.  All weight files of a local model without a commit are read (the worker
+    has just read them too). ``model_config`` and ``load_config`` are vLLM's.  Raises :class:`ConfigError` if the
+    model cannot be identified.
     """
     load_format = str(load_config.load_format)
     if load_format == "dummy":
@@ -55,9 +58,10 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
 
 
 def draft_identity(vllm_config: Any) -> str | None:
-    """What identifies the draft model of speculative decoding; None without one.
+    """The identity of the draft model of speculative decoding; None without one.
 
-    A draft that cannot be identified is known by its name: wrong guesses are refused by the model itself, and cost time only.
+    A draft that cannot be identified is known by its name: the model itself refuses a draft's wrong guesses, which
+    cost time only.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
@@ -106,8 +110,8 @@ def _identity(model_config: Any) -> str:
 def digest_of_files(path: Path, *, code: bool = False) -> str:
     """Digest (32 hex digits) of the configuration and weight files of the model at ``path``: names, sizes, contents.
 
-    ``code``: Python files count too, because the engine runs them; by default they do not.  Of JSON files only what has a meaning
-    counts.  Raises :class:`ConfigError` if there are no weights.
+    ``code``: Python files count too, because the engine runs them; by default they do not.  Words of a JSON file that
+    say only where it came from do not count.  Raises :class:`ConfigError` if there are no weights.
     """
     started = time.monotonic()
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _counts(file, code=code))

@@ -1,4 +1,4 @@
-"""Tells in which parameters a namespace that is new on a medium differs from the nearest one that the medium knows."""
+"""Explains a cold start: the parameters in which a new namespace differs from the nearest one on its medium."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MAX_TOLD = 8
 _MAX_VALUE = 80
 """Characters of a value that are written out."""
 _UNTOLD = frozenset({"salt"})
-"""Parameters whose value is nobody's business."""
+"""Parameters whose values are not logged."""
 
 
 class Nearest(NamedTuple):
     """The namespace that differs in the fewest parameters.
 
-    ``document``: the name of the document with its parameters.  ``differences``: each parameter that differs, with both values.
-    ``others``: how many namespaces the medium knows.
+    ``document``: the name of the document with its parameters.  ``differences``: each parameter that differs, with
+    both values. ``others``: how many namespaces the medium knows.
     """
 
     document: str
@@ -36,10 +36,11 @@ class Nearest(NamedTuple):
 
 
 def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | None:
-    """The nearest of the namespaces whose parameters are in documents named ``prefix`` and more; None if there is none to be read.
+    """The nearest of the other namespaces on a medium; None if no parameters of others can be read.
 
-    ``parameters``: those of the new namespace, as its own document will hold them.  Raises :class:`StoreError` if the medium cannot say
-    which documents it has; documents that cannot be read are left out.
+    ``parameters``: those of the new namespace, as its own document will hold them.  ``prefix``: how the names of such
+    documents begin.  Raises :class:`StoreError` if the medium cannot list its documents; documents that cannot be
+    read are left out.
     """
     own = _leaves(json.loads(parameters))
     best: tuple[int, str, tuple[str, ...]] | None = None
@@ -56,7 +57,7 @@ def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | N
 
 
 def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
-    """Log why the tier named ``tier`` begins empty although its medium holds blocks of others; see :func:`find_nearest`."""
+    """Log in what the nearest of the other namespaces differs; ``tier`` is the tier's name, the rest as above."""
     try:
         nearest = find_nearest(store, parameters, prefix)
     except StoreError as error:
