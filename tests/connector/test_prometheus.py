@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tests.connector.fakes import ids, make_scheduler, prompt, run_prompt
 from tiering.connector import prometheus
 from tiering.connector.prometheus import (
+    CONNECTOR_COUNTERS,
+    MANAGER_COUNTERS,
     SIZE_BUCKETS,
     TIER_COUNTERS,
     TIER_GAUGES,
@@ -21,8 +24,10 @@ from tiering.connector.prometheus import (
     representative_seconds,
     unregister_tier_metrics,
 )
-from tiering.connector.stats import OffloadingConnectorStats, TierIncrements
+from tiering.connector.scheduler import SchedulerCounters
+from tiering.connector.stats import Increments, OffloadingConnectorStats
 from tiering.errors import ConfigError
+from tiering.manager_stats import MANAGER_GAUGES, ManagerStats
 from tiering.secondary.stats import GAUGES, JOB_LATENCY_BUCKETS, TierStats
 
 
@@ -100,6 +105,56 @@ def test_every_field_of_a_tier_s_stats_is_exported() -> None:
     assert {field for field, _, _ in TIER_GAUGES} == GAUGES
 
 
+def test_every_counter_of_every_configured_tier_exists_at_0_from_the_start(registry: CollectorRegistry) -> None:
+    labels = {0: ("m", "0"), 1: ("m", "1")}
+    classes = MetricClasses.default(registry)
+    OffloadPromMetrics(classes, ("model_name", "engine"), labels, tiers=("cpu", "local", "s3"), has_manager=True)
+    for engine in ("0", "1"):
+        told = {"model_name": "m", "engine": engine}
+        for _, name, _ in TIER_COUNTERS:
+            for tier in ("cpu", "local", "s3"):
+                assert registry.get_sample_value(f"{name}_total", told | {"tier": tier}) == 0, name
+        for _, name, _ in (*MANAGER_COUNTERS, *CONNECTOR_COUNTERS):
+            assert registry.get_sample_value(f"{name}_total", told) == 0, name
+        assert registry.get_sample_value("kv_tiering_available", told | {"tier": "local"}) is None, "nobody has said so yet"
+
+
+def test_a_tier_that_was_not_told_of_has_all_counters_from_its_first_report(
+    registry: CollectorRegistry, metrics: OffloadPromMetrics
+) -> None:
+    metrics.observe(tiers(own=TierStats(hits=1)))
+    assert value(registry, "kv_tiering_corrupt_blocks_total", tier="own") == 0
+
+
+def test_without_a_manager_its_counters_are_absent(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    assert value(registry, "kv_tiering_stores_without_room_total") is None
+
+
+def test_every_field_of_the_manager_s_stats_is_exported() -> None:
+    exported = {field for field, _, _ in (*MANAGER_COUNTERS, *prometheus.MANAGER_GAUGES)}
+    assert exported == {field.name for field in dataclasses.fields(ManagerStats)}
+    assert {field for field, _, _ in prometheus.MANAGER_GAUGES} == MANAGER_GAUGES
+    assert {field for field, _, _ in CONNECTOR_COUNTERS} <= {field.name for field in dataclasses.fields(SchedulerCounters)}
+
+
+def test_what_the_manager_and_the_connector_count_is_exported(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+    scheduler, manager = make_scheduler()
+    increments, stats = Increments(), ManagerStats(rows=8)
+    for refused in (2, 5):
+        stats.stores_without_room, stats.rows_free = refused, 8 - refused
+        reported = OffloadingConnectorStats()
+        manager.refuse_stores = True
+        run_prompt(scheduler, prompt(24, f"r{refused}"), ids(6))
+        current = {"manager": stats.as_dict(), "connector": scheduler.get_stats()["connector"]}
+        for name, fields in increments.take(current).items():
+            reported.record(name, fields)
+        metrics.observe(OffloadingConnectorStats().aggregate(reported).data)
+    assert value(registry, "kv_tiering_stores_without_room_total") == 5
+    assert value(registry, "kv_tiering_rows_free") == 3
+    assert value(registry, "kv_tiering_stores_refused_total") == 2
+    assert set(reported.reduce()) == set()
+
+
 def test_counters_go_up_by_what_each_report_brings(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
     metrics.observe(tiers(local=TierStats(hits=5, read_bytes=100)))
     metrics.observe(tiers(local=TierStats()))
@@ -111,7 +166,7 @@ def test_counters_go_up_by_what_each_report_brings(registry: CollectorRegistry, 
 def test_reports_that_go_to_several_front_ends_are_counted_once_in_all(registry: CollectorRegistry) -> None:
     other = CollectorRegistry()
     front_ends = [OffloadPromMetrics(MetricClasses.default(registry)), OffloadPromMetrics(MetricClasses.default(other))]
-    increments, stats = TierIncrements(), TierStats()
+    increments, stats = Increments(), TierStats()
     for number in range(7):
         stats.hits += number
         stats.observe_job(0.02)

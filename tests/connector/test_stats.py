@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tiering.connector.stats import OffloadingConnectorStats, TierIncrements
+from tiering.connector.stats import Increments, OffloadingConnectorStats
 from tiering.secondary.stats import TierStats
 
 STORE, LOAD = ("gpu", "cpu"), ("cpu", "gpu")
@@ -76,7 +76,7 @@ def test_what_is_new_of_a_tier_adds_up_and_its_gauges_are_as_told_last() -> None
 
 class TestIncrements:
     def test_are_what_is_new_since_the_time_before(self) -> None:
-        increments, stats = TierIncrements(), TierStats(hits=5, blocks=7)
+        increments, stats = Increments(), TierStats(hits=5, blocks=7)
         stats.observe_job(0.5)
         assert increments.take({"local": stats.as_dict()}) == {"local": stats.as_dict()}
         stats.hits, stats.blocks = 8, 6
@@ -87,18 +87,18 @@ class TestIncrements:
         assert increments.take({"local": stats.as_dict()})["local"]["hits"] == 0
 
     def test_of_a_tier_that_comes_later_are_all_that_it_has_counted(self) -> None:
-        increments = TierIncrements()
+        increments = Increments()
         increments.take({"local": {"hits": 5}})
         assert increments.take({"local": {"hits": 5}, "s3": {"hits": 2}}) == {"local": {"hits": 0}, "s3": {"hits": 2}}
 
     def test_of_counters_that_have_started_again_are_all_that_they_count_now(self) -> None:
-        increments = TierIncrements()
+        increments = Increments()
         increments.take({"local": {"hits": 5, "misses": 1, "job_latency": [3, 1]}})
         again = {"hits": 2, "misses": 2, "job_latency": [1, 0]}
         assert increments.take({"local": again}) == {"local": again}
 
     def test_share_nothing_with_what_they_were_taken_from(self) -> None:
-        increments, fields = TierIncrements(), {"job_latency": [1, 2]}
+        increments, fields = Increments(), {"job_latency": [1, 2]}
         new = increments.take({"local": fields})
         fields["job_latency"][0] = 5
         assert new == {"local": {"job_latency": [1, 2]}}

@@ -87,12 +87,16 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
-        total = 0.0
+        return sum(self.series(name, **labels))
+
+    def series(self, name: str, **labels: str) -> list[float]:
+        """The values of a metric's series with these labels."""
+        values = []
         for line in self.call("/metrics").decode().splitlines():
             found = re.fullmatch(r"([a-zA-Z_:]+)\{(.*)\} (\S+)", line)
             if found and found[1] == name and all(f'{word}="{value}"' in found[2] for word, value in labels.items()):
-                total += float(found[3])
-        return total
+                values.append(float(found[3]))
+        return values
 
     def loaded(self, **labels: str) -> float:
         """Bytes copied from the CPU tier to the workers' blocks, on all of them."""

@@ -151,6 +151,12 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama, expected, tmp_path
     replicas = range(2)
     with serve(llama, stack, tmp_path / "log", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert shared_memory() == []
+        for replica in map(str, replicas):  # alerts need the counters before anything happens
+            for tier in ("cpu", "local"):
+                assert server.series("kv_tiering_corrupt_blocks_total", engine=replica, tier=tier) == [0.0]
+                assert server.series("kv_tiering_device_errors_total", engine=replica, tier=tier) == [0.0]
+            assert server.series("kv_tiering_stores_without_room_total", engine=replica) == [0.0]
+            assert server.series("kv_tiering_tiers_out_of_service_total", engine=replica) == [0.0]
 
         def local(name: str, replica: int) -> float:
             server.ask([prompt(0, 8)], 1, replica=replica)
@@ -171,6 +177,7 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama, expected, tmp_path
 
         server.call("/pause?mode=wait", {})
         server.call("/resume", {})
+        assert all(server.series("kv_tiering_rows", engine=str(replica))[0] > 0 for replica in replicas)
         for replica in replicas:
             assert wrong(server.ask(PROMPTS, replica=replica), expected) == []
             assert local("read_bytes_total", replica) >= ALL

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the connector: transfers of the workers, and every tier's counters, labelled by tier.
+"""Prometheus metrics of the connector: transfers of the workers, every tier's counters, labelled by tier, and the manager's.
 
 Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.  What arrives
 are increments, each of which must be observed once: an engine with several front ends sends each report to one of them.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering.connector.metadata import StatsData
-from tiering.connector.stats import TIERS
+from tiering.connector.stats import CONNECTOR, MANAGER, RECORDS, TIERS
 from tiering.errors import ConfigError
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
@@ -109,6 +109,41 @@ TIER_GAUGES: tuple[tuple[str, str, str], ...] = (
 )
 
 
+MANAGER_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("stores_without_room", "kv_tiering_stores_without_room", "Stores refused because every row of the CPU tier was in use"),
+    ("promotions_without_room", "kv_tiering_promotions_without_room", "Promotions cut short because no row was free for them"),
+    ("promotions_overdue", "kv_tiering_promotions_overdue", "Blocks given up because their promotion took too long"),
+    ("promotions_dropped", "kv_tiering_promotions_dropped", "Blocks whose promotion was dropped before it began"),
+    ("promotions_adopted", "kv_tiering_promotions_adopted", "Blocks that arrived after they had been given up, and were kept"),
+    ("reservations_expired", "kv_tiering_reservations_expired", "Blocks promoted that nobody loaded before their deadline"),
+    ("ignored_completions", "kv_tiering_ignored_completions", "Completions of blocks that a reset had forgotten"),
+    ("misreported_jobs", "kv_tiering_misreported_jobs", "Jobs reported by a tier that did not have them"),
+    ("tiers_out_of_service", "kv_tiering_tiers_out_of_service", "Tiers taken out of service because they broke their contract"),
+    ("resets", "kv_tiering_resets", "Resets of the cache"),
+    ("evicted_blocks", "kv_tiering_evicted_blocks", "Blocks evicted from the CPU tier"),
+)
+"""(field of ManagerStats, metric, documentation)."""
+
+MANAGER_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("jobs_in_flight", "kv_tiering_jobs_in_flight", "Jobs that tiers have not reported yet"),
+    ("rows", "kv_tiering_rows", "Rows of the CPU tier"),
+    ("rows_free", "kv_tiering_rows_free", "Rows that hold nothing"),
+    ("rows_evictable", "kv_tiering_rows_evictable", "Rows that hold a block and can be evicted now"),
+    ("rows_reserved", "kv_tiering_rows_reserved", "Rows with promoted blocks that wait for their requests"),
+    ("rows_quarantined", "kv_tiering_rows_quarantined", "Rows that no key leads to and a transfer still uses"),
+)
+"""(field of ManagerStats, metric, documentation)."""
+
+CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("loads_failed", "kv_tiering_loads_failed", "Loads from the CPU tier to the GPU that failed"),
+    ("stores_failed", "kv_tiering_stores_failed", "Stores from the GPU to the CPU tier that failed"),
+    ("stores_refused", "kv_tiering_stores_refused", "Offers of a request's blocks that found no room in the CPU tier"),
+    ("hits_shrunk", "kv_tiering_hits_shrunk", "Hits of which blocks had gone before they were loaded"),
+    ("snapshots_dropped", "kv_tiering_snapshots_dropped", "Blocks whose KV events lost their tokens to the bound on snapshots"),
+)
+"""(field of SchedulerCounters, metric, documentation)."""
+
+
 def representative_seconds(counts: Sequence[int], total: float) -> list[float]:
     """One latency per bucket of ``JOB_LATENCY_BUCKETS`` such that ``counts`` jobs of them took ``total`` seconds together.
 
@@ -127,15 +162,38 @@ def representative_seconds(counts: Sequence[int], total: float) -> list[float]:
     return [*values, max(last * 1.001, (total - fast_total) / slow) if slow else last * 1.001]
 
 
-class _TierSeries:
+class _Series:
+    """Counters and gauges of one kind of record."""
+
+    def __init__(
+        self,
+        classes: MetricClasses,
+        labels: Sequence[str],
+        counters: Iterable[tuple[str, str, str]],
+        gauges: Iterable[tuple[str, str, str]] = (),
+    ) -> None:
+        self._counters = {key: classes.counter(name=name, documentation=text, labelnames=labels) for key, name, text in counters}
+        self._gauges = {key: classes.gauge(name=name, documentation=text, labelnames=labels) for key, name, text in gauges}
+
+    def declare(self, labels: tuple[str, ...]) -> None:
+        """Let the counters exist at 0."""
+        for counter in self._counters.values():
+            counter.labels(*labels)
+
+    def observe(self, labels: tuple[str, ...], fields: Mapping[str, Any]) -> None:
+        for key, counter in self._counters.items():
+            counter.labels(*labels).inc(fields.get(key, 0))
+        for key, gauge in self._gauges.items():
+            if key in fields:
+                gauge.labels(*labels).set(fields[key])
+
+
+class _TierSeries(_Series):
     """The metrics of all tiers."""
 
     def __init__(self, classes: MetricClasses, labelnames: Sequence[str]) -> None:
         labels = [*labelnames, "tier"]
-        self._counters = {
-            key: classes.counter(name=name, documentation=text, labelnames=labels) for key, name, text in TIER_COUNTERS
-        }
-        self._gauges = {key: classes.gauge(name=name, documentation=text, labelnames=labels) for key, name, text in TIER_GAUGES}
+        super().__init__(classes, labels, TIER_COUNTERS, TIER_GAUGES)
         self._latency = classes.histogram(
             name="kv_tiering_job_latency_seconds",
             documentation="Seconds from the submission of a tier's job to its end",
@@ -144,12 +202,7 @@ class _TierSeries:
         )
 
     def observe(self, labels: tuple[str, ...], fields: Mapping[str, Any]) -> None:
-        for key, counter in self._counters.items():
-            if increment := fields.get(key, 0):
-                counter.labels(*labels).inc(increment)
-        for key, gauge in self._gauges.items():
-            if key in fields:
-                gauge.labels(*labels).set(fields[key])
+        super().observe(labels, fields)
         counts: list[int] = fields.get("job_latency", [])
         if any(counts) and len(counts) == len(JOB_LATENCY_BUCKETS) + 1:
             histogram = self._latency.labels(*labels)
@@ -162,6 +215,8 @@ class OffloadPromMetrics:
     """The connector's metrics.
 
     ``labelnames`` and ``per_engine_labelvalues`` (engine index → values) are the engine's own labels, put before ours.
+    ``tiers``: names of the configured tiers, whose counters exist at 0 from the start, for every engine.
+    ``has_manager``: the counters of the manager and of the connector exist from the start as well.
     """
 
     def __init__(
@@ -169,6 +224,9 @@ class OffloadPromMetrics:
         classes: MetricClasses | None = None,
         labelnames: Sequence[str] = ("engine",),
         per_engine_labelvalues: Mapping[int, Sequence[object]] | None = None,
+        *,
+        tiers: Sequence[str] = (),
+        has_manager: bool = False,
     ) -> None:
         """Register the metrics; once per registry.  Raises :class:`ConfigError` if prometheus_client is needed and missing."""
         made_of = MetricClasses.default() if classes is None else classes
@@ -190,6 +248,19 @@ class OffloadPromMetrics:
             buckets=list(SIZE_BUCKETS),
         )
         self._tiers = _TierSeries(made_of, self._labelnames)
+        self._records = {
+            MANAGER: _Series(made_of, self._labelnames, MANAGER_COUNTERS, MANAGER_GAUGES),
+            CONNECTOR: _Series(made_of, self._labelnames, CONNECTOR_COUNTERS),
+        }
+        for engine_idx in self._labelvalues or (0,):
+            self._declare(self._engine_labels(engine_idx), tiers, self._records.values() if has_manager else ())
+
+    def _declare(self, engine: tuple[str, ...], tiers: Sequence[str], records: Iterable[_Series]) -> None:
+        """Let the counters exist at 0: an alert on the first increase needs a value before it."""
+        for tier in tiers:
+            self._tiers.declare((*engine, tier))
+        for series in records:
+            series.declare(engine)
 
     def observe(self, data: StatsData, engine_idx: int = 0) -> None:
         """Take in what one engine reported: :attr:`tiering.connector.stats.OffloadingConnectorStats.data`."""
@@ -198,6 +269,8 @@ class OffloadPromMetrics:
             if name == TIERS:
                 for tier, fields in _mapping(reported).items():
                     self._tiers.observe((*engine, tier), _mapping(fields))
+            elif name in RECORDS:
+                self._records[name].observe(engine, _mapping(reported))
             elif isinstance(reported, Iterable):
                 self._observe_transfers((*engine, name), reported)
 

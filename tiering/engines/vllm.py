@@ -27,11 +27,12 @@ from typing import Any
 import torch
 import vllm
 
+from tiering.base import PRIMARY_TIER
 from tiering.config import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.connector.stats import TIERS, OffloadingConnectorStats, TierIncrements
+from tiering.connector.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm_events import EventConverter, engine_events
 from tiering.engines.vllm_geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
@@ -48,7 +49,7 @@ from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWo
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 from tiering.simple.selection import simple_options
 from tiering.simple.worker import SimpleCPUOffloadWorker
-from tiering.spec import TieringOffloadingSpec
+from tiering.spec import TieringOffloadingSpec, read_stack
 
 logger = logging.getLogger("kv_tiering.vllm")
 share_logging(logging.getLogger("vllm"))
@@ -137,7 +138,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
         self._adapters = AdapterGuard()
         self._next_stats_at = 0.0
-        self._tier_increments = TierIncrements()
+        self._tier_increments, self._increments = Increments(), Increments()
         self._open_requests: set[str] = set()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
@@ -349,7 +350,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         self._next_stats_at = now + STATS_INTERVAL
         stats = TieringConnectorStats()
-        stats.record_tiers(self._tier_increments.take(self._scheduler.get_stats().get("tiers", {})))
+        current = self._scheduler.get_stats()
+        stats.record_tiers(self._tier_increments.take(current.get("tiers", {})))
+        for name, fields in self._increments.take({name: current[name] for name in RECORDS if name in current}).items():
+            stats.record(name, fields)
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
@@ -376,7 +380,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: Sequence[str],
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> OffloadPromMetrics:
-        """The connector's metrics for the front end's ``/metrics``."""
+        """The connector's metrics for the front end's ``/metrics``: the counters of all configured tiers are there from the start."""
         unregister_tier_metrics()  # vLLM does so with its own
         by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
         classes = MetricClasses(
@@ -384,7 +388,12 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             gauge=functools.partial(by_name["Gauge"], multiprocess_mode="mostrecent"),
             histogram=by_name["Histogram"],
         )
-        return OffloadPromMetrics(classes, labelnames, per_engine_labelvalues)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        is_simple = simple_options(extra) is not None
+        tiers = () if is_simple else tuple(tier.tier_name for tier in read_stack(extra).secondary)
+        return OffloadPromMetrics(
+            classes, labelnames, per_engine_labelvalues, tiers=(PRIMARY_TIER, *tiers), has_manager=not is_simple
+        )
 
 
 def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:
