@@ -49,3 +49,32 @@ def check(rig: LocalRig, expected: list[int]) -> tuple[list[int], list[int]]:
         if not arrived and number not in missing:
             wrong.append(number)
     return missing, wrong
+
+
+def run_resets(path: str, seed: int, first: int, connection: Connection) -> None:
+    """Store and reset until killed.
+
+    Sends ("found", numbers below ``first`` that the tier holds) once, then ("reset", the first number stored after it) for each reset that
+    was certain.
+    """
+    rng = random.Random(seed)
+    rig = LocalRig(Path(path), capacity=CAPACITY, max_inflight=4, checkpoint_interval=0.02).open()
+    older = range(max(0, first - 300), first)
+    connection.send(("found", [number for number in older if rig.lookup([key_of(number)])]))
+    number = first
+    # More than what is stored between resets, so that some of them are still on the disk when a later process looks.
+    batches = 24
+    while True:
+        for _ in range(batches):
+            rig.store([key_of(number + offset) for offset in range(BATCH)])
+            number += BATCH
+        if rng.random() < 0.5:
+            rig.submit_store([key_of(number + offset) for offset in range(BATCH)])
+            number += BATCH
+        batches = rng.randrange(4)
+        if rng.random() < 0.3:
+            rig.checkpoint()
+        if rig.tier.reset(rig.context.clock() + rng.choice([0.0, 5.0])):
+            connection.send(("reset", number))
+        else:
+            rig.wait(rig.tier.reset_done)
