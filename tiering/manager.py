@@ -471,7 +471,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._keep_secondary:
             return True
         shares = Shares(self._clock, self._reset_deadline, len(self._states))
-        promised = [self._reset_tier(state, shares.next_deadline(), revision) for state in self._states]
+        # The last ones first: shared media, which need no time, leave theirs to the disks before them.
+        promised = [self._reset_tier(state, shares.next_deadline(), revision) for state in reversed(self._states)]
         return all(promised)
 
     def _reset_tier(self, state: TierState, deadline: float, revision: str | None) -> bool:

@@ -578,7 +578,7 @@ def test_a_reset_waits_for_no_job_and_moves_all_tiers_to_a_new_epoch() -> None:
     assert rig.manager.reset_cache()
     deadline = rig.clock() + 2.0
     assert (tier.calls("drain"), other.calls("drain")) == ([], [])
-    assert (tier.calls("reset"), other.calls("reset")) == ([deadline - 1.0], [deadline])
+    assert (tier.calls("reset"), other.calls("reset")) == ([deadline], [deadline - 1.0])
 
 
 def test_a_revision_reaches_all_tiers_and_one_that_names_nothing_resets_nothing() -> None:
