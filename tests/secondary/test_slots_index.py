@@ -364,3 +364,58 @@ def test_at_random_every_slot_has_one_owner_and_answers_are_those_of_a_dict(seed
             assert index.free == index.slots, seed
         assert index.blocks == len(model), seed
         assert held(index, K[:64]) == [key for key in K[:64] if key in model], seed
+
+
+# ------------------------------------------------------------------------------------------------------------------ losses
+
+
+def test_lost_slots_are_unseen_and_can_come_back() -> None:
+    index = make_index(8)
+    store(index, K[:6])
+    assert set(index.lose(0, 4)) == set(K[:4])
+    assert held(index, K[:6]) == K[4:6]
+    assert (index.slots, index.free, index.blocks) == (4, 2, 2)
+    assert store(index, K[10:20]).places == [6, 7, 5, 4] or index.slots == 4
+    index.add_free(np.arange(4))
+    assert (index.slots, index.leaving) == (8, set())
+    assert len(store(index, K[20:24]).places) == 4
+
+
+def test_what_is_written_to_a_lost_slot_does_not_count_and_the_slot_waits_for_its_writer() -> None:
+    index = make_index(8)
+    plan = index.plan_store(K[:2], NOW)
+    assert index.lose(0, 4) == []
+    assert index.leaving == {0, 1}
+    index.end_store(K[:2], plan.places, [False, False], NOW)
+    assert (index.leaving, index.slots) == (set(), 4)
+    assert held(index, K[:2]) == []
+    index.add_free(np.arange(4))
+    assert sorted(store(index, K[8:16]).places) == list(range(8))
+
+
+def test_a_lost_slot_that_is_read_waits_for_its_reader() -> None:
+    index = make_index(4)
+    store(index, K[:4])
+    places = index.begin_load(K[:1])
+    assert set(index.lose(0, 4)) == set(K[:4])
+    assert index.leaving == {0}
+    assert index.end_load(K[:1], [0], [True], NOW) == []
+    assert places == [0]
+    assert (index.leaving, index.slots, index.free) == (set(), 0, 0)
+
+
+def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None:
+    index = SlotIndex(8)
+    index.add_free(np.arange(6))
+    index.add_foreign(np.arange(6, 8))
+    index.retire([1])
+    plan = index.plan_store(K[:1], NOW)
+    index.retire_full(K[:1], np.array(plan.places))
+    index.end_store(K[:1], plan.places, [False], NOW)
+    trial = index.borrow(2)
+    assert index.lose(0, 8) == []
+    assert index.leaving == set(trial)
+    index.give_back(trial)
+    assert (index.leaving, index.slots, index.free, index.retired) == (set(), 0, 0, 0)
+    index.add_free(np.arange(8))
+    assert (index.slots, index.free) == (7, 7)

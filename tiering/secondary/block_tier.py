@@ -125,6 +125,7 @@ class BlockTier(SecondaryTierManager):
         self._closed = False
         self._closing = False
         self._resets = 0
+        self._was_reset = False
         self._flights: dict[int, _Flight] = {}
         self._finished: list[JobResult] = []
         self._hits = 0
@@ -458,14 +459,9 @@ class BlockTier(SecondaryTierManager):
     def reset(self, deadline: float, revision: str | None = None) -> bool:
         """See the base class.  On a shared medium it is certain at once, because only this process moves to another epoch."""
         target = self._medium.target(revision)
-        # From here on no result is of the present epoch, and nothing is answered.
-        self._resets += 1
-        self.namespace = None
-        self._serving = False
-        self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
+        self._was_reset = True
         try:
-            self.on_left()
-            self._events.cleared(self.index.clear())
+            self._forget_blocks()
             self._admission.clear()
             self._offers.clear()
         finally:
@@ -477,6 +473,34 @@ class BlockTier(SecondaryTierManager):
             logger.error("tier %s: its reset is not certain after a restart yet; out of service until it is", self.name)
         self._refresh()
         return self.reset_done()
+
+    def _forget_blocks(self) -> None:
+        """From here on no result is of the present epoch, and nothing is answered."""
+        self._resets += 1
+        self.namespace = None
+        self._serving = False
+        self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
+        self.on_left()
+        self._events.cleared(self.index.clear())
+
+    def leave_medium(self) -> None:
+        """For subclasses: the medium is not the one that was opened.  Nothing is answered until :meth:`enter_medium`."""
+        self._service.suspend()
+        self._forget_blocks()
+        self.io.discard()
+        self._refresh()
+
+    @property
+    def idle(self) -> bool:
+        """For subclasses: no job runs, and the medium is not being opened."""
+        return not self._flights and not self._service.attempting
+
+    def enter_medium(self) -> None:
+        """For subclasses: the store was closed after :meth:`leave_medium`; open it again.
+
+        What another medium holds in the epoch of the start may be older than a reset of this process: then a new epoch begins.
+        """
+        self._service.resume(self._medium.target(None) if self._was_reset else None)
 
     def reset_done(self) -> bool:
         return self._medium.shared or self._service.in_service

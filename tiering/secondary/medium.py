@@ -87,6 +87,10 @@ class Medium:
         """Whether blocks are stored in the epoch of ``namespace``, which has been entered, and no epoch document names it."""
         return self.shared and self._writes and namespace.epoch != self._common_epoch
 
+    def forget(self) -> None:
+        """The store was closed: :meth:`enter` opens it again."""
+        self._opened = False
+
     def close(self, timeout: float) -> None:
         """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
 

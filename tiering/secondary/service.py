@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from tiering.errors import TieringError
+from tiering.errors import InUseError, TieringError
 from tiering.namespace import Namespace
 from tiering.options import BreakerOptions
 from tiering.secondary.epoch import Target
@@ -17,6 +17,10 @@ from tiering.secondary.messages import IoTask
 logger = logging.getLogger("kv_tiering.tier")
 
 
+IN_USE_SECONDS = 0.5
+"""About how long after a medium was in use by another process it is tried again: asking is cheap, and it may end at any time."""
+
+
 class Backoff:
     """When to try again: after ``probe_after`` seconds, doubling to ``probe_max``, with jitter."""
 
@@ -25,9 +29,9 @@ class Backoff:
         self.failures = 0
         self.due = 0.0
 
-    def failed(self, now: float) -> None:
-        """Another failure, at ``now``."""
-        delay = min(self._options.probe_after * 2 ** min(self.failures, 32), self._options.probe_max)
+    def failed(self, now: float, at_most: float = float("inf")) -> None:
+        """Another failure, at ``now``; the next try is ``at_most`` seconds later."""
+        delay = min(self._options.probe_after * 2 ** min(self.failures, 32), self._options.probe_max, at_most)
         self.failures += 1
         self.due = now + delay * random.uniform(0.8, 1.2)
 
@@ -65,12 +69,13 @@ class TierService:
         self._target: Target | None = None
         self._borrowing = False
         self._stopped = False
+        self._suspended = False
         self.attempting = False
         self.in_service = False
 
     def start(self) -> None:
         """Begin an attempt, unless one is running or nothing is to be done."""
-        if self.attempting or self.in_service or self._stopped:
+        if self.attempting or self.in_service or self._stopped or self._suspended:
             return
         self.attempting = True
         target = self._target
@@ -91,6 +96,18 @@ class TierService:
             self._target = target
         self.start()
 
+    def suspend(self) -> None:
+        """Leave service until :meth:`resume`: the medium is not the one that was opened."""
+        self.in_service = False
+        self._suspended = True
+
+    def resume(self, target: Target | None) -> None:
+        """The store is closed: open it again, and enter the epoch of ``target`` (None: that of the blocks that are there)."""
+        self._suspended = False
+        self._target = self._target or target
+        self._medium.forget()
+        self.start()
+
     def tick(self, now: float) -> None:
         """Try again when it is time."""
         if not self.in_service and not self.attempting and self._backoff.failures and now >= self._backoff.due:
@@ -104,7 +121,7 @@ class TierService:
     def _ended(self, entered: Namespace | None, error: BaseException | None) -> None:
         self.attempting = False
         borrowed, self._borrowing = self._borrowing, False
-        if self._stopped:
+        if self._stopped or self._suspended:
             return
         target = self._target
         if entered is None:
@@ -132,4 +149,4 @@ class TierService:
                 error,
                 exc_info=None if isinstance(error, TieringError) else error,
             )
-        self._backoff.failed(self._clock())
+        self._backoff.failed(self._clock(), IN_USE_SECONDS if isinstance(error, InUseError) else float("inf"))

@@ -113,6 +113,14 @@ def tier_directory(path: str, replica: str | None) -> Path:
     return root / f"{REPLICA_PREFIX}{replica}"
 
 
+def mount_point(directory: Path) -> Path:
+    """Where the file system of ``directory``, which is there, is mounted."""
+    path = directory.resolve()
+    while not os.path.ismount(path):
+        path = path.parent
+    return path
+
+
 def used_bytes(root: Path) -> int:
     """Bytes on the disk of everything in ``root``, other replicas' subdirectories aside.
 

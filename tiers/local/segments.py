@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.secondary.files import Files
@@ -30,6 +31,15 @@ FILL_BYTES = 4 << 20
 _DROP_AFTER = 64 << 20
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What became of the file of a segment: its number, device and inode as they were, and the reason, for people."""
+
+    number: int
+    identity: tuple[int, int]
+    reason: str
 
 
 class Segments:
@@ -161,24 +171,31 @@ class Segments:
         """The numbers of the segments in use."""
         return sorted(self._identities)
 
-    def inspect(self) -> dict[int, str]:
-        """Segments in use that are no longer the files that they were, with what became of them; they are out of use from then on.
-
-        Their descriptors stay open until :meth:`create` or :meth:`close`: calls may be running.
-        """
-        damaged: dict[int, str] = {}
+    def inspect(self) -> tuple[Damage, ...]:
+        """Segments in use that are no longer the files that they were.  They stay in use until :meth:`disown`."""
+        damaged: list[Damage] = []
         for number, identity in list(self._identities.items()):
             try:
                 found = self.files.status(self.directory / self.geometry.segment_name(number))
             except FileNotFoundError:
-                damage: str | None = "was removed"
+                reason: str | None = "was removed"
             else:
                 same = (found.st_dev, found.st_ino) == identity
-                damage = self._repair(number, found) if same else "was replaced by another file"
-            if damage is not None:
-                del self._identities[number]
-                damaged[number] = damage
-        return damaged
+                reason = self._repair(number, found) if same else "was replaced by another file"
+            if reason is not None:
+                damaged.append(Damage(number, identity, reason))
+        return tuple(damaged)
+
+    def disown(self, damage: Damage) -> bool:
+        """Take a damaged segment out of use; False if that was done before.
+
+        Its descriptor stays open until :meth:`create` or :meth:`close`: calls may be running.
+        """
+        with self._lock:
+            if self._identities.get(damage.number) != damage.identity:
+                return False
+            del self._identities[damage.number]
+            return True
 
     def _repair(self, number: int, found: os.stat_result) -> str | None:
         """What is wrong with segment ``number``; None if nothing is, or not any more."""

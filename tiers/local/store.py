@@ -12,19 +12,19 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.errors import OutOfSpaceError, PermanentStoreError, PlaceLostError, StoreError
+from tiering.errors import OutOfSpaceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import PAGE, Geometry
+from tiers.local.layout import PAGE, Geometry, mount_point
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import Remembered, remember
-from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Pace, Segments
+from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Damage, Pace, Segments
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -38,12 +38,13 @@ _FIRST_BYTES = 256 << 20
 class Inspection:
     """How the directory differs from what is open.
 
-    ``damaged``: segments that are no longer the files that they were, and what became of them.  ``moved``: why the directory as a whole
-    is not this store's any more; None if it is.
+    ``damaged``: segments that are no longer the files that they were.  ``moved``: why the directory as a whole
+    is not this store's any more; None if it is.  ``kept``: nothing is lost all the same.
     """
 
-    damaged: dict[int, str] = field(default_factory=dict)
+    damaged: tuple[Damage, ...] = ()
     moved: str | None = None
+    kept: bool = False
 
 
 class LocalStore(BlockStore):
@@ -78,6 +79,8 @@ class LocalStore(BlockStore):
         """Segments that :meth:`open` made."""
         self._try_direct = direct
         self._warned_of_mode = False
+        self._mount: Path | None = None
+        """Where the disk is mounted: in its absence the directory is not made again on the disk below."""
         self._lock = DirectoryLock(directory)
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
@@ -101,6 +104,10 @@ class LocalStore(BlockStore):
     def open(self) -> None:
         if self._segments is not None:
             return
+        if self._mount is not None and not os.path.ismount(self._mount):
+            raise TemporaryStoreError(
+                f"nothing is mounted at {self._mount} any more, where {self.directory} was; mount its disk again"
+            )
         try:
             lost = not self._documents.is_dir() and any(self.directory.glob("slots-*"))
             self._make_directory(self._documents)
@@ -113,6 +120,7 @@ class LocalStore(BlockStore):
             self._compare_with_disk()
             self._warn_of_others()
             self._open_segments()
+            self._mount = mount_point(self.directory)
         except OSError as error:
             self.close()
             raise store_error(error, f"cannot open {self.directory}") from error
@@ -209,10 +217,10 @@ class LocalStore(BlockStore):
         segments = self.segments
         try:
             moved = self._lock.lost()
-            if moved is None and segments.read_only and os.access(self.directory, os.W_OK):
-                moved = "can be written again"
             if moved is not None:
                 return Inspection(moved=moved)
+            if segments.read_only and os.access(self.directory, os.W_OK):
+                return Inspection(moved="can be written again", kept=True)
             return Inspection(segments.inspect())
         except OSError as error:
             raise store_error(error, f"cannot look into {self.directory}") from error

@@ -24,12 +24,13 @@ from tiering.secondary.files import Files, store_error
 from tiering.secondary.frame import SEQUENCE
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io_side import IoSide
+from tiering.secondary.layers.breaker import BreakerState
 from tiering.secondary.messages import IoKind, IoResult, IoTask
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.layout import Geometry, tier_directory
 from tiers.local.options import LocalOptions
 from tiers.local.recovery import RecoveredBatch, Remembered, recover
-from tiers.local.segments import Pace
+from tiers.local.segments import Damage, Pace
 from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
@@ -103,6 +104,11 @@ class LocalTier(BlockTier):
         self._inspecting = False
         self._inspected_at = float("-inf")
         self._inspect_due = float("inf")
+        self._starting_over = False
+        """The directory is not the one that was opened: it is opened again when nothing uses it any more."""
+        self._closing_store = False
+        self._open_is_due = False
+        """The store has not been closed since."""
         self._pace: Pace | None = None
         self._complete = False
         self._no_space_until = float("-inf")
@@ -155,6 +161,11 @@ class LocalTier(BlockTier):
             self._checkpointing = False
 
     def on_epoch(self, namespace: Namespace) -> None:
+        if self._starting_over:
+            self._starting_over = False
+            logger.warning("tier %s: %s is open again", self.name, self.store.directory)
+            self.on_opened(namespace)
+            return
         self._old_epoch = self._recovery is not None
         self._changed = True
         # Until a checkpoint of this epoch is written, a restart would have to read every header.
@@ -163,8 +174,12 @@ class LocalTier(BlockTier):
     def on_step(self) -> None:
         if self._recovered:
             self._merge()
+        if self._starting_over:
+            self._reopen()
         if self.namespace is None or self._closing_down:
             return
+        if self.io.breakers.state is not BreakerState.CLOSED:
+            self._want_inspection(INSPECT_SECONDS)
         if self.context.clock() >= self._inspect_due:
             self._inspect()
         self._grow()
@@ -174,11 +189,12 @@ class LocalTier(BlockTier):
             self._begin_checkpoint()
 
     def on_result(self, result: IoResult) -> None:
+        failed = any(isinstance(outcome, StoreError) for outcome in result.outcomes)
+        if failed or result.job.kind is IoKind.STORE:
+            self._want_inspection(INSPECT_AT_ONCE_SECONDS if failed else INSPECT_SECONDS)
         if result.job.kind is not IoKind.STORE:
             return
         self._changed = True
-        failed = any(isinstance(outcome, StoreError) for outcome in result.outcomes)
-        self._want_inspection(INSPECT_AT_ONCE_SECONDS if failed else INSPECT_SECONDS)
         full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)]
         if full:
             keys = [result.job.keys[position] for position in full]
@@ -301,9 +317,11 @@ class LocalTier(BlockTier):
         pace = self._pace = Pace()
         per_segment = self.store.geometry.slots_per_segment
         taken = self._seen | {slot // per_segment for slot in self.index.leaving}
+        # While blocks are recovered nobody can say which slots a segment that is gone would take along.
+        recovering = self._recovery is not None
 
         def prepare() -> tuple[Inspection, int | None]:
-            inspection = self.store.inspect()
+            inspection = Inspection() if recovering else self.store.inspect()
             return inspection, None if inspection.moved else self.store.prepare(pace, taken)
 
         self.io.run(IoTask("segment", prepare, self._grown, background=True))
@@ -315,6 +333,8 @@ class LocalTier(BlockTier):
             return
         inspection, number = found
         self._inspected(inspection, None)
+        if self._starting_over:
+            return
         if number is not None:
             self._add_segment(number)
         elif not inspection.damaged:
@@ -356,10 +376,47 @@ class LocalTier(BlockTier):
         if inspection is None:
             logger.warning("tier %s: %s", self.name, error)
             return
-        for number, damage in inspection.damaged.items():
-            self._lose_segment(number, damage)
+        if inspection.moved is not None:
+            self._start_over(inspection.moved, kept=inspection.kept)
+        for damage in inspection.damaged:
+            if self.store.segments.disown(damage):
+                self._lose_segment(damage)
 
-    def _lose_segment(self, number: int, damage: str) -> None:
+    def _start_over(self, moved: str, *, kept: bool) -> None:
+        """Leave the directory as it was opened, and open what is in its place."""
+        if self._starting_over:
+            return
+        self._starting_over = self._open_is_due = True
+        blocks = self.index.blocks
+        if not kept:
+            self.stats.blocks_lost += blocks
+        fate = "it is opened again" if kept else f"its {blocks} block(s) are lost, and it is opened again"
+        logger.error("tier %s: %s %s: %s", self.name, self.store.directory, moved, fate)
+        self.leave_medium()
+        self.index.lose(0, self.index.num_slots)
+        self._seen.clear()
+        self._complete = self._changed = self._recovery_failed = False
+        self._no_space_until = float("-inf")
+        if self._pace is not None:
+            self._pace.abandon()
+
+    def _reopen(self) -> None:
+        """Close the store once nothing uses it, and open it again."""
+        busy = self._fetching or self._inspecting or self._checkpointing or self._pace is not None or not self.idle
+        if busy or self._closing_store or self._closing_down or self.index.leaving or not self._open_is_due:
+            return
+        self._closing_store = True
+        self.io.run(IoTask("reopen", self.store.close, self._store_closed, background=True))
+
+    def _store_closed(self, result: None, error: BaseException | None) -> None:
+        self._closing_store = False
+        self._open_is_due = False
+        if error is not None:
+            logger.warning("tier %s: closing %s before it is opened again: %s", self.name, self.store.directory, error)
+        self.enter_medium()
+
+    def _lose_segment(self, damage: Damage) -> None:
+        number = damage.number
         per_segment = self.store.geometry.slots_per_segment
         lost = self.index.lose(number * per_segment, (number + 1) * per_segment)
         self._seen.discard(number)
@@ -374,7 +431,7 @@ class LocalTier(BlockTier):
             "tier %s: segment %s %s: its %d block(s) are lost, and it is replaced; nobody but this process may change files in %s",
             self.name,
             self.store.geometry.segment_name(number),
-            damage,
+            damage.reason,
             len(lost),
             self.store.directory,
         )
@@ -394,6 +451,8 @@ class LocalTier(BlockTier):
 
         def begin() -> tuple[Inspection, int]:
             inspection = self.store.inspect()
+            if inspection.moved is not None:
+                return inspection, 0
             try:
                 return inspection, marks.begin()
             except OSError as error:

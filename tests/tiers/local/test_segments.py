@@ -245,7 +245,10 @@ def test_a_segment_that_is_needed_at_once_is_not_written_first(tmp_path: Path, d
     store = LocalStore(tmp_path, geometry, geometry.segment_bytes * 3, files=device)
     store.open()
     store.segments.directory.joinpath(geometry.segment_name(1)).unlink()
-    assert store.inspect().damaged == {1: "was removed"}
+    (damage,) = store.inspect().damaged
+    assert (damage.number, damage.reason) == (1, "was removed")
+    assert store.segments.disown(damage)
+    assert not store.segments.disown(damage)
     device.calls.clear()
     pace = Pace()
     pace.hurry()

@@ -41,7 +41,7 @@ class Vandal:
             (self.damage_marks, 1),
             (self.remove_documents, 1),
             (self.remove_lock, 1),
-            (self.remove_everything, 0),
+            (self.remove_everything, 1),
         ]
         (act,) = self._rng.choices([act for act, _ in acts], [weight for _, weight in acts])
         with contextlib.suppress(FileNotFoundError):
@@ -151,5 +151,5 @@ class Vandal:
         if self._rng.random() < 0.5:
             shutil.rmtree(self._directory, ignore_errors=True)
             return "removed"
-        self._directory.rename(self._directory.with_name(f"{self._directory.name}-{len(self.acts)}"))
+        self._directory.rename(self._directory.with_name(f"{self._directory.name}-{self._rng.getrandbits(64):x}"))
         return "moved"
