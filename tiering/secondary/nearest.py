@@ -13,7 +13,7 @@ from tiering.errors import StoreError
 
 logger = logging.getLogger("kv_tiering.tier")
 
-_MAX_NAMESPACES = 256
+_MAX_NAMESPACES = 64
 """How many of the medium's namespaces are compared."""
 _MAX_TOLD = 8
 """How many differences are written out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
@@ -199,6 +199,11 @@ class S3Store(BlockStore):
         except STORE_FAILURES as error:
             raise translate(error, f"create document {name}") from error
         return self.read_document(name)
+
+    def list_documents(self, prefix: str) -> Iterable[str]:
+        start = f"{self._documents}{prefix}"
+        paths = (item["path"] for objects in self.list_document_objects() for item in objects)
+        return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
 
     def remove_document(self, name: str) -> None:
         self._delete_names(self._open_client(), [f"{self._documents}{name}"])
