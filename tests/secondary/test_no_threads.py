@@ -11,9 +11,9 @@ from tests.secondary.fakes import FakeStore, make_namespace
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.errors import TemporaryStoreError
+from tiering.secondary.io_host import THREAD_RETRY_SECONDS
 from tiering.secondary.medium import Medium
 from tiering.secondary.messages import IoKind, IoTask
-from tiering.secondary.threads import RETRY_SECONDS
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
 
@@ -47,7 +47,7 @@ def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(
         assert isinstance(failed[0], TemporaryStoreError)
         assert len(thread_limit.refused) == 1, "one attempt in so short a time, however many jobs there are"
         thread_limit.leave()
-        clock.advance(RETRY_SECONDS)
+        clock.advance(THREAD_RETRY_SECONDS)
         host.submit(make_job(primary, IoKind.STORE, range(4)))
         assert finish(host)[0].all_done
 
@@ -68,7 +68,7 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
         assert until(lambda: Gated.waiting == 1)
         assert host.poll() == []
         thread_limit.leave()
-        clock.advance(RETRY_SECONDS)
+        clock.advance(THREAD_RETRY_SECONDS)
         host.poll()
         assert until(lambda: Gated.waiting == 4)
         gate.set()

@@ -46,6 +46,9 @@ BATCH_UNIT_BYTES = 8 << 20
 SINGLE_UNIT_BYTES = 1 << 20
 """Most bytes of one unit for media that move one block after the other."""
 
+THREAD_RETRY_SECONDS = 0.1
+"""How long after an I/O thread could not be started it is tried again."""
+
 _LONGEST_WAIT = 0.05
 
 
@@ -119,6 +122,7 @@ class IoHost:
         self._threads: list[threading.Thread] = []
         self._background: list[threading.Thread] = []
         self._starter = ThreadStarter(name, clock)
+        self._start_due = float("-inf")
         self._queues = _Queues()
         # At least as many tokens as queued items: a thread that finds no item for its token goes on to the next.
         self._tokens: SimpleQueue[None] = SimpleQueue()
@@ -240,7 +244,7 @@ class IoHost:
         """Why nothing can be taken up now: the host is closed, or it has no thread at all.  Starts threads."""
         if (closed := self._closed_error()) is not None:
             return closed
-        if not self._alive and self._starter.due:
+        if not self._alive and self._clock() >= self._start_due:
             self._add_threads(self._num_threads)
         return None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
 
@@ -254,6 +258,7 @@ class IoHost:
             if isinstance(started, TemporaryStoreError):
                 with self._lock:
                     self._alive -= 1
+                self._start_due = self._clock() + THREAD_RETRY_SECONDS
                 return
             self._threads.append(started)
 
@@ -282,7 +287,7 @@ class IoHost:
                 with self.stats.lock:
                     self.stats.overdue += unit.stop - unit.start
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        if self._alive and self._starter.due and not self.stopping.is_set():
+        if self._alive and self._clock() >= self._start_due and not self.stopping.is_set():
             stuck = min(self._stuck(), self._num_threads)
             missing = self._num_threads + stuck - self._alive
             if missing > 0:

@@ -18,6 +18,7 @@ _MAX_DAMAGED = 100
 """Damaged epoch documents that are stepped over on a shared medium before opening it fails."""
 
 _THREAD_RETRY_SECONDS = 0.01
+_THREAD_WAIT_SECONDS = 1.0
 """How long closing waits before it tries again to start its thread."""
 
 
@@ -101,6 +102,7 @@ class Medium:
                 logger.exception("tier %s: closing its store failed", self._name)
 
         end = time.monotonic() + max(timeout, 0.0)
+        give_up = min(end, time.monotonic() + _THREAD_WAIT_SECONDS)
         while True:
             thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
             try:
@@ -108,7 +110,7 @@ class Medium:
                 break
             except RuntimeError as error:
                 # The process may have no more threads for the moment; the tier's own have just ended.
-                if time.monotonic() >= end:
+                if time.monotonic() >= give_up:
                     logger.error("tier %s: its store is left to the end of the process: %s", self._name, error)
                     return
             time.sleep(_THREAD_RETRY_SECONDS)

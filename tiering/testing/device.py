@@ -1,7 +1,8 @@
-"""Devices that fail: one that loses what was not synced when the power goes, and one that fails on command."""
+"""Devices that fail: one that loses what was not synced, one that fails on command, and one with bad sectors."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -190,3 +191,92 @@ class FaultyDevice(Files):
             if not left:
                 break
         return limited
+
+
+@dataclass(frozen=True, slots=True)
+class _BadRange:
+    """Bytes [start, stop) of a file that cannot be read, or not be written."""
+
+    path: Path
+    start: int
+    stop: int
+    reads: bool
+    writes: bool
+
+
+class BadSectorDevice(FaultyDevice):
+    """Real files with bad sectors that stay bad until :meth:`heal`.
+
+    Direct reads and writes of a bad range fail with EIO.  A write through the page cache succeeds; its data is lost when the page is
+    written back (:meth:`write_back`, or a sync), and Linux tells so once per open descriptor: to the next ``fdatasync`` on each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranges: list[_BadRange] = []
+        self._through_cache: set[int] = set()
+        self._doomed: set[Path] = set()
+        """Files with written pages that cannot be written back."""
+        self._errors: dict[Path, int] = {}
+        """How many failed write-backs each file has had ..."""
+        self._told: dict[int, int] = {}
+        """... and of how many each descriptor has been told."""
+        self._state = threading.Lock()
+
+    def damage(self, path: Path, start: int, length: int, *, reads: bool = True, writes: bool = True) -> None:
+        """Make ``length`` bytes of ``path`` from ``start`` on bad, for reads, writes or both (default)."""
+        self._ranges.append(_BadRange(path, start, start + length, reads, writes))
+
+    def heal(self) -> None:
+        """No sector is bad any more, as after the device has put others in their places."""
+        self._ranges.clear()
+
+    def write_back(self) -> None:
+        """Write dirty pages to the device, as the kernel does by itself after a while."""
+        with self._state:
+            for path in self._doomed:
+                self._errors[path] = self._errors.get(path, 0) + 1
+            self._doomed.clear()
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        with self._state:
+            self._through_cache.discard(fd)
+            if not flags & os.O_DIRECT:
+                self._through_cache.add(fd)
+            self._told[fd] = self._errors.get(path, 0)
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        path = self._paths[fd]
+        size = sum(map(len, buffers))
+        if any(bad.writes for bad in self._touched(path, offset, size)):
+            self._try("write", path)
+            if fd not in self._through_cache:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            with self._state:
+                self._doomed.add(path)
+            return size
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        path = self._paths[fd]
+        if any(bad.reads for bad in self._touched(path, offset, sum(map(len, buffers)))):
+            self._try("read", path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        path = self._paths[fd]
+        with self._state:
+            if path in self._doomed:
+                self._doomed.discard(path)
+                self._errors[path] = self._errors.get(path, 0) + 1
+            errors = self._errors.get(path, 0)
+            if self._told[fd] < errors:
+                self._told[fd] = errors
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _touched(self, path: Path, offset: int, size: int) -> list[_BadRange]:
+        return [bad for bad in self._ranges if bad.path == path and bad.start < offset + size and offset < bad.stop]

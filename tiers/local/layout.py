@@ -4,7 +4,7 @@
       lock                                      who owns the directory
       slots-<slot bytes>-<slots>-<number>       a segment: <slots> slots, one after another
       checkpoint, written-<generation>          the table as of a moment, and which segments were written since
-      documents/<name>                          the namespaces' documents
+      documents/<name>                          the namespaces' documents, and the list of bad slots
 
 Slot s is slot s % slots of segment s // slots.  A slot is a page with the frame's header, then the row.  Segments of another slot
 size or count are those of another layout: nobody here can use them, and they are deleted, oldest first, when room is needed.
@@ -78,6 +78,11 @@ class Geometry:
     def num_slots(self) -> int:
         """Slots that the capacity allows."""
         return self.slots_per_segment * self.max_segments
+
+    @property
+    def bad_slots_document(self) -> str:
+        """The name of the document that lists the bad slots of segments of this shape."""
+        return f"bad-slots-{self.slot_bytes}-{self.slots_per_segment}"
 
     def locate(self, slot: int) -> tuple[int, int]:
         """(segment, byte offset in it) of ``slot``."""

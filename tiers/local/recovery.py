@@ -11,13 +11,14 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.errors import StoreError
 from tiering.policies.base import Rows
 from tiering.secondary.files import store_error
 from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
@@ -57,6 +58,19 @@ class RecoveredBatch:
     lost: int = 0
 
 
+def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
+    """``batch`` without the slots that are ``known`` already, from a recovery that ended early."""
+    fresh = ~known[batch.slots]
+    return replace(
+        batch,
+        keys=list(compress(batch.keys, fresh.tolist())),
+        slots=batch.slots[fresh],
+        sequences=batch.sequences[fresh],
+        free=batch.free[~known[batch.free]],
+        foreign=batch.foreign[~known[batch.foreign]],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Remembered:
     """What a directory says of itself when it is opened, before anything is written there.
@@ -93,13 +107,20 @@ def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
     return Remembered(there, checkpoint, frozenset(marked), frozenset(changed))
 
 
-def recover(segments: Segments, remembered: Remembered, fingerprint: bytes, stop: threading.Event) -> Iterator[RecoveredBatch]:
+def recover(
+    segments: Segments,
+    remembered: Remembered,
+    fingerprint: bytes,
+    stop: threading.Event,
+    known: NDArray[np.bool_] | None = None,
+) -> Generator[RecoveredBatch, None, None]:
     """The blocks of the namespace ``fingerprint`` in the segments that were there when the directory was opened.
 
-    ``stop`` ends it early: what is left stays unseen.  A header that the device cannot read counts as none; it raises
+    ``stop`` ends it early: what is left stays unseen.  ``known``: slots that an earlier recovery, which ended with an error, has told of
+    (default: none); those may be told of again.  A header that the device cannot read counts as none; it raises
     :class:`tiering.errors.TemporaryStoreError` for what may pass, such as too many open files.
     """
-    recovery = _Recovery(segments, remembered.segments, fingerprint, stop)
+    recovery = _Recovery(segments, remembered.segments, fingerprint, stop, known)
     checkpoint = remembered.checkpoint
     if isinstance(checkpoint, Checkpoint):
         if checkpoint.fingerprint != fingerprint:
@@ -114,7 +135,15 @@ def recover(segments: Segments, remembered: Remembered, fingerprint: bytes, stop
 
 
 class _Recovery:
-    def __init__(self, segments: Segments, numbers: Sequence[int], fingerprint: bytes, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        numbers: Sequence[int],
+        fingerprint: bytes,
+        stop: threading.Event,
+        known: NDArray[np.bool_] | None,
+    ) -> None:
+        self._known = known
         self._segments = segments
         self._geometry = segments.geometry
         self._fingerprint = fingerprint
@@ -124,7 +153,9 @@ class _Recovery:
 
     # --------------------------------------------------------------------------------------------------------- checkpoint
 
-    def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]) -> Iterator[RecoveredBatch]:
+    def from_checkpoint(
+        self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]
+    ) -> Generator[RecoveredBatch, None, None]:
         per_segment = self._geometry.slots_per_segment
         clean = np.zeros(self._geometry.num_slots, np.bool_)
         there = clean.copy()
@@ -182,13 +213,20 @@ class _Recovery:
 
     # --------------------------------------------------------------------------------------------------------------- scan
 
-    def scan_all(self) -> Iterator[RecoveredBatch]:
+    def scan_all(self) -> Generator[RecoveredBatch, None, None]:
         """Everything, sorted within groups of segments, those written last coming last: the first blocks serve long before the end."""
         found = _Found()
         modified = self._segments.modified()
         for number in sorted(self._numbers, key=lambda number: modified.get(number, (0, 0))[1]):
             slots = self._slots_of(number)
-            found.add(slots, self._scan(slots), self._fingerprint)
+            if self._known is not None and self._known[slots].all():
+                continue
+            try:
+                headers = self._scan(slots)
+            except StoreError:
+                yield from found.batches()
+                raise
+            found.add(slots, headers, self._fingerprint)
             if self._stop.is_set():
                 return
             if found.slots >= _GROUP_SLOTS:

@@ -10,12 +10,14 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.secondary.files import Files
 from tiers.local.layout import FRESH, PAGE, Geometry, is_segment, used_bytes
+from tiers.local.syncs import SyncLedger
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -59,7 +61,10 @@ class Segments:
         self._identities: dict[int, tuple[int, int]] = {}
         """Device and inode of each segment in use."""
         self._fds: dict[int, int] = {}
-        self._unsynced: dict[int, int] = {}
+        self._unsynced: dict[int, list[tuple[int, int]]] = {}
+        """Offset and length of what was written to each segment through the page cache since its last sync."""
+        self._suspects: deque[tuple[int, int, int]] = deque()
+        self._ledgers: dict[int, SyncLedger] = {}
         self._unreserved = False
 
     # -------------------------------------------------------------------------------------------------------- descriptors
@@ -113,7 +118,7 @@ class Segments:
             if written < sum(map(len, buffers)):
                 raise OSError(errno.EIO, "nothing more could be written")
             if not self.direct:
-                self._drop_behind(segment, fd, written)
+                self._drop_behind(segment, fd, offset, written)
 
     def read(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers``, whole pages, from ``offset`` on; fewer bytes than they have only at the end of the file."""
@@ -124,9 +129,20 @@ class Segments:
             return done
 
     def sync(self, segment: int) -> None:
-        """Wait until what was written to ``segment`` is on the device."""
+        """Wait until what was written to ``segment`` is on the device.  Whose writes that covers is for :meth:`ledger` to say."""
         with self._descriptor(segment) as fd:
             self.files.fdatasync(fd)
+
+    def forget_cached(self, segment: int, offset: int, length: int) -> None:
+        """Let the next read of a range come from the device."""
+        if not self.direct:
+            with self._descriptor(segment) as fd:
+                self.files.drop_cached(fd, offset, length)
+
+    def ledger(self, segment: int) -> SyncLedger:
+        """Who has synced ``segment``, and how that ended."""
+        ledger = self._ledgers.get(segment)
+        return ledger if ledger is not None else self._ledgers.setdefault(segment, SyncLedger())
 
     def _move(self, call: _Vectored, fd: int, buffers: list[memoryview], offset: int) -> int:
         """Repeat ``call`` until all is moved or nothing moves; bytes moved.  A short call is taken up at the page it stopped in."""
@@ -142,14 +158,32 @@ class Segments:
             done = start + more
         return done
 
-    def _drop_behind(self, segment: int, fd: int, count: int) -> None:
-        """Keep written pages from filling the page cache: only clean ones can be dropped, so write them out first."""
+    def _drop_behind(self, segment: int, fd: int, offset: int, count: int) -> None:
+        """Keep written pages from filling the page cache: only clean ones can be dropped, so write them out first.
+
+        Raises :class:`OSError` if that fails: all that was written since the last time is suspect then (:meth:`take_suspects`).
+        """
         with self._lock:
-            unsynced = self._unsynced.get(segment, 0) + count
-            self._unsynced[segment] = unsynced if unsynced < _DROP_AFTER else 0
-        if unsynced >= _DROP_AFTER:
-            self.files.fdatasync(fd)
-            self.files.drop_cached(fd, 0, 0)
+            written = self._unsynced.setdefault(segment, [])
+            written.append((offset, count))
+            if sum(length for _, length in written) < _DROP_AFTER:
+                return
+            del self._unsynced[segment]
+        try:
+            self.ledger(segment).sync(lambda: self.files.fdatasync(fd))
+        except OSError:
+            self._suspects.extend((segment, start, length) for start, length in written)
+            raise
+        self.files.drop_cached(fd, 0, 0)
+
+    def take_suspects(self) -> list[int]:
+        """Slots that were written through the page cache and may not have reached the device, each once."""
+        slots: list[int] = []
+        while self._suspects:
+            segment, offset, length = self._suspects.popleft()
+            first = segment * self.geometry.slots_per_segment + offset // self.geometry.slot_bytes
+            slots += range(first, first + -(-length // self.geometry.slot_bytes))
+        return slots
 
     # ---------------------------------------------------------------------------------------------------- files on the disk
 

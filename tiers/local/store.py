@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import re
 import stat
@@ -15,8 +16,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.errors import OutOfSpaceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
+from tiering.errors import (
+    DeviceError,
+    OutOfSpaceError,
+    PermanentStoreError,
+    PlaceLostError,
+    StoreError,
+    TemporaryStoreError,
+)
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
@@ -25,11 +35,13 @@ from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import Remembered, remember
 from tiers.local.segments import BUFFERS_PER_CALL, FILL_BYTES, Damage, Pace, Segments
+from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
 
 _DOCUMENT = re.compile(r"[a-z0-9][a-z0-9.-]{0,127}")
 _DOCUMENT_BYTES = 1 << 20
+_PATTERN = 0x5A
 _FIRST_BYTES = 256 << 20
 """How much of a new directory is written before the tier serves."""
 
@@ -77,6 +89,8 @@ class LocalStore(BlockStore):
         """What was there at :meth:`open`."""
         self.fresh: list[int] = []
         """Segments that :meth:`open` made."""
+        self.bad_slots: bytes | None = None
+        """The document of bad slots as it was at :meth:`open`; None if there is none."""
         self._try_direct = direct
         self._warned_of_mode = False
         self._mount: Path | None = None
@@ -121,6 +135,7 @@ class LocalStore(BlockStore):
             self._warn_of_others()
             self._open_segments()
             self._mount = mount_point(self.directory)
+            self.bad_slots = self.read_document(self.geometry.bad_slots_document)
         except OSError as error:
             self.close()
             raise store_error(error, f"cannot open {self.directory}") from error
@@ -271,13 +286,17 @@ class LocalStore(BlockStore):
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.DONE] * len(blocks)
+        runs = self._runs(blocks, outcomes)
         touched: dict[int, list[int]] = {}
-        for run in self._runs(blocks, outcomes):
-            self._put_run(blocks, run, outcomes)
+        for run in runs:
             touched.setdefault(self.geometry.locate(_slot(blocks[run[0]]))[0], []).extend(run)
-        if self.durable:
-            for segment, positions in touched.items():
-                self._sync(segment, positions, outcomes)
+        tickets: dict[int, int] = {}
+        if self.durable and self._segments is not None:
+            tickets = {segment: self._segments.ledger(segment).begin_write() for segment in touched}
+        for run in runs:
+            self._put_run(blocks, run, outcomes)
+        for segment, ticket in tickets.items():
+            self._sync(segment, ticket, touched[segment], outcomes)
         return outcomes
 
     def _put_run(self, blocks: Sequence[BlockIO], run: list[int], outcomes: list[Outcome]) -> None:
@@ -298,15 +317,44 @@ class LocalStore(BlockStore):
             for position in run:
                 outcomes[position] = error
 
-    def _sync(self, segment: int, positions: list[int], outcomes: list[Outcome]) -> None:
+    def _sync(self, segment: int, ticket: int, positions: list[int], outcomes: list[Outcome]) -> None:
         written = [position for position in positions if outcomes[position] is Done.DONE]
         if not written:
             return
+        segments = self.segments
         try:
-            self.segments.sync(segment)
+            segments.ledger(segment).end_write(ticket, lambda: segments.sync(segment))
         except OSError as error:
+            failure = store_error(error, f"cannot sync segment {segment}")
+            if isinstance(failure, DeviceError):
+                failure = UnsyncedError(str(failure))
             for position in written:
-                outcomes[position] = store_error(error, f"cannot sync segment {segment}")
+                outcomes[position] = failure
+
+    def take_suspects(self) -> list[int]:
+        """Slots that were written and reported, and whose write-back failed since: nobody can say which are on the device."""
+        return [] if self._segments is None else self._segments.take_suspects()
+
+    def exercise(self, slot: int) -> None:
+        """Write a pattern over all of ``slot``, which nobody uses, sync it and read it back.  Raises :class:`StoreError`."""
+        segment, offset = self.geometry.locate(slot)
+        memory = memoryview(mmap.mmap(-1, 2 * self.geometry.slot_bytes))
+        written, back = memory[: self.geometry.slot_bytes], memory[self.geometry.slot_bytes :]
+        # The header's page stays zero: what is in the slot afterwards is no block.
+        np.frombuffer(written[PAGE:], np.uint8).fill(_PATTERN)
+        segments = self.segments
+        ledger = segments.ledger(segment)
+        try:
+            self.marks.mark(segment)
+            ticket = ledger.begin_write()
+            segments.write(segment, offset, [written])
+            ledger.end_write(ticket, lambda: segments.sync(segment))
+            segments.forget_cached(segment, offset, len(written))
+            complete = segments.read(segment, offset, [back]) == len(back)
+        except OSError as error:
+            raise store_error(error, f"slot {slot} failed its trial") from error
+        if not complete or not np.array_equal(np.frombuffer(written, np.uint8), np.frombuffer(back, np.uint8)):
+            raise DeviceError(f"slot {slot} failed its trial: what was written to it did not come back")
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.ABSENT] * len(blocks)

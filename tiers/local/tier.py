@@ -11,9 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Sequence
+from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiering.block_store import Outcome, Place
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError
@@ -26,12 +29,15 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
 from tiering.secondary.messages import IoKind, IoResult, IoTask
+from tiering.secondary.service import Backoff
+from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.layout import Geometry, tier_directory
 from tiers.local.options import LocalOptions
-from tiers.local.recovery import RecoveredBatch, Remembered, recover
+from tiers.local.recovery import RecoveredBatch, Remembered, recover, without
 from tiers.local.segments import Damage, Pace
 from tiers.local.store import Inspection, LocalStore
+from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -91,13 +97,18 @@ class LocalTier(BlockTier):
         )
         super().__init__(context, options, store, index, io=io)
         self._stop = threading.Event()
-        self._recovery: Iterator[RecoveredBatch] | None = None
+        self._bad_slots = BadSlots(context.name, store, index, self.io, context.clock, self._stop)
+        self._recover_again: Callable[[], Generator[RecoveredBatch, None, None]] | None = None
+        self._recovery: Generator[RecoveredBatch, None, None] | None = None
+        self._recovery_backoff = Backoff(options.breaker)
+        self._delivered: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Slots that recovery has told of."""
         self._recovered: deque[RecoveredBatch] = deque()
         self._merged = 0
         """Blocks of the first recovered batch that are merged already."""
         self._recovery_began = 0.0
         self._fetching = False
-        self._recovery_failed = False
+        self._recovery_complete = False
         self._old_epoch = False
         self._seen: set[int] = set()
         """Segments whose slots the index has; a number that comes again is not added again."""
@@ -142,6 +153,7 @@ class LocalTier(BlockTier):
 
     def on_opened(self, namespace: Namespace) -> None:
         store = self.store
+        self._bad_slots.load(store.bad_slots)
         for number in store.fresh:
             self._add_segment(number)
         self._recovery_began = self.context.clock()
@@ -149,7 +161,10 @@ class LocalTier(BlockTier):
         remembered, store.remembered = store.remembered, Remembered()
         self._seen.update(remembered.segments)
         if remembered.segments:
-            self._recovery = recover(store.segments, remembered, namespace.fingerprint, self._stop)
+            self._recovery_complete = False
+            self._delivered = np.zeros(store.geometry.num_slots, np.bool_)
+            self._recover_again = partial(recover, store.segments, remembered, namespace.fingerprint, self._stop, self._delivered)
+            self._recovery = self._recover_again()
             self.index.begin_recovery()
             self._fetch()
         self.io.run(IoTask("tidy", store.tidy, self._tidied, background=True))
@@ -176,8 +191,11 @@ class LocalTier(BlockTier):
             self._merge()
         if self._starting_over:
             self._reopen()
+        if self._recovery is not None and self._recovery_backoff.failures and self.context.clock() >= self._recovery_backoff.due:
+            self._fetch()
         if self.namespace is None or self._closing_down:
             return
+        self._bad_slots.tick()
         if self.io.breakers.state is not BreakerState.CLOSED:
             self._want_inspection(INSPECT_SECONDS)
         if self.context.clock() >= self._inspect_due:
@@ -188,10 +206,24 @@ class LocalTier(BlockTier):
         elif self.context.clock() >= self._checkpoint_due:
             self._begin_checkpoint()
 
+    def retire(self, places: Sequence[Place]) -> None:
+        super().retire(places)
+        self._bad_slots.add(places)
+
+    def _suspect(self, places: Sequence[Place]) -> None:
+        """A sync failed: one of ``places`` is bad.  None of them counts as stored, and trials find out which it is."""
+        super().retire(places)
+        self._bad_slots.add(places, suspect=True)
+
     def on_result(self, result: IoResult) -> None:
         failed = any(isinstance(outcome, StoreError) for outcome in result.outcomes)
         if failed or result.job.kind is IoKind.STORE:
             self._want_inspection(INSPECT_AT_ONCE_SECONDS if failed else INSPECT_SECONDS)
+        unsynced = [
+            place for place, outcome in zip(result.job.places, result.outcomes, strict=True) if isinstance(outcome, UnsyncedError)
+        ]
+        if unsynced := [*unsynced, *self.store.take_suspects()]:
+            self._suspect(unsynced)
         if result.job.kind is not IoKind.STORE:
             return
         self._changed = True
@@ -209,7 +241,10 @@ class LocalTier(BlockTier):
         self._stop.set()
         if self._pace is not None:
             self._pace.abandon()
-        self._wait(lambda: self._advance_checkpoint() and not self._fetching and self._pace is None, deadline)
+        self._bad_slots.save()
+        self._wait(
+            lambda: self._advance_checkpoint() and not (self._fetching or self._bad_slots.busy) and self._pace is None, deadline
+        )
         if self.namespace is not None and self._recovery is None:
             self._inspect()
             self._wait(lambda: not self._inspecting, deadline)
@@ -225,21 +260,43 @@ class LocalTier(BlockTier):
 
     def _fetch(self) -> None:
         """Ask for the next recovered batch, unless enough are waiting."""
-        recovery = self._recovery
-        if recovery is None or self._fetching or self._closing_down or len(self._recovered) >= _BATCHES_AHEAD:
+        again = self._recover_again
+        if self._recovery is None or again is None or self._fetching or self._closing_down:
             return
+        if self._recovery_complete or len(self._recovered) >= _BATCHES_AHEAD:
+            return
+        if getgeneratorstate(self._recovery) == GEN_CLOSED:
+            # It ended with an error; what it has told of already is left out of what the next one tells.
+            self._recovery = again()
+        recovery = self._recovery
         self._fetching = True
         self.io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched, background=True))
 
     def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
         self._fetching = False
         if error is not None:
-            # Nor is a checkpoint written: it would say that there is nothing in what was not read.
-            self._recovery_failed = True
-            logger.warning("tier %s: recovery ended early, what was not read yet stays unused: %s", self.name, error)
+            # No checkpoint is written meanwhile: it would say that there is nothing in what was not read.
+            if not self._recovery_backoff.failures:
+                logger.warning(
+                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s", self.name, error
+                )
+            self._recovery_backoff.failed(self.context.clock())
+            return
+        if batch is None and self._closing_down:
+            # It was told to stop, or has come to its end just now: either way what is not merged stays unseen, and no checkpoint is written.
+            return
         if batch is None:
+            self._recovery_complete = True
+            self._recovery_backoff.succeeded()
             self._end_recovery()
             return
+        batch = without(batch, self._delivered)
+        news = sum(map(len, (batch.slots, batch.free, batch.foreign)))
+        if news and self._recovery_backoff.failures:
+            logger.info("tier %s: recovery goes on after %d failed attempt(s)", self.name, self._recovery_backoff.failures)
+            self._recovery_backoff.succeeded()
+        for slots in (batch.slots, batch.free, batch.foreign):
+            self._delivered[slots] = True
         self._recovered.append(batch)
         self._merge()
         self._fetch()
@@ -270,7 +327,10 @@ class LocalTier(BlockTier):
             if first == 0:
                 self._recovered.popleft()
                 self._merged = 0
-                self._fetch()
+                if self._recovery_complete:
+                    self._end_recovery()
+                else:
+                    self._fetch()
             if time.perf_counter() >= end:
                 return
 
@@ -284,9 +344,9 @@ class LocalTier(BlockTier):
     def _end_recovery(self) -> None:
         if self._recovered:
             # The end is only known after the last batch: merge it first.
-            self._recovery = iter(())
             return
-        self._recovery = None
+        self._recovery = self._recover_again = None
+        self._delivered = np.zeros(0, np.bool_)
         self._old_epoch = False
         self.index.end_recovery()
         self._want_inspection(0.0)
@@ -395,14 +455,16 @@ class LocalTier(BlockTier):
         self.leave_medium()
         self.index.lose(0, self.index.num_slots)
         self._seen.clear()
-        self._complete = self._changed = self._recovery_failed = False
+        self._bad_slots.clear()
+        self._complete = self._changed = False
         self._no_space_until = float("-inf")
         if self._pace is not None:
             self._pace.abandon()
 
     def _reopen(self) -> None:
         """Close the store once nothing uses it, and open it again."""
-        busy = self._fetching or self._inspecting or self._checkpointing or self._pace is not None or not self.idle
+        busy = self._fetching or self._inspecting or self._checkpointing or self._bad_slots.busy
+        busy = busy or self._pace is not None or not self.idle
         if busy or self._closing_store or self._closing_down or self.index.leaving or not self._open_is_due:
             return
         self._closing_store = True
@@ -419,6 +481,7 @@ class LocalTier(BlockTier):
         number = damage.number
         per_segment = self.store.geometry.slots_per_segment
         lost = self.index.lose(number * per_segment, (number + 1) * per_segment)
+        self._bad_slots.forget(number * per_segment, (number + 1) * per_segment)
         self._seen.discard(number)
         self._complete = False
         self._changed = True
@@ -439,7 +502,7 @@ class LocalTier(BlockTier):
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def _begin_checkpoint(self) -> None:
-        if self._recovery is not None or self._recovery_failed or self._checkpointing:
+        if self._recovery is not None or self._checkpointing:
             return
         if not self._changed:
             self._checkpoint_due = self.context.clock() + self.options.checkpoint_interval

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
+from tiering.base import OffloadKey
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
+from tiers.local import recovery as recovery_module
+from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 
 K = [key_of(number) for number in range(30)]
@@ -49,10 +53,61 @@ def test_slots_that_the_device_cannot_read_are_free_and_said_to_be_so_once(path:
     assert len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-def test_trouble_that_passes_costs_no_block(path: Path, number: int) -> None:
-    rig = LocalRig(path, files=scan_fails_with(number)).open()
+def test_trouble_that_passes_costs_no_block_and_no_restart(
+    path: Path, number: int, checkpoint: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Too many open files at the start: what could not be read is read as soon as it can be."""
+    if checkpoint:
+        rig = LocalRig(path).open()
+        rig.checkpoint()
+        rig.store([*K[:1], key_of(1000)])
+        rig.abandon()
+    device = scan_fails_with(number)
+    rig = LocalRig(path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"})
+    assert rig.tier.open(rig.context.clock() + 20)
+    tries = []
+    rig.wait(lambda: tries.append(1) or len(tries) > 100)
+    assert (rig.tier.get_stats().recovering, rig.tier.get_stats().available) == (1, 1)
     assert rig.held(K) == []
+    device.fail = lambda operation, path: None
+    rig.wait(lambda: not rig.tier.get_stats().recovering)
+    assert rig.load(K) == K
+    assert caplog.text.count("recovery is interrupted") == 1
+    geometry = rig.tier.store.geometry
+    assert rig.tier.index.slots == geometry.slots_per_segment * len(rig.tier.store.segments.existing())
     assert rig.close()
     with opened(path) as again:
         assert again.load(K) == K
+
+
+def test_a_recovery_that_is_interrupted_again_and_again_tells_of_each_slot_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks written meanwhile into slots that it had found free stay what they are."""
+    monkeypatch.setattr(recovery_module, "_GROUP_SLOTS", 1)
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    reads = itertools.count(1)
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "read" and threading.current_thread().name.startswith("kv-scan") and next(reads) % 30 == 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    device = FaultyDevice()
+    rig = LocalRig(path, files=device, breaker={"probe_after": "1ms", "probe_max": "1ms"})
+    device.fail = fail
+    assert rig.tier.open(rig.context.clock() + 20)
+    fresh = [key_of(number) for number in range(500, 520)]
+    stored: list[OffloadKey] = []
+    for key in fresh:
+        stored += rig.store([key])
+    rig.wait(lambda: not rig.tier.recovering or rig.tier.get_stats().blocks >= len(K) + len(stored))
+    device.fail = lambda operation, path: None
+    rig.wait(lambda: not rig.tier.recovering)
+    assert rig.load(K) == K
+    assert rig.load(stored) == stored
+    geometry = rig.tier.store.geometry
+    assert rig.tier.index.slots == geometry.slots_per_segment * len(rig.tier.store.segments.existing())
+    assert rig.tier.index.free + rig.tier.index.blocks == rig.tier.index.slots
+    assert rig.close()

@@ -440,6 +440,7 @@ class SlotIndex(TierIndex):
         self._retired -= retired
         table.forget(np.array(sorted(retired), np.int64))
         self._condemned.difference_update(range(start, stop))
+        self._bad.difference_update(range(start, stop))
         busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
         self.leaving |= busy
         is_foreign = (self._foreign >= start) & (self._foreign < stop)

@@ -1,0 +1,140 @@
+"""A local tier in a process that may have no more threads: all that it does in the background is done once it may have some again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.thread_limit import ThreadLimit
+from tests.tiers.local.rig import LocalRig, opened, segment_files
+from tiering.testing.frames import key_of
+from tiers.local import store as store_module
+from tiers.local import tier as tier_module
+from tiers.local.checkpoint import CHECKPOINT_NAME
+
+K = [key_of(number) for number in range(40)]
+FAST = {"breaker": {"probe_after": "5ms", "probe_max": "10ms"}}
+
+
+def steps(rig: LocalRig, count: int = 30) -> None:
+    taken: list[int] = []
+    rig.wait(lambda: taken.append(1) or len(taken) >= count)
+
+
+def test_a_tier_that_could_not_be_opened_is_opened_later(tmp_path: Path, thread_limit: ThreadLimit) -> None:
+    thread_limit.reach()
+    rig = LocalRig(tmp_path, **FAST)
+    assert not rig.tier.open(rig.context.clock() + 5)
+    steps(rig)
+    assert rig.tier.get_stats().available == 0
+    assert len(thread_limit.refused) > 1
+    thread_limit.leave()
+    rig.wait(lambda: rig.tier.get_stats().available)
+    rig.wait(lambda: rig.store(K[:8]) == K[:8])
+    assert rig.load(K[:8]) == K[:8]
+    assert rig.close()
+
+
+@pytest.mark.parametrize("part", ["recovery", "scan"])
+def test_recovery_goes_on_when_threads_can_be_started(
+    tmp_path: Path, thread_limit: ThreadLimit, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    with opened(tmp_path) as rig:
+        rig.store(K)
+    (tmp_path / CHECKPOINT_NAME).unlink()
+    thread_limit.reach(part)
+    rig = LocalRig(tmp_path, **FAST)
+    assert rig.tier.open(rig.context.clock() + 20)
+    steps(rig)
+    if part == "recovery":
+        assert rig.held(K) == []
+        assert rig.tier.get_stats().recovering == 1
+    thread_limit.leave()
+    rig.wait(lambda: not rig.tier.recovering)
+    assert rig.load(K) == K
+    assert rig.close()
+
+
+def test_segments_are_added_when_threads_can_be_started(
+    tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(tier_module, "RETRY_SPACE_SECONDS", 0.01)
+    thread_limit.reach("segment")
+    with opened(tmp_path) as rig:
+        rig.store(K[:4])
+        steps(rig)
+        assert len(segment_files(tmp_path)) == 1
+        thread_limit.leave()
+        rig.wait(lambda: len(segment_files(tmp_path)) > 1)
+        rig.wait(lambda: len(rig.store(K[:20])) == 20)
+
+
+def test_a_checkpoint_is_written_when_threads_can_be_started(tmp_path: Path, thread_limit: ThreadLimit) -> None:
+    with opened(tmp_path, checkpoint_interval="20ms") as rig:
+        rig.store(K)
+        thread_limit.reach("checkpoint")
+        rig.tier.request_checkpoint()
+        steps(rig)
+        assert not (tmp_path / CHECKPOINT_NAME).exists()
+        thread_limit.leave()
+        rig.wait((tmp_path / CHECKPOINT_NAME).exists)
+
+
+def test_a_breaker_closes_when_its_probe_gets_a_thread(tmp_path: Path, thread_limit: ThreadLimit) -> None:
+    with opened(tmp_path, **FAST) as rig:
+        rig.store(K[:8])
+        thread_limit.reach("health")
+        rig.tier.io.breakers.trip("test")
+        steps(rig, 60)
+        assert rig.tier.get_stats().available == 0
+        refused = len(thread_limit.refused)
+        assert 2 <= refused <= 50
+        thread_limit.leave()
+        rig.wait(lambda: rig.tier.get_stats().writable)
+        assert rig.load(K[:8]) == K[:8]
+
+
+_CHILD = """
+import os, resource, sys
+from pathlib import Path
+from tests.tiers.local.rig import LocalRig
+from tiering.testing.frames import key_of
+import logging, concurrent.futures, tiering.secondary.service
+hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+rig = LocalRig(Path(sys.argv[1]), breaker={"probe_after": "5ms", "probe_max": "10ms"})
+resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+assert not rig.tier.open(rig.context.clock() + 5)
+assert rig.tier.get_stats().available == 0
+resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+rig.wait(lambda: rig.tier.get_stats().available)
+keys = [key_of(number) for number in range(8)]
+rig.wait(lambda: rig.store(keys) == keys)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+assert rig.load(keys) == keys
+resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+assert rig.close()
+print("done")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a user of its own, whose processes it can count")
+def test_the_limit_of_the_kernel(tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    for path in (directory, *list(tmp_path.parents)[: len(tmp_path.parents) - 2], tmp_path):
+        path.chmod(path.stat().st_mode | 0o011)
+    os.chown(directory, 65534, 65534)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(directory)], capture_output=True, text=True, timeout=60, check=False, env={**os.environ}
+    )
+    assert done.stdout.strip() == "done", done.stderr
+    assert "ulimit -u" in done.stderr

@@ -1,0 +1,229 @@
+"""Slots at which the device has reported an error: out of use, remembered over restarts, and tried again rarely.
+
+A trial writes a pattern over the whole slot, syncs it and reads it back.  A slot that passes is free again; one that does not is tried
+after twice the time.  The list is kept in a document of its own beside the blocks: a header, an entry per slot, and an xxh3-128 of
+both.  A document that is damaged is not used: its slots are found again by the errors that they give.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_128_digest
+
+from tiering.block_store import Place
+from tiering.errors import DeviceError, StoreError
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io_side import IoSide
+from tiering.secondary.layers.breaker import BreakerState
+from tiering.secondary.messages import IoTask
+from tiering.secondary.ratelimit import RateLimit
+from tiers.local.store import LocalStore
+
+logger = logging.getLogger("kv_tiering.local")
+
+FIRST_TRIAL_SECONDS = 3600.0
+"""How long after an error a slot is tried for the first time."""
+
+LONGEST_WAIT_SECONDS = 7 * 86400.0
+"""The longest wait between two trials of one slot."""
+
+TRIALS_AT_ONCE = 64
+"""Slots tried in one task."""
+
+_RETRY_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+_MOST_REMEMBERED = 50_000
+_LOG_PERIOD = 30.0
+_HEADER = struct.Struct("<8sQ")
+_ENTRY = struct.Struct("<IId")
+_DIGEST_BYTES = 16
+_MAGIC = b"KVBADSL1"
+
+
+@dataclass(slots=True)
+class _BadSlot:
+    """``failures``: how often it has failed.  ``due``: when it is tried next, in monotonic seconds."""
+
+    failures: int
+    due: float
+
+
+def encode(entries: Iterable[tuple[int, int, float]]) -> bytes:
+    """The document for ``entries``: slot, failures, and when it is tried next (seconds since 1970)."""
+    parts = [_ENTRY.pack(slot, failures, due) for slot, failures, due in entries]
+    data = _HEADER.pack(_MAGIC, len(parts)) + b"".join(parts)
+    return data + xxh3_128_digest(data)
+
+
+def decode(document: bytes) -> list[tuple[int, int, float]] | None:
+    """The entries of a document; None if it is not entirely right.  Never raises."""
+    data, digest = document[:-_DIGEST_BYTES], document[-_DIGEST_BYTES:]
+    if len(data) < _HEADER.size or xxh3_128_digest(data) != digest:
+        return None
+    magic, count = _HEADER.unpack_from(data)
+    if magic != _MAGIC or len(data) != _HEADER.size + count * _ENTRY.size:
+        return None
+    return list(_ENTRY.iter_unpack(data[_HEADER.size :]))
+
+
+class BadSlots:
+    """The bad slots of one local tier.  Owned by the scheduler's thread; trials and documents are tasks of the I/O side.
+
+    ``stop``: set when the tier ends.  ``clock``: monotonic seconds.
+    """
+
+    def __init__(
+        self, name: str, store: LocalStore, index: SlotIndex, io: IoSide, clock: Callable[[], float], stop: threading.Event
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._index = index
+        self._io = io
+        self._clock = clock
+        self._stop = stop
+        self._slots: dict[int, _BadSlot] = {}
+        self._document = store.geometry.bad_slots_document
+        self._unsaved = False
+        self._save_due = float("-inf")
+        self._saving = False
+        self._trying = False
+        self._look_due = float("-inf")
+        self._writes_failed = False
+        self._lines = RateLimit(_LOG_PERIOD, clock)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trial or a write of the document is under way."""
+        return self._saving or self._trying
+
+    def load(self, document: bytes | None) -> None:
+        """Take ``document``, read when the store was opened, into account: its slots are not handed out when they are seen."""
+        if document is None:
+            return
+        entries = decode(document)
+        if entries is None:
+            logger.warning("tier %s: document %s is damaged; bad slots have to be found again", self._name, self._document)
+            return
+        now, wall = self._clock(), time.time()
+        for slot, failures, due in entries:
+            self._slots[slot] = _BadSlot(failures, now + min(max(due - wall, 0.0), LONGEST_WAIT_SECONDS))
+        self._index.mark_bad(list(self._slots))
+        if entries:
+            logger.info("tier %s: %d slot(s) are out of use for earlier errors of the device", self._name, len(entries))
+
+    def add(self, places: Sequence[Place], *, suspect: bool = False) -> None:
+        """The index has retired ``places`` for errors of the device.
+
+        ``suspect``: one of them is bad, and it is not known which: they are tried at once.
+        """
+        now = self._clock()
+        slots = [place for place in places if isinstance(place, int)]
+        for slot in slots:
+            entry = self._slots.get(slot)
+            if entry is None:
+                self._slots[slot] = _BadSlot(0 if suspect else 1, now if suspect else now + FIRST_TRIAL_SECONDS)
+        self._unsaved = True
+        self._look_due = now
+        if count := self._lines.admit(len(slots)):
+            logger.warning(
+                "tier %s: the device reported errors at %d slot(s), the last one slot %s: they are out of use; see the kernel's log",
+                self._name,
+                count,
+                slots[-1] if slots else "unknown",
+            )
+
+    def tick(self) -> None:
+        """Start what is due."""
+        writable = self._io.breakers.writes.state is BreakerState.CLOSED
+        if self._writes_failed and writable:
+            # An outage has ended; what failed only once failed because of it.
+            for entry in self._slots.values():
+                entry.due = min(entry.due, self._clock()) if entry.failures <= 1 else entry.due
+            self._look_due = self._clock()
+        self._writes_failed = not writable
+        if self._stop.is_set() or not writable:
+            return
+        if self._unsaved and not self._saving and self._clock() >= self._save_due:
+            self.save()
+        if self._slots and not self._trying and self._clock() >= self._look_due:
+            self._look_due = self._clock() + _LOOK_SECONDS
+            self._try()
+
+    def save(self) -> None:
+        """Write the document, unless nothing has changed."""
+        if self._saving or not self._unsaved:
+            return
+        self._saving, self._unsaved = True, False
+        now, wall = self._clock(), time.time()
+        document = encode(
+            (slot, entry.failures, wall + entry.due - now) for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
+        )
+        write = self._store.write_document
+        self._io.run(IoTask("bad-slots", lambda: write(self._document, document), self._saved, background=True))
+
+    def _saved(self, result: None, error: BaseException | None) -> None:
+        self._saving = False
+        if error is not None:
+            self._unsaved = bool(self._slots)
+            self._save_due = self._clock() + _RETRY_SECONDS
+            if self._lines.admit():
+                logger.warning("tier %s: the list of bad slots cannot be written, and will be: %s", self._name, error)
+
+    def _try(self) -> None:
+        now = self._clock()
+        due = self._index.idle_bad(slot for slot, entry in self._slots.items() if entry.due <= now)[:TRIALS_AT_ONCE]
+        if not due:
+            return
+        self._trying = True
+        outcomes: dict[int, StoreError | None] = {}
+
+        def exercise() -> None:
+            for slot in due:
+                if self._stop.is_set():
+                    return
+                try:
+                    self._store.exercise(slot)
+                    outcomes[slot] = None
+                except StoreError as error:
+                    outcomes[slot] = error
+
+        def ended(result: None, error: BaseException | None) -> None:
+            self._trying = False
+            self._tried(due, outcomes)
+
+        self._io.run(IoTask("bad-slots", exercise, ended, background=True))
+
+    def _tried(self, due: Sequence[int], outcomes: dict[int, StoreError | None]) -> None:
+        now = self._clock()
+        good = [slot for slot, error in outcomes.items() if error is None]
+        self._index.restore(good)
+        for slot in good:
+            self._slots.pop(slot, None)
+        for slot in due:
+            entry = self._slots.get(slot)
+            if entry is not None and isinstance(outcomes.get(slot), DeviceError):
+                entry.failures += 1
+                entry.due = now + min(FIRST_TRIAL_SECONDS * 2.0 ** (entry.failures - 1), LONGEST_WAIT_SECONDS)
+            elif entry is not None:
+                entry.due = now + _RETRY_SECONDS
+        self._unsaved = self._unsaved or bool(outcomes)
+        if good:
+            logger.info("tier %s: %d slot(s) could be written and read again, and are back in use", self._name, len(good))
+
+    def clear(self) -> None:
+        """The directory is not the one that was opened: what is known of it does not hold for the one in its place."""
+        self._slots.clear()
+        self._unsaved = False
+
+    def forget(self, start: int, stop: int) -> None:
+        """Slots [start, stop) are gone with their segment; one that takes its place lies elsewhere on the device."""
+        gone = [slot for slot in self._slots if start <= slot < stop]
+        for slot in gone:
+            del self._slots[slot]
+        self._unsaved = self._unsaved or bool(gone)
