@@ -240,7 +240,7 @@ def test_units_are_in_the_names(registry: CollectorRegistry, metrics: OffloadPro
 
 def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"kv-tiering\[metrics\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[metrics\]'"):
         prometheus.OffloadPromMetrics()
 
 
