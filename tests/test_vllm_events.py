@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tiering.connector.events import BlockRemoved, BlockStored
+from tiering.connector.event_types import BlockRemoved, BlockStored
 from tiering.engines.vllm_events import EventConverter, engine_events
 
 OLD_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")

@@ -21,7 +21,7 @@ from tests.connector.simulation import BLOCK, SimWorker
 from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
 from tiering.base import REMOTE, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.block_store import Done, Outcome, Place
-from tiering.connector.events import BlockRemoved, BlockStored, KVCacheEvent
+from tiering.connector.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import CorruptBlockError, TemporaryStoreError

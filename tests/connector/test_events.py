@@ -10,7 +10,8 @@ import pytest
 
 from tests.connector.fakes import FakeManager, finished, ids, make_scheduler, make_spec, prompt, run_prompt, start_load
 from tiering.base import OffloadingEvent, make_offload_key
-from tiering.connector.events import BlockRemoved, BlockStored, EngineEvents, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, OffloadingKVEventsConfig
+from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 ON = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=True)

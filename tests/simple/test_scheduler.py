@@ -10,7 +10,7 @@ from examples.mini_engine.request import Request
 from examples.mini_engine.simple import MirroredPool
 from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, make_scheduler, tokens
 from tiering.base import EngineConfig, KVCacheGroup, make_offload_key
-from tiering.connector.events import BlockRemoved, BlockStored
+from tiering.connector.event_types import BlockRemoved, BlockStored
 from tiering.errors import ConfigError
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor, derive_cpu_config

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiering.base import MEDIUM_CPU, PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
-from tiering.connector.events import EngineEvents, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
+from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch

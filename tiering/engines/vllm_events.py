@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from tiering.connector.events import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
+from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
 from tiering.connector.snapshots import ExtraKeys
 
 _SOURCES_OF_EXTRA_KEYS = ("lora_request", "mm_features", "cache_salt")

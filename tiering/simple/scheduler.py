@@ -17,7 +17,8 @@ from itertools import chain
 from typing import Any
 
 from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey
-from tiering.connector.events import EngineEvents, KVCacheEvent, OffloadingEventsTracker, OffloadingKVEventsConfig
+from tiering.connector.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
+from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
