@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +47,25 @@ def stack(*tiers: dict[str, object], capacity: object = 16 * PAGE, **words: obje
 def test_the_capacity_is_divided_into_rows_of_whole_pages():
     with open_manager(stack(capacity=16 * PAGE), PAGE + 1, MODEL) as manager:
         assert manager.primary_tier.get_kv_memoryview().shape == (8, 2 * PAGE)
+
+
+def test_events_say_where_a_block_is_and_in_which_tier():
+    memory, own = {"type": "memory", "name": "second", "capacity": 4 * PAGE}, {"name": "third"}
+    key = make_offload_key(b"h" * 32, 0)
+    with open_manager(stack(memory, own), 1000, MODEL, enable_events=True) as manager:
+        manager.on_new_request(CTX)
+        output = manager.prepare_store([key], CTX)
+        assert output is not None
+        manager.complete_store([key], CTX)
+        told = set()
+        for _ in range(1000):
+            manager.on_schedule_end()
+            told |= {(event.medium, event.locality, event.tier) for event in manager.take_events()}
+            if len(told) == 2:
+                break
+            manager.secondary_tiers[0].drain(time.monotonic() + 1)
+        assert told == {("CPU", "LOCAL", "cpu"), ("CPU", "LOCAL", "second")}
+    assert fake_tier.BUILT[-1].context.distance is None
 
 
 def test_rows_are_as_large_as_the_largest_group():

@@ -192,11 +192,6 @@ REMOTE = "REMOTE"
 _event_orders = count()
 
 
-def event_medium(medium: str) -> str:
-    """The word of engines and routers, "CPU" or "STORAGE", for what a tier calls its ``medium``."""
-    return MEDIUM_CPU if medium in (MEDIUM_CPU, "MEMORY") else MEDIUM_STORAGE
-
-
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
     """Blocks became readable in a tier (``removed`` False) or are gone from it (True).
@@ -207,9 +202,9 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     """The blocks."""
     medium: str
-    """``"CPU"`` or ``"STORAGE"``: see :func:`event_medium`."""
+    """:data:`MEDIUM_CPU` or :data:`MEDIUM_STORAGE`; engines and routers know no other words."""
     locality: str
-    """``"LOCAL"`` or ``"REMOTE"``."""
+    """:data:`LOCAL` or :data:`REMOTE`."""
     tier: str
     """The tier's name; :data:`PRIMARY_TIER` for the primary one."""
     removed: bool

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from tiering.base import LOCAL
 from tiering.errors import StoreError
 
 Place: TypeAlias = int | str
@@ -70,13 +69,7 @@ class BlockStore(ABC):
     """A medium.  Subclasses implement :meth:`put_one` and :meth:`get_one`; media that can do better override the batch forms."""
 
     medium: ClassVar[str]
-    """The medium's name in metrics: "DISK", "OBJECT", "MEMORY", or a word of its own.
-
-    Events say "CPU" for "MEMORY" and "STORAGE" for every other medium, because routers know no other words.
-    """
-
-    locality: ClassVar[str] = LOCAL
-    """Locality in events: "LOCAL", or "REMOTE" for a medium that other machines reach as well."""
+    """The medium's name in metrics: "DISK", "OBJECT", "MEMORY", or a word of its own."""
 
     header_bytes: int = 128
     """Bytes reserved for the header of a frame, at least 128; media with aligned I/O round up."""

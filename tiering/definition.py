@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tiering.options import TierOptions
-from tiering.secondary.base import SecondaryTierManager, TierContext
-
-Distance = Literal["process", "machine", "network"]
-"""How far away a medium is: memory of this process, a device of this machine, or a service on the network."""
+from tiering.secondary.base import Distance, SecondaryTierManager, TierContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +16,8 @@ class TierDefinition:
 
     ``options``: what its section of the stack file may say.  ``build(options, context)`` makes the tier without opening anything.
     ``persistent``: blocks outlive the process, so the model's identity must be able to vouch for them.  ``location(options)``: what
-    two tiers of one stack must not share (None: nothing); it looks at no medium.  ``distance``: of the medium, for a warning when a
-    stack does not list its tiers fastest first (None: not known).
+    two tiers of one stack must not share (None: nothing); it looks at no medium.  ``distance``: of the medium, for KV events, and for a
+    warning when a stack does not list its tiers fastest first (None: not known).
     """
 
     options: type[TierOptions]

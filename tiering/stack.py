@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from tiering.config import StackConfig, tier_definition
 from tiering.config_errors import Problem, refuse
-from tiering.definition import Distance
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager import TieringOffloadingManager
 from tiering.namespace import ModelIdentity, Namespace
@@ -19,7 +18,7 @@ from tiering.options import TierOptions
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.region import SharedRegion, row_stride
 from tiering.primary.room import format_bytes
-from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.secondary.base import Distance, SecondaryTierManager, TierContext
 
 _log = logging.getLogger("kv_tiering.stack")
 
@@ -71,6 +70,7 @@ def open_manager(
                 replica=replica,
                 revision=stack.revision,
                 news=news,
+                distance=tier_definition(options.type).distance,
             )
             tier = _build(len(tiers), options, context)
             undo.callback(tier.shutdown, clock())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, Scheduler
 from tests.connector.fakes import make_spec
 from tests.connector.simulation import BLOCK, SimWorker
 from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
-from tiering.base import REMOTE, OffloadKey, get_offload_block_hash, get_offload_group_idx
+from tiering.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.block_store import Done, Outcome, Place
 from tiering.connector.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingWorkerMetadata
@@ -99,17 +99,13 @@ class RouterIndex:
         assert +self.references[tier] == Counter(name for block in self.blocks[tier].values() for name in block), tier
 
 
-class RemoteStore(FakeStore):
-    locality = REMOTE
-
-
 @dataclass
 class Media:
     """What outlives an engine: the slots of its disk, each with a key and its namespace, and the names in the bucket."""
 
     slots: dict[Place, tuple[OffloadKey, bytes]] = field(default_factory=dict)
     disk: FakeStore = field(default_factory=FakeStore)
-    bucket: FakeStore = field(default_factory=RemoteStore)
+    bucket: FakeStore = field(default_factory=FakeStore)
 
 
 class LateIo(FakeIo):
@@ -228,6 +224,7 @@ class EventWalk:
         io = LateIo(store, self.clock, options, self.media, self.rng)
         self.ios.append(io)
         context = TierContext(name, view, (BLOCK_BYTES,) * len(self.windows), namespace, self.clock, enable_events=True)
+        context = replace(context, distance="network" if index.shared else "machine")
         if index.shared:
             return BlockTier(context, options, store, index, place_prefix=lambda space: f"{space.epoch.hex()}/", io=io)
         tier = Disk(context, options, store, index, io=io)

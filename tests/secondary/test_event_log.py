@@ -6,27 +6,28 @@ import pytest
 
 from tests.secondary.fakes import keys_of
 from tiering.base import OffloadingEvent
+from tiering.secondary.base import Distance
 from tiering.secondary.event_log import EventLog
 
 K = keys_of(*range(8))
 
 
 def test_nothing_is_collected_unless_enabled() -> None:
-    log = EventLog("local", "DISK", "LOCAL", enabled=False, shared=False)
+    log = EventLog("local", "machine", enabled=False, shared=False)
     log.stored(K[:2])
     log.removed(K[:1])
     assert list(log.take()) == []
 
 
 def test_a_medium_of_our_own_announces_every_removal() -> None:
-    log = EventLog("local", "DISK", "LOCAL", enabled=True, shared=False)
+    log = EventLog("local", "machine", enabled=True, shared=False)
     log.removed(K[:1])
     log.stored([])
     assert list(log.take()) == [OffloadingEvent(K[:1], "STORAGE", "LOCAL", "local", removed=True)]
 
 
 def test_a_shared_medium_announces_removals_of_what_was_announced_only() -> None:
-    log = EventLog("s3", "OBJECT", "REMOTE", enabled=True, shared=True)
+    log = EventLog("s3", "network", enabled=True, shared=True)
     log.stored(K[:2])
     log.removed(K[1:4])
     log.removed(K[1:2])
@@ -37,7 +38,7 @@ def test_a_shared_medium_announces_removals_of_what_was_announced_only() -> None
 
 
 def test_a_shared_medium_takes_back_what_it_can_no_longer_remember() -> None:
-    log = EventLog("s3", "OBJECT", "REMOTE", enabled=True, shared=True, max_announced=3)
+    log = EventLog("s3", "network", enabled=True, shared=True, max_announced=3)
     log.stored(K[:3])
     log.stored(K[3:5])
     assert list(log.take())[-1] == OffloadingEvent(K[:2], "STORAGE", "REMOTE", "s3", removed=True)
@@ -46,7 +47,7 @@ def test_a_shared_medium_takes_back_what_it_can_no_longer_remember() -> None:
 
 
 def test_a_shared_medium_announces_once_what_is_stored_found_or_stored_again() -> None:
-    log = EventLog("s3", "OBJECT", "REMOTE", enabled=True, shared=True)
+    log = EventLog("s3", "network", enabled=True, shared=True)
     log.found(K[:2])
     log.stored(K[:3])
     log.found(K[:3])
@@ -54,21 +55,29 @@ def test_a_shared_medium_announces_once_what_is_stored_found_or_stored_again() -
 
 
 def test_a_medium_of_our_own_knew_what_it_finds() -> None:
-    log = EventLog("local", "DISK", "LOCAL", enabled=True, shared=False)
+    log = EventLog("local", "machine", enabled=True, shared=False)
     assert not log.announces_found
     log.found(K[:2])
     assert list(log.take()) == []
 
 
 def test_at_a_reset_everything_announced_is_removed_also_what_the_index_has_forgotten() -> None:
-    log = EventLog("s3", "OBJECT", "REMOTE", enabled=True, shared=True)
+    log = EventLog("s3", "network", enabled=True, shared=True)
     log.stored(K[:3])
     log.cleared(K[:1])
     assert [(event.keys, event.removed) for event in log.take()] == [(K[:3], False), (K[:3], True)]
 
 
-@pytest.mark.parametrize(("medium", "told"), [("MEMORY", "CPU"), ("DISK", "STORAGE"), ("OBJECT", "STORAGE"), ("VALKEY", "STORAGE")])
-def test_events_say_the_words_that_routers_know(medium: str, told: str) -> None:
-    log = EventLog("t", medium, "LOCAL", enabled=True, shared=False)
+@pytest.mark.parametrize(
+    ("distance", "told"),
+    [
+        ("process", ("CPU", "LOCAL")),
+        ("machine", ("STORAGE", "LOCAL")),
+        ("network", ("STORAGE", "REMOTE")),
+        (None, ("STORAGE", "LOCAL")),
+    ],
+)
+def test_events_say_the_words_that_routers_know(distance: Distance | None, told: tuple[str, str]) -> None:
+    log = EventLog("t", distance, enabled=True, shared=False)
     log.stored(K[:1])
-    assert [(event.medium, event.tier) for event in log.take()] == [(told, "t")]
+    assert [(event.medium, event.locality, event.tier) for event in log.take()] == [(*told, "t")]

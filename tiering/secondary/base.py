@@ -13,12 +13,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext, Rows
 from tiering.namespace import Namespace
 from tiering.news import News
 from tiering.secondary.stats import TierStats
+
+Distance = Literal["process", "machine", "network"]
+"""How far away a medium is: memory of this process, a device of this machine, or a service on the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class TierContext:
     revision: str | None = None
     news: News = field(default_factory=News)
     """Where the tier may announce that a job has ended, so that waiting callers wake up."""
+    distance: Distance | None = None
+    """How far away the medium is; None: not known."""
 
 
 class SecondaryTierManager(ABC):

@@ -107,7 +107,7 @@ class BlockTier(SecondaryTierManager):
         self._place_prefix = place_prefix
         self._lookup_index = index.lookup_prefix
         self._admission = make_admission(options.admission)
-        self._events = EventLog(context.name, store.medium, store.locality, enabled=context.enable_events, shared=index.shared)
+        self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
         writes = options.admission != "none"

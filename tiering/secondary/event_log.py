@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from tiering.base import OffloadingEvent, OffloadKey, event_medium
+from tiering.base import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent, OffloadKey
+from tiering.secondary.base import Distance
 
 MAX_ANNOUNCED = 1 << 20
 """Largest number of keys on a shared medium that this process remembers having announced."""
@@ -19,19 +20,18 @@ class EventLog:
     process has stored, found or read it, and announces the removal of announced blocks only.
 
     ``tier``: the tier's name.
-    ``medium``: the store's own word for its medium.
-    ``locality``: "LOCAL" or "REMOTE".
+    ``distance``: how far away the medium is: events say "CPU" of memory and "STORAGE" of all else, which is "REMOTE" on the network.
     ``enabled``: without it the log collects nothing.
     ``shared``: other processes write to the medium as well.
     ``max_announced``: bound on the keys remembered of a shared medium; the oldest beyond it are announced as removed.
     """
 
     def __init__(
-        self, tier: str, medium: str, locality: str, *, enabled: bool, shared: bool, max_announced: int = MAX_ANNOUNCED
+        self, tier: str, distance: Distance | None, *, enabled: bool, shared: bool, max_announced: int = MAX_ANNOUNCED
     ) -> None:
         self._tier = tier
-        self._medium = event_medium(medium)
-        self._locality = locality
+        self._medium = MEDIUM_CPU if distance == "process" else MEDIUM_STORAGE
+        self._locality = REMOTE if distance == "network" else LOCAL
         self._enabled = enabled
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._max_announced = max_announced

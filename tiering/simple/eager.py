@@ -17,8 +17,8 @@ Offer = tuple[OffloadKey, int]
 """A block's name, and the GPU block that has it."""
 
 
-Record = Callable[[EngineRequest, int, int, OffloadKey], None]
-"""Told of a block that is to be stored: its request, its KV-cache group, its index there, its name."""
+Record = Callable[[EngineRequest, int, Sequence[int], Sequence[OffloadKey]], None]
+"""Told of blocks that are to be stored: their request, their KV-cache group, their indexes there, ascending, and their names."""
 
 
 class _LeftOver(NamedTuple):
@@ -32,7 +32,7 @@ class _LeftOver(NamedTuple):
 
 
 class EagerStores:
-    """Chooses what is stored, and tells ``record`` of each block.  ``running`` tells, by name, whose the blocks are that running requests have offered.
+    """Chooses what is stored, and tells ``record`` of them.  ``running`` tells, by name, whose the blocks are that running requests have offered.
 
     A block that the CPU pool forgets while a request that has it runs is offered again, once there is room that no other running
     request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
@@ -78,9 +78,8 @@ class EagerStores:
                     end = start + missing[room][0]
                     del missing[room:]
                 chosen += [(key, blocks[index]) for index, key in missing]
-                if self._record is not None:
-                    for index, key in missing:
-                        self._record(state.request, number, start + index, key)
+                if self._record is not None and missing:
+                    self._record(state.request, number, [start + index for index, _ in missing], [key for _, key in missing])
                 room -= len(missing)
                 self._advance(group, end)
             next_at = min(next_at, (group.cursor + 1) * need.block_size)
@@ -107,7 +106,7 @@ class EagerStores:
                     if block != pool.null_block.block_id:
                         chosen.append((key, block))
                         if self._record is not None:
-                            self._record(state.request, number, index, key)
+                            self._record(state.request, number, (index,), (key,))
         self.restored += len(chosen)
         return chosen
 
@@ -166,7 +165,7 @@ class EagerStores:
         chosen, self._left_over = waiting[:room], waiting[room:]
         if self._record is not None:
             for item in chosen:
-                self._record(item.request, item.group, item.place, item.key)
+                self._record(item.request, item.group, (item.place,), (item.key,))
         return [(item.key, item.block) for item in chosen]
 
     def reset(self, states: Iterable[RequestState]) -> None:

@@ -347,9 +347,9 @@ class SimpleCPUOffloadScheduler:
             self._eager.evicted(evicted)
         return [(gpu_blocks, cpu_blocks)]
 
-    def _record(self, request: EngineRequest, group: int, index: int, key: OffloadKey) -> None:
-        """Keep what events are to tell of a block that is stored now, while its request is known."""
-        self._events.record_store(request, self._event_groups[group], index, key)
+    def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+        """Keep what events are to tell of blocks that are stored now, while their request is known."""
+        self._events.record_stores(request, self._event_groups[group], indexes, keys)
 
     def _store_ended(self, store: Store) -> None:
         if store.failed:

@@ -19,7 +19,6 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store as ObjectClient
 
-from tiering.base import REMOTE
 from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
 from tiers.s3.admin import check_lifecycle
@@ -51,7 +50,6 @@ class S3Store(BlockStore):
     """
 
     medium: ClassVar[str] = "OBJECT"
-    locality: ClassVar[str] = REMOTE
     variable_size: ClassVar[bool] = True
 
     def __init__(self, options: S3Options, credentials: CredentialSource | None = None) -> None:
