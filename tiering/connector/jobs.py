@@ -69,6 +69,18 @@ class JobTable:
         self._jobs[job.job_id] = job
         return job
 
+    def withdraw(self, job_id: int) -> Job | None:
+        """A job that no worker was told of leaves the table, failed; None if it is not there."""
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            job.failed = True
+        return job
+
+    def has_failed(self, job_id: int) -> bool:
+        """Whether a job is known to have failed already."""
+        job = self._jobs.get(job_id)
+        return job is not None and job.failed
+
     def distrust(self, job_ids: Iterable[int]) -> list[Job]:
         """Mark the stores among ``job_ids`` as distrusted and failed; those of them that were not."""
         jobs = [job for job in map(self._jobs.get, job_ids) if job is not None and job.load is None and not job.distrusted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,7 +42,8 @@ class GroupState:
 class RequestState:
     """One request from the moment it is seen until it ends.
 
-    ``store_limit``: leading tokens that may be stored.  ``next_store_at``: computed tokens below which there is nothing new to offer.
+    ``prompt_only``: only blocks that lie wholly in its prompt are stored, which grows in a streaming session.
+    ``next_store_at``: computed tokens below which there is nothing new to offer.
     ``found_tokens``: leading tokens that it found in the engine's cache; ``filled_tokens``: these and those loaded for it.
     ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until the engine goes
     back to it; nothing is stored meanwhile.
@@ -55,7 +57,7 @@ class RequestState:
     ctx: ReqContext
     policy: RequestPolicy
     request_level: bool
-    store_limit: int
+    prompt_only: bool
     groups: list[GroupState]
     keys: list[list[OffloadKey]] = field(init=False)
     match: Match | None = None
@@ -80,6 +82,13 @@ class RequestState:
         self.rewind()
 
     @property
+    def store_limit(self) -> int:
+        """Leading tokens that may be stored, of the prompt as it is now."""
+        limit = self.request.num_prompt_tokens if self.prompt_only else NEVER
+        most = self.policy.max_store_tokens
+        return limit if most is None else min(limit, most)
+
+    @property
     def has_blocks(self) -> bool:
         """Whether the request holds GPU blocks."""
         return any(group.block_ids for group in self.groups)
@@ -90,18 +99,24 @@ class RequestState:
         return [group.block_ids for group in self.groups]
 
     def extend_keys(self, layouts: Sequence[OffloadGroup]) -> None:
-        """Name the blocks whose hashes have appeared since the last call; nothing is built twice."""
+        """Name the blocks whose hashes have appeared since the last call; nothing is built twice.
+
+        A streaming session discards the token that was sampled last and goes on with others: names behind it are built anew.
+        """
         hashes = self.request.block_hashes
         count = len(hashes)
         for layout, group in zip(layouts, self.groups, strict=True):
-            factor, have = layout.hash_block_size_factor, len(group.keys)
+            factor, suffix, keys = layout.hash_block_size_factor, layout.key_suffix, group.keys
             want = count // factor
-            if want > have:
-                suffix = layout.key_suffix
-                group.keys += [block_hash + suffix for block_hash in hashes[(have + 1) * factor - 1 : want * factor : factor]]
-            elif want < have:
-                del group.keys[want:]
-                group.cursor = min(group.cursor, want)
+            known = min(len(keys), want)
+            if known and keys[known - 1] != hashes[known * factor - 1] + suffix:
+                # A hash covers all tokens before it: names are right up to some block, and wrong from there on.
+                known = bisect_left(range(known), True, key=lambda index: keys[index] != hashes[(index + 1) * factor - 1] + suffix)
+            if known < len(keys):
+                del keys[known:]
+                group.cursor = min(group.cursor, known)
+            if want > known:
+                keys += [block_hash + suffix for block_hash in hashes[(known + 1) * factor - 1 : want * factor : factor]]
 
     def set_blocks(self, block_ids: BlockIdsByGroup) -> None:
         """These are all of the request's GPU blocks."""
@@ -155,6 +170,10 @@ class RequestState:
         """Offer every block again."""
         for group in self.groups:
             group.cursor = 0
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The prompt may have grown: see at the next step whether there is something to offer."""
         self.next_store_at = 0 if self.policy.store else NEVER
 
     def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:

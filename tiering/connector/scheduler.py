@@ -33,7 +33,7 @@ from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWo
 from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_policy import policy_of
-from tiering.connector.request_state import NEVER, GroupState, Match, RequestState
+from tiering.connector.request_state import GroupState, Match, RequestState
 from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tables import BlockTables
@@ -227,7 +227,10 @@ class OffloadingConnectorScheduler:
         if self._orphans:
             flush |= self._orphans
         loads, failed_loads = self._loads.take()
-        stores = {}
+        stores, withdrawn = self._stores.take_last(flush, self._states)
+        for job in withdrawn:
+            self._ended(job)
+        flush = flush.difference(job.job_id for job in withdrawn)
         states, may_store = self._states, not self._orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
@@ -325,15 +328,12 @@ class OffloadingConnectorScheduler:
             policy, params = NEITHER, NEITHER_PARAMS
         ctx = ReqContext(request.request_id, params)
         answer = self._manager.on_new_request(ctx)
-        limit = request.num_prompt_tokens if self._spec.offload_prompt_only else NEVER
-        if policy.max_store_tokens is not None:
-            limit = min(limit, policy.max_store_tokens)
         state = RequestState(
             request=request,
             ctx=ctx,
             policy=policy,
             request_level=answer.policy is OffloadPolicy.REQUEST_LEVEL,
-            store_limit=limit,
+            prompt_only=self._spec.offload_prompt_only,
             groups=[GroupState() for _ in self._groups],
             may_load=policy.load,
         )
@@ -412,6 +412,8 @@ class OffloadingConnectorScheduler:
         state = self._states.pop(req_id, None)
         if state is not None:
             self._tables.given_up(state)
+            if not self._orphans and state.invalid_from is None and state.policy.store:
+                self._stores.plan_last(state)
             if state.untouched_blocks:
                 self._touch_stored(state)
             self._events.request_finished(req_id)

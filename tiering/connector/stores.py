@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Offl
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import OffloadGroup
-from tiering.connector.jobs import JobTable
-from tiering.connector.metadata import TransferOrder
+from tiering.connector.jobs import Job, JobTable
+from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_state import NEVER, RequestState
 from tiering.errors import ConfigError
@@ -38,7 +38,8 @@ class StorePlanner:
     """Offers a request's completed blocks to the manager, once each, and orders the transfer of those it wants.
 
     Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be rejected), not to
-    be computed again (the volatile tail of a group), and not after a hole that a failed load left.  Only what a hit can use.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
+    be computed again (the volatile tail of a group), and not after a hole that a failed load left.  Only what a hit can use.  Only
+    blocks whose hashes exist: the cursor of a group never passes a missing one.
     """
 
     def __init__(
@@ -57,6 +58,9 @@ class StorePlanner:
         self._events = events
         self._largest_block = max(group.offloaded_block_size for group in groups)
         self._warn_full = LimitedWarning(logger, clock)
+        self._holds_back = any(group.volatile_tokens for group in groups)
+        self._last: dict[ReqId, TransferOrder] = {}
+        """Stores of requests that have ended, which no worker was told of."""
         self.refused_offers = 0
 
     def plan(self, state: RequestState, scheduled_tokens: int, step: int) -> TransferOrder | None:
@@ -64,10 +68,49 @@ class StorePlanner:
 
         ``scheduled_tokens`` are computed in this step, after ``request.num_computed_tokens``.
         """
-        request = state.request
-        start: int = request.num_computed_tokens
         if step < state.retry_at_step:
             return None
+        order, refused = self._plan(state, scheduled_tokens, state.batch_tokens)
+        if refused:
+            self._refused(state, refused, step)
+        return order
+
+    def plan_last(self, state: RequestState) -> None:
+        """The request ends, and its GPU blocks are as they were: offer once more what found no room, and what may be computed again.
+
+        If there is no room for all of it, its first half is offered.  The order goes out with the next step (:meth:`take_last`).
+        """
+        if state.backoff_steps == 1 and not self._holds_back:
+            return
+        order, refused = self._plan(state, 0, NEVER, is_last=True)
+        if refused:
+            self.refused_offers += 1
+            order, _ = self._plan(state, 0, max(self._largest_block, refused // 2), is_last=True)
+        if order is not None:
+            self._last[state.ctx.req_id] = order
+
+    def take_last(self, reused: Collection[int], running: Collection[ReqId]) -> tuple[dict[ReqId, TransferOrder], list[Job]]:
+        """The orders of :meth:`plan_last`, to be sent now; and the jobs that must not be, withdrawn.
+
+        ``reused``: jobs whose blocks this step overwrites before their copy could start.  ``running``: requests that run now; one of them
+        may have the name of one that has ended.
+        """
+        last, self._last = self._last, {}
+        withdrawn = [
+            (req_id, self._jobs.withdraw(order.job_id))
+            for req_id, order in last.items()
+            if order.job_id in reused or req_id in running or self._jobs.has_failed(order.job_id)
+        ]
+        for req_id, _ in withdrawn:
+            del last[req_id]
+        return last, [job for _, job in withdrawn if job is not None]
+
+    def _plan(
+        self, state: RequestState, scheduled_tokens: int, most_tokens: int, *, is_last: bool = False
+    ) -> tuple[TransferOrder | None, int]:
+        """The order, and how many tokens found no room."""
+        request = state.request
+        start: int = request.num_computed_tokens
         placeholders: int = getattr(request, "num_output_placeholders", 0)
         computed = min(start + scheduled_tokens - placeholders, request.num_tokens)
         state.extend_keys(self._groups)
@@ -75,18 +118,19 @@ class StorePlanner:
             gone = group.skipped_blocks(start)
             group_state.cursor = max(group_state.cursor, -(-gone // group.block_size_factor))
         offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
-        limit = min(computed, state.store_limit, offered_from + state.batch_tokens)
-        ends = [self._end(state, group, min(limit, computed - group.volatile_tokens)) for group in self._groups]
+        limit = min(computed, state.store_limit, offered_from + most_tokens)
+        ends = [
+            self._end(state, group, limit if is_last else min(limit, computed - group.volatile_tokens)) for group in self._groups
+        ]
         offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
         keys = list(chain.from_iterable(offer.keys for offer in offers))
         if any(self._fences.is_written(offer.block_ids) for offer in offers):
-            return None
+            return None, 0
         order = None
         if keys:
             output = self._manager.prepare_store(keys, state.ctx)
             if output is None:
-                self._refused(state, limit - offered_from, step)
-                return None
+                return None, limit - offered_from
             state.backoff_steps = 1
             state.batch_tokens = min(state.batch_tokens * 2, NEVER)
             if len(output.keys_to_store):
@@ -94,7 +138,7 @@ class StorePlanner:
         for group_state, end in zip(state.groups, ends, strict=True):
             group_state.cursor = max(group_state.cursor, end)
         state.schedule_next_store(self._groups)
-        return order
+        return order, 0
 
     def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
         """The first offloaded block of the group that cannot be offered yet."""
