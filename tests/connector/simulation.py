@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from examples.mini_engine.kv_cache import KVCacheManager
 from examples.mini_engine.request import Request
 from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
+from examples.mini_engine.simple import MirroredPool
 from tests.connector.fakes import FakeManager, make_spec
 from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
@@ -135,10 +136,15 @@ class SimWorker:
 class Simulation:
     """Drives everything with one seeded source of chance."""
 
+    half_resets = 0.02
+    """How often the tiers are reset, and the engine's cache is not."""
+
     def __init__(self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool) -> None:
         self.rng = random.Random(seed)
         self.windows, self.factor = windows, factor
         self.epoch = 0
+        self.oldest_epoch = 0
+        """Of the oldest KV that the engine may still use: a reset may leave the engine's own cache as it is."""
         self.now = 0.0
         self.manager = WhimsicalManager(24 * len(windows), self.rng)
         spec = make_spec(
@@ -152,6 +158,9 @@ class Simulation:
         )
         self.connector = OffloadingConnectorScheduler(spec, clock=lambda: self.now)
         self.kv = KVCacheManager(20 * len(windows), BLOCK, windows)
+        if self.rng.random() < 0.5:
+            self.kv.pool = pool = MirroredPool(20 * len(windows))  # type: ignore[assignment]
+            self.connector.bind_gpu_block_pool(pool)
         self.scheduler = Scheduler(self.kv, self.connector, max_batch_tokens=24, max_running=3)
         self.workers = [SimWorker(factor, self.rng) for _ in range(world_size)]
         self.received: dict[str, int] = {}
@@ -179,7 +188,11 @@ class Simulation:
             self.scheduler.abort(self.rng.choice(list(self.scheduler.requests)))
         if self.rng.random() < 0.02:
             self.epoch += 1
+            self.oldest_epoch = self.epoch
             self.scheduler.reset()
+        if self.rng.random() < self.half_resets:
+            self.epoch += 1
+            self.connector.reset_cache()
 
     def step(self, progress: float) -> None:
         self.now += 1.0
@@ -229,23 +242,27 @@ class Simulation:
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
             start = end - count
-            for group, (window, table) in enumerate(zip(self.windows, self.kv.blocks_of(request).get_block_ids(), strict=True)):
+            epoch = self.epoch  # of the oldest block that is attended to
+            tables = self.kv.blocks_of(request).get_block_ids()
+            for group, (window, table) in enumerate(zip(self.windows, tables, strict=True)):
                 oldest = 0 if window is None else max(0, start - window + 1)
                 for index in range(oldest // BLOCK, -(-start // BLOCK)):
                     wanted = {self._name(request, group, index, start), self._name(request, group, index, end)}
                     found = worker.gpu.get(table[index])
                     if (
                         found is None
-                        or found[0] != self.epoch
+                        or found[0] < self.oldest_epoch
                         or (found[1] not in wanted and not self._is_full(request, group, index, found))
                     ):
                         raise WrongKVError(
                             f"{name} computes token {start}: block {index} of group {group} holds {found}, not {wanted}"
                         )
+                    epoch = min(epoch, found[0])
+            for group, table in enumerate(tables):
                 for index in range(start // BLOCK, -(-end // BLOCK)):
                     if not table[index]:
                         raise WrongKVError(f"{name} computes into the null block")
-                    worker.gpu[table[index]] = (self.epoch, self._name(request, group, index, end))
+                    worker.gpu[table[index]] = (epoch, self._name(request, group, index, end))
 
     def _is_full(self, request: Request, group: int, index: int, found: Content) -> bool:
         """A loaded block is full where the engine goes back a token."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.connector.simulation import Simulation, WrongKVError
 from tiering.connector.fences import NO_JOBS, BlockFences
+from tiering.connector.suspects import SuspectBlocks
 
 CASES = [
     pytest.param((None,), 1, 1, id="full attention"),
@@ -42,6 +43,14 @@ def test_the_walk_loads_and_flushes() -> None:
 def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what the walk proves is due to the fences."""
     monkeypatch.setattr(BlockFences, "conflicts", lambda self, block_ids: NO_JOBS)
+    walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
+    with pytest.raises(WrongKVError):
+        deque((walk.run(80) for walk in walks), maxlen=0)
+
+
+def test_without_suspects_the_walk_finds_kv_from_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control for resets that leave the engine's own cache as it is."""
+    monkeypatch.setattr(SuspectBlocks, "reset", lambda self, pool: None)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):
         deque((walk.run(80) for walk in walks), maxlen=0)

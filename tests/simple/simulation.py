@@ -110,7 +110,7 @@ class Simulation:
         self.half.bind_gpu_block_pool(self.pool)
         self.scheduler = Scheduler(self.kv, self.half, max_batch_tokens=budget, max_running=max_running)
         self.workers = [FakeWorker() for _ in range(world_size)]
-        self.weights = 0
+        self.weights = self.oldest_weights = 0
         self.finished: list[Request] = []
         self.metadata: list[SimpleCPUOffloadMetadata] = []
         self.under_way: dict[tuple[bool, int], Copy] = {}
@@ -151,8 +151,15 @@ class Simulation:
     def reset(self) -> None:
         """Other weights: nothing computed so far is right any more."""
         self.weights += 1
+        self.oldest_weights = self.weights
         self._contents.clear()
         assert self.scheduler.reset()
+
+    def reset_by_half(self) -> None:
+        """Other weights, but the engine goes on with what its own cache and its running requests have."""
+        self.weights += 1
+        self._contents.clear()
+        assert self.half.reset_cache()
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
@@ -259,23 +266,32 @@ class Simulation:
         digests = [0]
         for token in tokens[:end]:
             digests.append(hash((digests[-1], token)))
-        for group, (window, table) in enumerate(zip(self.kv.windows, self.kv.blocks_of(request).get_block_ids(), strict=True)):
+        tables = self.kv.blocks_of(request).get_block_ids()
+        weights = self.weights  # the oldest of those whose KV is attended to
+        for group, (window, table) in enumerate(zip(self.kv.windows, tables, strict=True)):
             seen = 0 if window is None else max(0, start - window + 1)
-            tags: list[Tag] = [(self.weights, group, digest) for digest in digests[1:]]
             for worker in self.workers:
                 for position in range(seen, start):
                     block = worker.gpu.get(table[position // BLOCK])
                     assert block is not None, f"{request.request_id}: token {position} of group {group} has no KV"
-                    assert block[position % BLOCK] == tags[position], (
+                    tag = block[position % BLOCK]
+                    assert tag is not None
+                    assert tag[0] >= self.oldest_weights
+                    assert tag[1:] == (group, digests[position + 1]), (
                         f"{request.request_id}: token {position} of group {group} is wrong"
                     )
+                    weights = min(weights, tag[0])
+        for group, table in enumerate(tables):
+            for worker in self.workers:
                 for position in range(start, end):
                     if position % BLOCK == 0:
                         worker.gpu[table[position // BLOCK]] = [None] * BLOCK
-                    worker.gpu[table[position // BLOCK]][position % BLOCK] = tags[position]
+                    worker.gpu[table[position // BLOCK]][position % BLOCK] = (weights, group, digests[position + 1])
             for block in range(start // BLOCK, end // BLOCK):
                 key = make_offload_key(request.block_hashes[block], group)
-                self._contents[key] = tags[block * BLOCK : (block + 1) * BLOCK]
+                self._contents[key] = [
+                    (self.weights, group, digest) for digest in digests[block * BLOCK + 1 : (block + 1) * BLOCK + 1]
+                ]
 
 
 def tokens(seed: int, length: int, shared: int = 0) -> list[int]:

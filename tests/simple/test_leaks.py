@@ -67,6 +67,8 @@ class Machine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 0:
             self.sim.reset()
+        elif really == 1:
+            self.sim.reset_by_half()
 
     @invariant()
     def what_is_found_is_right(self) -> None:
@@ -107,6 +109,8 @@ def walk(seed: int, requests: int) -> Simulation:
             sim.scheduler.abort(dice.choice(sorted(sim.scheduler.requests)))
         elif event < 0.442:
             sim.reset()
+        elif event < 0.445:
+            sim.reset_by_half()
         for worker in sim.workers:
             for copy in list(worker.copies):
                 if dice.random() < 0.5:

@@ -5,7 +5,8 @@ All of it in the tiering mode and in both of the simple scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ LONG = [prompt(20, 560)]
 WHOLE = [prompt(30, 6 * BLOCK)]
 LATER = [prompt(seed) for seed in range(40, 44)]
 MANY = [prompt(seed, 130) for seed in range(50, 58)]
+NEW = [prompt(seed) for seed in range(60, 62)]
 LENGTHY = 60
 """Tokens to generate for ``MANY``, so that all of them do not fit."""
 
@@ -194,3 +196,58 @@ def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(tiered, expect
     answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
     assert wrong(answers, expected["prompts"]) == []
     assert loaded == 0
+
+
+@contextmanager
+def other_weights(running: Engine) -> Iterator[None]:
+    """As after a step of training: the same model, with values that differ."""
+    worker = running.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    weights = dict(worker.get_model().named_parameters())["model.layers.0.self_attn.qkv_proj.weight"]
+    before = weights.detach().clone()
+    try:
+        weights.data.mul_(1.5)
+        yield
+    finally:
+        weights.data.copy_(before)
+
+
+def ask_beside(running: Engine, prompts: Sequence[list[int]]) -> None:
+    """Ask ``prompts`` while other requests go on, and wait for the answers to them alone."""
+    from vllm import SamplingParams
+
+    core = running.llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    for number, tokens in enumerate(prompts):
+        core.add_request(f"beside-{number}", {"prompt_token_ids": tokens}, sampling)
+    left = len(prompts)
+    while left:
+        ended = [output.request_id for output in core.step() if output.finished]
+        assert "busy" not in ended
+        left -= len(ended)
+
+
+def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(tiered):
+    """A request runs: the tiers are reset, and the engine's own cache is not, in which others go on finding blocks of old weights."""
+    from vllm import SamplingParams
+
+    core = tiered.llm.llm_engine
+    tiered.ask(PROMPTS)
+    busy = SamplingParams(temperature=0, max_tokens=400, detokenize=False, ignore_eos=True)
+    core.add_request("busy", {"prompt_token_ids": prompt(70, 40)}, busy)
+    core.step()
+    longer = [[*tokens, *prompt(71, 60)] for tokens in PROMPTS[:2]]
+    with other_weights(tiered):
+        assert not tiered.llm.reset_prefix_cache(reset_connector=True)
+        ask_beside(tiered, longer)
+        ask_beside(tiered, NEW)
+        core.abort_request(["busy"])
+        while core.has_unfinished_requests():
+            core.step()
+        tiered.evict()
+        expected = tiered.ask(longer + NEW, params={"kv_tiering": {"load": False, "store": False}})
+        tiered.evict()
+        answers, loaded = tiered.loaded(lambda: tiered.ask(longer + NEW))
+        assert wrong(answers, expected) == []
+        assert loaded == whole_blocks(NEW) * BLOCK_BYTES
+        tiered.evict()
+        assert tiered.llm.reset_prefix_cache(reset_connector=True)

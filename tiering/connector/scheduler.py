@@ -177,7 +177,7 @@ class OffloadingConnectorScheduler:
         state = self._states.get(request.request_id) or self._admit(request)
         self._tables.allocated(state, blocks.get_block_ids())
         if num_external_tokens > 0:
-            state.filled_tokens = state.found_tokens + num_external_tokens
+            state.filled_tokens += num_external_tokens
             keys = self._loads.plan(state, num_external_tokens)
             state.sources = self._manager.count_sources(keys, state.ctx)
             self._counters.loads += 1
@@ -234,7 +234,7 @@ class OffloadingConnectorScheduler:
         states, may_store = self._states, not self._orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
-            if state is None or not self._tables.has_gone_back(state, tokens):
+            if state is None or (state.invalid_from is not None and not self._tables.has_gone_back(state, tokens)):
                 continue
             if may_store and state.request.num_computed_tokens + tokens >= state.next_store_at:
                 order = self._stores.plan(state, tokens, self._step)

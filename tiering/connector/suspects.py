@@ -104,16 +104,23 @@ class SuspectBlocks:
             block.block_id for block in pool.blocks if (block.ref_cnt > 0 or block.block_hash is not None) and not block.is_null
         }
 
-    def assigned(self, known: Tables, tables: Tables, found_tokens: int, invalid_from: int | None) -> int | None:
+    def assigned(self, known: Tables, tables: Tables, found_tokens: int | None, invalid_from: int | None) -> int | None:
         """A request that had the blocks ``known`` has ``tables`` now; returns the first of its tokens that may not be stored.
 
-        ``found_tokens``: tokens that it found in the engine's cache; other blocks are filled for it.  ``invalid_from``: the last answer.
+        ``known`` is empty for a request that starts.  ``found_tokens``: tokens that the request found in the engine's cache; other
+        blocks are filled for it.  None means that it was not matched since it started over, so that it may have found any of its blocks.
+        ``invalid_from``: the last answer.
         """
         if not self and invalid_from is None:
             return None
         starts = [len(old) for old in known]
-        if not any(starts) or any(list(new[: len(old)]) != list(old) for old, new in zip(known, tables, strict=True)):
-            starts = [found_tokens // size for size in self._sizes]
+        if any(map(_differ, known, tables)):
+            starts, found_tokens = [], None
+        if not any(starts):
+            starts = [
+                len(table) if found_tokens is None else found_tokens // size
+                for table, size in zip(tables, self._sizes, strict=True)
+            ]
             found = [table[:start] for table, start in zip(tables, starts, strict=True)]
             invalid_from = self.first_token(found, self) if self else None
         self.filled([table[start:] for table, start in zip(tables, starts, strict=True)], invalid_from)
@@ -158,3 +165,8 @@ class SuspectBlocks:
             self._ids.difference_update(block_ids)
         else:
             self._trusted.update(block_ids)
+
+
+def _differ(known: Sequence[int], table: Sequence[int]) -> bool:
+    """Whether a block table does not go on from ``known``; a null block stands for what a window has passed."""
+    return len(table) < len(known) or any(old and new and old != new for old, new in zip(known, table, strict=False))

@@ -47,7 +47,7 @@ class BlockTables:
         taken: list[int] = []
         for state in self._allocated:
             if state.ctx.req_id not in output.num_scheduled_tokens:  # a load, whosever it is, comes first
-                self._extend_unfilled(taken, state.tables, state.found_tokens)
+                self._extend_unfilled(taken, state.tables, state.found_tokens or 0)
         self._allocated.clear()
         for req_id in output.preempted_req_ids or ():
             preempted = self._states.get(req_id)
@@ -71,7 +71,7 @@ class BlockTables:
         return taken
 
     def has_gone_back(self, state: RequestState, tokens: int) -> bool:
-        """Whether nothing of a request is withheld, or the engine computes it anew in this step, ``tokens`` of it."""
+        """Whether the engine computes anew in this step what is withheld of a request, ``tokens`` of it, or nothing is withheld."""
         start, invalid_from = state.request.num_computed_tokens, state.invalid_from
         if invalid_from is None:
             return True
@@ -104,7 +104,7 @@ class BlockTables:
             self._assign(state, block_ids)
             if self._suspects and len(self._groups) > 1 and computed > state.filled_tokens:
                 # The cache of a hybrid model may copy a part of a block that it has into a new block.
-                state.distrust(state.found_tokens)
+                state.distrust(state.found_tokens or 0)
             computed = min(computed, state.filled_tokens)
             state.look_again()
         self._extend_unfilled(taken, block_ids, computed)

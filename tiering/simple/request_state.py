@@ -32,8 +32,8 @@ class RequestState:
     """One request.
 
     ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's prefix cache, when it
-    was last asked for; ``loaded_tokens``: those of its load behind them.  ``matched_at``: computed tokens when it was last matched.
-    ``loading``: a load of it has not ended.  ``scheduled``: it has computed something on its present blocks; before, another connector
+    was last asked for, None if it was not since it got its blocks; ``loaded_tokens``: those of its load behind them.  ``matched_at``: computed tokens when it was last matched.
+    ``allocated_at_step``: the step for which it got its first blocks.  ``loading``: a load of it has not ended.  ``scheduled``: it has computed something on its present blocks; before, another connector
     may still load into them.  ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a
     suspect), until the engine goes back to it; nothing is stored meanwhile.
     """
@@ -42,11 +42,12 @@ class RequestState:
     policy: RequestPolicy
     groups: list[GroupState]
     next_store_at: int = 0
-    found_tokens: int = 0
+    found_tokens: int | None = None
     matched_at: int = 0
     touched: bool = False
     loading: int = 0
     loaded_tokens: int = 0
+    allocated_at_step: int = -1
     scheduled: bool = False
     invalid_from: int | None = None
 
@@ -70,9 +71,10 @@ class RequestState:
         self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
 
     def lose_blocks(self) -> None:
-        """The request was preempted."""
+        """The request ends or starts over: what is known of its blocks is void."""
         for group in self.groups:
             group.blocks = []
+        self.found_tokens, self.loaded_tokens = None, 0
         self.invalid_from, self.scheduled = None, False
 
     def confirmed_tokens(self) -> int:

@@ -122,6 +122,7 @@ class SimpleCPUOffloadScheduler:
         Changes nothing when it is repeated.
         """
         state = self._states.get(request.request_id) or self._admit(request)
+        self._tables.given_up(state)
         state.extend_keys(self._hashes_per_block)
         state.found_tokens, state.loaded_tokens = num_computed_tokens, 0
         first_time, state.touched = not state.touched, True
@@ -152,7 +153,7 @@ class SimpleCPUOffloadScheduler:
         """
         state = self._states.get(request.request_id) or self._admit(request)
         block_ids = blocks.get_block_ids()
-        self._tables.assign(state, block_ids)
+        self._tables.allocated(state, block_ids)
         if num_external_tokens <= 0 or self._gpu is None:
             return
         state.loaded_tokens = num_external_tokens
@@ -190,8 +191,8 @@ class SimpleCPUOffloadScheduler:
         self._drop_unissued(req_id)
         if state is None:
             return False, None
-        self._tables.given_up(state)
         is_whole = state.scheduled and not state.loading and not state.is_withheld
+        self._tables.given_up(state)
         if not self.lazy_offload and self._gpu is not None and is_whole and len(block_ids) == len(state.groups):
             for group, ids in zip(state.groups, block_ids, strict=True):
                 group.blocks = list(ids)

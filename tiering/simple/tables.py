@@ -34,26 +34,15 @@ class BlockTables:
         self._lazy = lazy
         self._step = 0
 
-    def assign(self, state: RequestState, block_ids: BlockIds) -> None:
-        """All GPU blocks of a request, in the place of those known so far."""
-        known = state.tables
-        extended = any(known) and all(list(new[: len(old)]) == old for old, new in zip(known, block_ids, strict=True))
-        if not extended:
-            self.given_up(state)
-            state.scheduled = False
-        state.invalid_from = self._suspects.assigned(known, block_ids, state.found_tokens, state.invalid_from)
-        if self._lazy is not None:
-            # What is known already was handed out before: another request may have got it as well since.
-            starts = [
-                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
-            ]
-            self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
-        for group, ids in zip(state.groups, block_ids, strict=True):
-            group.blocks = list(ids)
+    def allocated(self, state: RequestState, block_ids: BlockIds) -> None:
+        """The engine has allocated blocks to a waiting request for the step that is built next; these are all of its blocks."""
+        state.allocated_at_step = self._step + 1
+        self._assign(state, block_ids)
 
     def given_up(self, state: RequestState) -> None:
         """The request ends or starts over: it has its blocks no longer, though steps in flight may still fail to fill some."""
         self._suspects.give_up(state.tables, self._step)
+        state.lose_blocks()
 
     def follow(self, output: SchedulerOutput) -> None:
         """Take in the schedule of the next step."""
@@ -62,9 +51,8 @@ class BlockTables:
             state = self._states.get(req_id)
             if state is not None:
                 self._eager.forget(state)
-                if not state.loading:
+                if state.allocated_at_step != self._step:  # else it has got new ones already
                     self.given_up(state)
-                    state.lose_blocks()
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
@@ -86,7 +74,8 @@ class BlockTables:
             state = self._states.get(req_id)
             if state is not None:
                 state.scheduled = True
-                self._go_back(state, tokens)
+                if state.invalid_from is not None:
+                    self._go_back(state, tokens)
 
     def distrust(self, unfilled: Collection[int]) -> set[int]:
         """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
@@ -106,15 +95,28 @@ class BlockTables:
             if state.has_blocks:
                 state.distrust(0)
 
+    def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
+        """These are all GPU blocks of a request."""
+        state.invalid_from = self._suspects.assigned(state.tables, block_ids, state.found_tokens, state.invalid_from)
+        if self._lazy is not None:
+            # What is known already was handed out before: another request may have got it as well since.
+            starts = [
+                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
+            ]
+            self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
+        for group, ids in zip(state.groups, block_ids, strict=True):
+            group.blocks = list(ids)
+
     def _start(self, state: RequestState, block_ids: BlockIds, computed: int) -> None:
         """A request runs for the first time, or again after a preemption, with ``computed`` tokens."""
-        self.assign(state, block_ids)
-        if self._suspects and len(self._needs) > 1 and computed > state.found_tokens + state.loaded_tokens:
+        self._assign(state, block_ids)
+        found = state.found_tokens or 0
+        if self._suspects and len(self._needs) > 1 and computed > found + state.loaded_tokens:
             # The cache of a hybrid model may copy a part of a block that it has into a new block.
-            state.distrust(state.found_tokens)
+            state.distrust(found)
 
     def _go_back(self, state: RequestState, tokens: int) -> None:
-        """If the engine computes anew in this step what is withheld of a request, ``tokens`` of it, that is trusted again."""
+        """What is withheld of a request is trusted again where the engine computes it anew in this step, ``tokens`` of it."""
         if state.invalid_from is not None and not state.is_withheld:
             end = state.request.num_computed_tokens + tokens
             state.invalid_from = self._suspects.recomputed(state.tables, state.invalid_from, end)
@@ -131,5 +133,5 @@ class BlockTables:
         self._lazy.handed_out(
             block_ids,
             [max(0, limit // size - start) for size, start in zip(sizes, starts, strict=True)],
-            [max(0, state.found_tokens // size - start) for size, start in zip(sizes, starts, strict=True)],
+            [max(0, (state.found_tokens or 0) // size - start) for size, start in zip(sizes, starts, strict=True)],
         )
