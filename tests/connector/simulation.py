@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from examples.mini_engine.kv_cache import KVCacheManager
 from examples.mini_engine.request import Request
@@ -133,6 +134,36 @@ class SimWorker:
             raise WrongKVError("more rows than blocks")
 
 
+class Beside:
+    """Another connector beside ours, as vLLM's MultiConnector has them: it loads what ours does not have, or fails to."""
+
+    def __init__(self, ours: OffloadingConnectorScheduler, rng: random.Random) -> None:
+        self._ours = ours
+        self._rng = rng
+        self._promised: dict[str, int] = {}
+        self.loads: list[tuple[Request, int, int, tuple[list[int], ...]]] = []
+        """Request, first and last token, and blocks of the loads that are to begin."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ours, name)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._promised.pop(request.request_id, None)
+        answer = self._ours.get_num_new_matched_tokens(request, num_computed_tokens)
+        blocks = (request.num_tokens - 1 - num_computed_tokens) // BLOCK
+        if answer[0] != 0 or blocks < 1 or self._rng.random() < 0.6:
+            return answer
+        self._promised[request.request_id] = num_computed_tokens
+        return BLOCK * self._rng.randint(1, blocks), True
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        start = self._promised.pop(request.request_id, None)
+        if start is not None and num_external_tokens:
+            self.loads.append((request, start, start + num_external_tokens, blocks.get_block_ids()))
+            num_external_tokens = 0
+        self._ours.update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 class Simulation:
     """Drives everything with one seeded source of chance."""
 
@@ -161,7 +192,8 @@ class Simulation:
         if self.rng.random() < 0.5:
             self.kv.pool = pool = MirroredPool(20 * len(windows))  # type: ignore[assignment]
             self.connector.bind_gpu_block_pool(pool)
-        self.scheduler = Scheduler(self.kv, self.connector, max_batch_tokens=24, max_running=3)
+        self.other = Beside(self.connector, self.rng)
+        self.scheduler = Scheduler(self.kv, self.other, max_batch_tokens=24, max_running=3)
         self.workers = [SimWorker(factor, self.rng) for _ in range(world_size)]
         self.received: dict[str, int] = {}
         self.count = 0
@@ -200,10 +232,13 @@ class Simulation:
         metadata: OffloadingConnectorMetadata = output.connector_metadata
         self.flushed += len(metadata.jobs_to_flush)
         self.loaded_requests += len(metadata.reqs_to_load)
+        loads, self.other.loads = self.other.loads, []
         for worker in self.workers:
             worker.before_step(metadata)
             worker.progress(progress / 2)
             worker.start(metadata)
+            for load in loads:
+                self._load_elsewhere(worker, *load)
             self._compute(worker, output)
             worker.defer(metadata)
             worker.progress(progress)
@@ -267,6 +302,18 @@ class Simulation:
     def _is_full(self, request: Request, group: int, index: int, found: Content) -> bool:
         """A loaded block is full where the engine goes back a token."""
         return index < len(request.block_hashes) and found[1] == make_offload_key(request.block_hashes[index], group).hex()
+
+    def _load_elsewhere(self, worker: SimWorker, request: Request, start: int, end: int, tables: tuple[list[int], ...]) -> None:
+        """The other connector fills blocks from now on; it may fail at any of them, on any worker."""
+        filled = start // BLOCK + (self.rng.randrange((end - start) // BLOCK) if self.rng.random() < 0.2 else end)
+        for group, table in enumerate(tables):
+            for index in range(start // BLOCK, min(end // BLOCK, len(table))):
+                if table[index]:
+                    good = index < filled
+                    worker.gpu[table[index]] = (self.epoch, self._name(request, group, index, end)) if good else (-1, "garbage")
+                    if not good:
+                        worker.invalid.add(table[index])
+        worker.received.add(request.request_id)
 
     def _sample(self, output: SchedulerOutput) -> dict[str, tuple[int, int, float]]:
         sampled = {}
