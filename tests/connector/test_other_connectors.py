@@ -197,6 +197,40 @@ def test_blocks_of_a_request_that_is_gone_when_the_failure_is_reported_are_not_s
     assert stored(anew, "c")[0].block_ids.tolist() == [21, 22, *ids(10)]
 
 
+def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stores_nothing() -> None:
+    """Though it is offered once more at the end of a request what found no room before."""
+    scheduler, manager = make_scheduler()
+    request = prompt(40)
+    manager.refuse_stores = True
+    run_prompt(scheduler, request, ids(10))
+    manager.refuse_stores = False
+    scheduler.build_connector_meta(FakeSchedulerOutput(preempted_req_ids={"r1"}))
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, FakeBlocks((ids(10, 21),)), 0)
+    idle_step(scheduler)
+    request.num_computed_tokens = FILLED  # as vLLM says while an asynchronous load runs
+    scheduler.request_finished(request, ids(6, 21))
+    assert not idle_step(scheduler).reqs_to_store
+
+
+@pytest.mark.parametrize("reported_first", [True, False])
+def test_what_is_offered_at_the_end_of_a_request_is_judged_too(reported_first: bool) -> None:
+    """It was aborted while the step ran in which the load failed."""
+    scheduler, manager = make_scheduler()
+    request = prompt(40)
+    manager.refuse_stores = True
+    load_elsewhere(scheduler, request, ids(10))
+    manager.refuse_stores = False
+    scheduler.request_finished(request, ids(10))
+    if reported_first:
+        scheduler.update_connector_output(finished(invalid_block_ids={3}))
+        assert not idle_step(scheduler).reqs_to_store
+    else:
+        job = job_of(idle_step(scheduler))
+        scheduler.update_connector_output(finished(job, invalid_block_ids={3}))
+    assert not manager.rows
+
+
 def test_requests_that_have_none_of_the_blocks_go_on_as_before() -> None:
     scheduler, manager = make_scheduler(offload_prompt_only=False)
     request, other = prompt(40), FakeRequest("r2", list(range(100, 140)))

@@ -45,7 +45,8 @@ class RequestState:
     ``prompt_only``: only blocks that lie wholly in its prompt are stored, which grows in a streaming session.
     ``next_store_at``: computed tokens below which there is nothing new to offer.
     ``found_tokens``: leading tokens that it found in the engine's cache, None if it was not matched yet.
-    ``filled_tokens``: these and those loaded for it.
+    ``filled_tokens``: these and those loaded for it.  ``scheduled``: it has computed something on its present blocks; before, another
+    connector may still load into them.
     ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until the engine goes
     back to it; nothing is stored meanwhile.
     ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
@@ -68,6 +69,7 @@ class RequestState:
     sharer_deadline: float | None = None
     found_tokens: int | None = None
     filled_tokens: int = 0
+    scheduled: bool = False
     invalid_from: int | None = None
     generation: int = 0
     allocated_at_step: int = -1
@@ -134,7 +136,7 @@ class RequestState:
         for group in self.groups:
             group.block_ids = []
         self.match = None
-        self.found_tokens, self.filled_tokens = None, 0
+        self.found_tokens, self.filled_tokens, self.scheduled = None, 0, False
         self.invalid_from = None
         self.generation += 1
         self.rewind()
