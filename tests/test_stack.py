@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import fake_tier
+from tests.thread_limit import ThreadLimit
 from tiering.base import ReqContext, make_offload_key
 from tiering.config import StackConfig, load_stack
 from tiering.errors import ConfigError, RegionError, TierUnavailableError
@@ -17,6 +19,7 @@ from tiering.namespace import ModelIdentity, Namespace
 from tiering.primary.region import PAGE, SharedRegion
 from tiering.secondary.files import Files
 from tiering.stack import open_manager
+from tiering.testing.clock import until
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
 CTX = ReqContext("r1")
@@ -300,3 +303,23 @@ def test_names_from_outside_do_not_flood_the_log(caplog):
             manager.on_request_finished(ctx)
     assert 0 < len(caplog.records) <= 32
     assert all(len(record.message) < 300 for record in caplog.records)
+
+
+def test_a_process_that_may_have_no_more_threads_gets_a_region_error_and_no_bare_one(thread_limit: ThreadLimit) -> None:
+    thread_limit.reach()
+    with pytest.raises(RegionError, match="ulimit -u"):
+        open_manager(stack({}), PAGE, MODEL)
+
+
+def test_tiers_that_get_no_thread_at_the_start_join_when_they_do(thread_limit: ThreadLimit, tmp_path: Path) -> None:
+    local = {"type": "local", "path": str(tmp_path), "capacity": "1MiB", "breaker": {"probe_after": "1ms", "probe_max": "1ms"}}
+    thread_limit.refuse = lambda name: "prefault" not in name
+    with open_manager(stack(local), PAGE, MODEL) as manager:
+        assert manager.get_stats()["tiers"]["tier0"]["available"] == 0
+        thread_limit.leave()
+
+        def joined() -> bool:
+            manager.on_schedule_end()
+            return bool(manager.get_stats()["tiers"]["tier0"]["available"])
+
+        assert until(joined)

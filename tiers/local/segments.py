@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 from tiering.secondary.files import Files
 from tiers.local.layout import FRESH, PAGE, Geometry, is_segment, used_bytes
@@ -74,28 +75,43 @@ class Segments:
         return (os.O_RDONLY if self.read_only else os.O_RDWR) | (os.O_DIRECT if self.direct else 0)
 
     @contextlib.contextmanager
-    def _descriptor(self, segment: int) -> Iterator[int]:
+    def _descriptor(self, segment: int, *, reading: bool = False) -> Iterator[int]:
         fd = self._fds.get(segment)
+        if fd is None and len(self._fds) < MAX_OPEN:
+            with self._lock:
+                fd = self._fds.get(segment)
+                if fd is None and (fd := self._open(segment, self._flags, refused=reading)) is not None:
+                    self._fds[segment] = fd
         if fd is not None:
             yield fd
             return
-        path = self.directory / self.geometry.segment_name(segment)
-        with self._lock:
-            if segment not in self._fds and len(self._fds) < MAX_OPEN:
-                self._fds[segment] = self._open(segment, path)
-            fd = self._fds.get(segment)
-        if fd is not None:
-            yield fd
-            return
-        fd = self._open(segment, path)
+        passing = self._open(segment, self._flags, refused=reading)
+        if passing is None:
+            # The file system was made read-only since this tier was opened: what it holds can be read all the same.
+            passing = self._open(segment, os.O_RDONLY | self._flags & os.O_DIRECT)
         try:
-            yield fd
+            yield passing
         finally:
-            self.files.close(fd)
+            self.files.close(passing)
 
-    def _open(self, segment: int, path: Path) -> int:
-        """A descriptor of ``segment``.  Raises :class:`OSError` with ENOENT if another file is in its place."""
-        fd = self.files.open(path, self._flags)
+    @overload
+    def _open(self, segment: int, flags: int) -> int: ...
+
+    @overload
+    def _open(self, segment: int, flags: int, *, refused: bool) -> int | None: ...
+
+    def _open(self, segment: int, flags: int, *, refused: bool = False) -> int | None:
+        """A descriptor of ``segment``; None if ``refused`` is true and the file system is read-only.
+
+        Raises :class:`OSError`, with ENOENT if another file is in the segment's place.
+        """
+        path = self.directory / self.geometry.segment_name(segment)
+        try:
+            fd = self.files.open(path, flags)
+        except OSError as error:
+            if refused and error.errno == errno.EROFS:
+                return None
+            raise
         found = os.fstat(fd)
         if self._identities.get(segment) != (found.st_dev, found.st_ino):
             self.files.close(fd)
@@ -122,7 +138,7 @@ class Segments:
 
     def read(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers``, whole pages, from ``offset`` on; fewer bytes than they have only at the end of the file."""
-        with self._descriptor(segment) as fd:
+        with self._descriptor(segment, reading=True) as fd:
             done = self._move(self.files.preadv, fd, list(buffers), offset)
             if not self.direct:
                 self.files.drop_cached(fd, offset, done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -249,6 +250,11 @@ class RefusingDisk(FaultyDevice):
         self.operations = operations
         self.fail = self._refuse
 
+    def open(self, path: Path, flags: int) -> int:
+        if self.number == errno.EROFS and flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(self.number, "refused")
+        return super().open(path, flags)
+
     def _refuse(self, operation: str, path: Path) -> None:
         if self.number and operation in self.operations:
             raise OSError(self.number, "refused")
@@ -285,3 +291,19 @@ def test_a_disk_that_refuses_writes_keeps_what_it_holds(
         device.number = 0
         rig.wait(lambda: rig.tier.get_stats().writable)
         assert store_all(rig, many(16, 20000), 16) == 16
+
+
+def test_segments_that_were_not_read_before_a_remount_can_be_read_after_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert store_all(rig, K) == len(K)
+    device = RefusingDisk("write", "allocate", "rename", "unlink", "sync")
+    with opened(tmp_path, files=device, **FAST) as rig:
+        assert len(rig.tier.store.segments.existing()) > 2
+        device.number = errno.EROFS
+        assert rig.load(K) == K
+        assert rig.tier.get_stats().breaker_opened == 0
+        assert rig.store(many(4)) == []
+        assert rig.load(K) == K
+        device.number = 0
+        rig.wait(lambda: rig.tier.get_stats().writable)
+        assert store_all(rig, many(4)) == 4
