@@ -31,6 +31,10 @@ def str_of(value: object) -> str:
     return f"{value.bit_length()} bits" if isinstance(value, int) else str(value)[:20]
 
 
+def str_of_ascii(value: str) -> str:
+    return ascii(value)[:20]
+
+
 def local(**words: object) -> dict[str, object]:
     return tier("local", **{"path": "/cache", "capacity": "1GiB", **words})
 

@@ -20,7 +20,7 @@ from tiering.config_errors import Problem, Problems, problems_of, refuse
 from tiering.config_source import escaped, read_source
 from tiering.definition import TierDefinition
 from tiering.errors import ConfigError
-from tiering.masking import masked, shown
+from tiering.masking import guard_logs, masked, shown
 from tiering.namespace import revision_digest
 from tiering.options import Duration, Share, Size, Strict, TierOptions
 
@@ -245,6 +245,9 @@ def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackCon
     except ValidationError as error:
         known = {problem.path for problem in problems}
         problems += [problem for problem in problems_of(error, StackConfig) if problem.path not in known]
+    except Exception as error:  # whatever else the code of a tier of one's own raises
+        problems.append(Problem((), f"cannot be checked: {type(error).__name__}: {error}"))
+    guard_logs()
     if problems:
         refuse(source.name, problems, source.lines)
     return config

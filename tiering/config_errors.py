@@ -12,7 +12,7 @@ from typing import NoReturn
 from pydantic import BaseModel, ValidationError
 
 from tiering.errors import ConfigError
-from tiering.masking import MASK, is_secret, masked, shown
+from tiering.masking import MASK, is_secret, mask_text, masked, shown
 
 FieldPath = tuple[str | int, ...]
 """Where a field is in the stack: ("secondary", 1, "capacity")."""
@@ -66,8 +66,8 @@ def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int
         f"{path_text(problem.path)}{'' if number is None else f' (line {number})'}: {problem.text}" for number, problem in rows
     ]
     if len(texts) == 1:
-        raise ConfigError(f"{name}: {texts[0]}")
-    raise ConfigError(f"{name}: {len(texts)} problems\n" + "\n".join(f"  {text}" for text in texts))
+        raise ConfigError(mask_text(f"{name}: {texts[0]}"))
+    raise ConfigError(mask_text(f"{name}: {len(texts)} problems\n" + "\n".join(f"  {text}" for text in texts)))
 
 
 def unknown_word(word: str, allowed: Sequence[str]) -> str:

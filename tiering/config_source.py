@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tiering.config_errors import FieldPath, Problem
 from tiering.config_yaml import MAX_DEPTH, MAX_NODES, Carried, parse_yaml, read_text
 from tiering.errors import ConfigError
-from tiering.masking import is_masked, shown
+from tiering.masking import is_masked, is_secret, learn, shown
 
 _REFERENCE = re.compile(r"\$\$(?:\{[^{}\n]*\})?|\$\{([^{}\n]*)\}|\$\{")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -85,6 +85,7 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
             problem(f"{whole} is not an environment reference; write ${{NAME}} or ${{NAME:-default}}")
             return whole
         value = os.environ.get(name)
+        learn(name, value)
         if colon:
             return value or default
         if value is None:
@@ -95,6 +96,7 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
     if is_masked(text):
         problem(f"{shown(text)} stands for a secret that was masked when this stack was printed; write it as ${{NAME}} instead")
     expanded = _REFERENCE.sub(resolve, text)
+    learn(next((part for part in path if is_secret(part)), None), expanded)
     if _printable(expanded) != expanded:
         problem(f"{shown(expanded)} holds bytes that are no UTF-8 text")
     return _printable(expanded)

@@ -97,16 +97,19 @@ def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[Fie
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is None:
-            raise ConfigError(f"{_file(name)}: the stack file is empty; it needs at least primary: {{capacity: 8GiB}}")
-        _walk(node, (), lines, problems, [0])
-        if problems:
-            refuse(_file(name), problems, lines)
-        return loader.construct_document(node), lines
+        if node is not None:
+            _walk(node, (), lines, problems, [0])
+            if not problems:
+                return loader.construct_document(node), lines
+        reason = "the stack file is empty; it needs at least primary: {capacity: 8GiB}"
     except _TooMuchError:
-        raise ConfigError(f"{_file(name)}: more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack") from None
+        reason = f"more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack"
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{_file(name)}: not valid YAML: {_message(error, carried)}") from None
+        reason = f"not valid YAML: {_message(error, carried)}"
+    # Raised outside of the handlers: the parser's errors repeat what they could not read, which may be a password.
+    if problems:
+        refuse(_file(name), problems, lines)
+    raise ConfigError(f"{_file(name)}: {reason}")
 
 
 class _TooMuchError(Exception):
@@ -144,9 +147,7 @@ def _guarded(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return make(loader, node)
         except (ValueError, LookupError, OverflowError):
             kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{_clipped(repr(node.value))} is not a value of type {kind}", node.start_mark
-            ) from None
+            raise yaml.constructor.ConstructorError(None, None, f"not a value of type {kind}", node.start_mark) from None
 
     return guarded
 
@@ -182,6 +183,9 @@ def _message(error: Exception, carried: Carried) -> str:
         return f"the character {chr(error.character)!a} is not allowed (position {error.position})"
     mark = getattr(error, "problem_mark", None)
     text = getattr(error, "problem", None) or str(error) or type(error).__name__
+    # The text of an alias or a tag may be a password that begins with * or !, which needs quotes.
+    if " alias " in text or " tag " in text:
+        text = f"{text.partition(chr(39))[0].rstrip()} (a text that begins with * or ! needs quotes)"
     where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
     return _clipped(carried.restored(text)) + where
 

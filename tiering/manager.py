@@ -314,6 +314,14 @@ class TieringOffloadingManager(OffloadingManager):
             if state.in_service:
                 self._call(state, state.tier.on_request_finished, request.ctx)
 
+    def open_tier(self, rank: int, deadline: float) -> bool:
+        """Open the secondary tier ``rank`` (0 is the fastest), waiting at most until ``deadline``.  True if it is in service.
+
+        A tier that raises is out of service, as in any other call.
+        """
+        state = self._states[rank]
+        return bool(self._call(state, state.tier.open, deadline))
+
     def hand_over(self) -> None:
         """Let another thread drive the manager: the next one that uses it owns it.
 

@@ -12,6 +12,7 @@ from tiering.config import StackConfig, tier_definition
 from tiering.config_errors import Problem, refuse
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager import TieringOffloadingManager
+from tiering.masking import guard_logs, mask_text, safe_cause
 from tiering.namespace import ModelIdentity, Namespace
 from tiering.news import News
 from tiering.options import TierOptions
@@ -90,7 +91,8 @@ def open_manager(
         )
         undo.pop_all()
         undo.callback(manager.shutdown)
-        opened = _open_tiers(stack, tiers, clock)
+        guard_logs()  # of modules, too, that were imported for these tiers
+        opened = _open_tiers(stack, manager, clock)
         undo.pop_all()
     _warn_of_order(stack)
     _log.info("%s", _summary(stack, rows, opened, namespace))
@@ -133,13 +135,13 @@ def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryT
     try:
         return tier_definition(options.type).build(options, context)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {str(error).removeprefix(f'tier {context.name}: ')}") from error
+        text, cause = f"{where}: {str(error).removeprefix(f'tier {context.name}: ')}", safe_cause(error)
     except MemoryError as error:
-        raise ConfigError(
-            f"{where}: its tables do not fit into memory: {error}; lower its capacity, or make blocks larger"
-        ) from error
+        text = f"{where}: its tables do not fit into memory: {error}; lower its capacity, or make blocks larger"
+        cause = safe_cause(error)
     except Exception as error:  # a tier of one's own may raise anything
-        raise ConfigError(f"{where}: the tier cannot be built: {type(error).__name__}: {error}") from error
+        text, cause = f"{where}: the tier cannot be built: {type(error).__name__}: {error}", safe_cause(error)
+    raise ConfigError(mask_text(text)) from cause
 
 
 _DISTANCES: Sequence[Distance] = ("process", "machine", "network")
@@ -164,17 +166,18 @@ def _warn_of_order(stack: StackConfig) -> None:
             )
 
 
-def _open_tiers(stack: StackConfig, tiers: Sequence[SecondaryTierManager], clock: Callable[[], float]) -> list[TierOptions]:
+def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Callable[[], float]) -> list[TierOptions]:
     """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left.
 
     Returns the options of those that are open.
     """
     opened: list[TierOptions] = []
+    tiers = manager.secondary_tiers
     deadline = clock() + stack.open_deadline
     for index, (options, tier) in enumerate(zip(stack.secondary, tiers, strict=True)):
         now = clock()
         share = max(deadline - now, 0.0) / (len(tiers) - index)
-        if tier.open(now + share):
+        if manager.open_tier(index, now + share):
             opened.append(options)
             continue
         if options.required:

@@ -19,6 +19,7 @@ from obstore.exceptions import (
 )
 
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.masking import mask_text
 
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """What obstore's functions raise; it uses built-in types for some failures."""
@@ -58,5 +59,5 @@ def http_status(error: Exception) -> int | None:
 
 def summary(error: Exception) -> str:
     """The first paragraph of an exception's text, on one line and not too long; obstore adds pages for debugging."""
-    line = " ".join(str(error).partition("\n\n")[0].split())
+    line = mask_text(" ".join(str(error).partition("\n\n")[0].split()))
     return line if len(line) <= 300 else line[:297] + "..."

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
+from tiering.masking import mask_text
 from tiering.options import Duration, FilePath, TierOptions
 
 DAY = 86400.0
@@ -131,7 +132,7 @@ class S3Options(TierOptions):
     @property
     def location(self) -> str:
         """Where the blocks are, as text."""
-        return f"s3://{self.bucket}/{self.prefix}" + (f" at {self.endpoint}" if self.endpoint else "")
+        return f"s3://{self.bucket}/{self.prefix}" + (mask_text(f" at {self.endpoint}") if self.endpoint else "")
 
 
 def small_block_warning(block_bytes: int) -> str | None:
