@@ -16,6 +16,9 @@ def struct(*fields: str) -> Any:
     class Struct(SimpleNamespace):
         __struct_fields__ = fields
 
+        def __init__(self, *values: object, **named: object) -> None:
+            super().__init__(**dict(zip(fields, values, strict=False)), **named)
+
     return Struct
 
 
@@ -45,6 +48,12 @@ def test_fields_that_a_release_has_are_told() -> None:
         "locality": "REMOTE",
         "ownership": "s3",
     }
+
+
+def test_fields_in_another_order_are_told_by_their_names() -> None:
+    convert = EventConverter(module(("medium", "session_id", "ownership", "block_hashes"), ("ownership", "block_hashes")))
+    assert vars(convert(STORED)) == {"medium": "STORAGE", "ownership": "s3", "block_hashes": [b"a"]}
+    assert vars(convert(REMOVED)) == {"ownership": "s3", "block_hashes": [b"a"]}
 
 
 class Utils:

