@@ -17,6 +17,10 @@ from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration import fork_child
 from tests.integration.fork_child import AFTER, BEFORE, fork, keys
 from tests.tiers.local.rig import LocalRig
+from tiering.base import OffloadingManager
+from tiering.inert_manager import InertManager
+from tiering.secondary.base import SecondaryTierManager
+from tiering.secondary.inert import InertTier
 from tiering.secondary.stats import TierStats
 from tiering.testing.tier_rig import TierRig
 from tiers.s3 import S3_TIER, S3Options
@@ -101,3 +105,9 @@ def test_a_child_asks_a_bucket_nothing(fake: FakeS3) -> None:
     assert len(fake.seen) == asked
     assert rig.load(stored) == stored
     assert rig.close()
+
+
+def test_no_method_of_a_manager_or_a_tier_is_left_out() -> None:
+    for contract, inert in ((OffloadingManager, InertManager), (SecondaryTierManager, InertTier)):
+        methods = {name for name, member in vars(contract).items() if not name.startswith("_") and callable(member)}
+        assert methods - set(vars(inert)) == set(), contract.__name__

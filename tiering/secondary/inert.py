@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
@@ -32,6 +33,10 @@ class InertTier:
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Nothing is done."""
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        """The tier need never be told."""
+        return math.inf
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
         """None."""
