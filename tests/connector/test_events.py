@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +76,18 @@ class TestStored:
             tracker.record_store(request, group(), block, request.key(2 * block + 1))
         events = tracker.take_events([stored(*(request.key(2 * block + 1) for block in range(3)))])
         assert [event.block_hashes[-1] for event in events] == request.block_hashes[1::2]
+
+    @pytest.mark.parametrize("positions", [range(150), (0, 2, 3, 70), range(60, 70)])
+    def test_blocks_of_a_batch_are_described_one_by_one_wherever_they_are(self, positions: Sequence[int]) -> None:
+        tracker, request = OffloadingEventsTracker(ON), prompt(8 * 150)
+        keys = [request.key(2 * position + 1) for position in positions]
+        tracker.record_store(request, group(), 2, request.key(5))
+        tracker.record_stores(request, group(), positions, keys)
+        for position, told in zip(positions, tracker.take_events([stored(*keys)]), strict=True):
+            assert isinstance(told, BlockStored)
+            assert told.block_hashes == request.block_hashes[2 * position : 2 * position + 2]
+            assert told.parent_block_hash == (request.block_hashes[2 * position - 1] if position else None)
+            assert told.token_ids == list(range(8 * position, 8 * position + 8))
 
     @pytest.mark.parametrize("lora", [SimpleNamespace(adapter_id=7, name="poet"), SimpleNamespace(lora_int_id=7, lora_name="poet")])
     def test_names_the_adapter(self, lora: object) -> None:
