@@ -50,11 +50,12 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
     load_format = str(load_config.load_format)
     if load_format == "dummy":
         return f"dummy weights, seed {model_config.seed}"
-    identity = _identity(model_config)
-    if load_format in _OWN_FILES:
-        return identity
-    extra = json.dumps(plain(getattr(load_config, "model_loader_extra_config", None)), sort_keys=True)
-    return f"{identity}, loaded by {load_format} with {extra}"
+    if load_format not in _OWN_FILES:
+        raise ConfigError(
+            f"load_format {load_format}: may read weights from elsewhere than {model_config.model}, whose content cannot be "
+            "identified, and may change: use a load format that reads the model's own files (auto)"
+        )
+    return _identity(model_config)
 
 
 def draft_identity(vllm_config: Any) -> str | None:
