@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.thread_limit import ThreadLimit
+from tiering import masking
 
 T = TypeVar("T")
 
@@ -99,6 +100,12 @@ def _left_after(now: Callable[[], set[T]], before: set[T]) -> set[T]:
     while (left := now() - before) and time.monotonic() < end:
         pause.wait(0.02)
     return left
+
+
+@pytest.fixture(autouse=True)
+def _forgets_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stack of one test taught as a secret is not masked in the logs of the next."""
+    monkeypatch.setattr(masking, "_learnt", masking._Learnt())
 
 
 @pytest.fixture(autouse=True)

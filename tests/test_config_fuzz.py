@@ -44,7 +44,8 @@ scalars = st.one_of(
     st.dates(),
     st.just(5000).map(lambda digits: 10**digits),
 )
-keys = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), texts, st.integers(-2, 2), st.none(), st.floats(0, 1))
+huge = st.just(5000).map(lambda digits: 10**digits)
+keys = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), texts, st.integers(-2, 2), st.none(), st.floats(0, 1), huge)
 anything = st.recursive(
     scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=6)), max_leaves=20
 )
@@ -102,6 +103,7 @@ TOKENS = [
 @example(b"primary: {capacity: !!bool 1MiB}")
 @example(b'primary: {capacity: 1MiB}\nnamespace: "\\ue0000\\ue001"\n')
 @example(b"\xff\xfe\x00")
+@example(b"primary: {capacity: 1MiB}\n0x" + b"f" * 6000 + b": 1\n")
 def test_a_file_is_refused_with_a_config_error_or_is_a_stack(content):
     from_file(content)
 
@@ -109,7 +111,7 @@ def test_a_file_is_refused_with_a_config_error_or_is_a_stack(content):
 # ------------------------------------------------------------------------------------------------- every stack that is valid
 
 names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,10}", fullmatch=True)
-free_text = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda text: "***" not in text)
+free_text = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda text: not set("*@=") & set(text))
 sizes = st.integers(1, 1 << 60)
 durations = st.floats(1e-6, 1e8)
 shares = st.floats(0.01, 1.0)
@@ -153,7 +155,12 @@ VALID = {
 
 @st.composite
 def valid_stacks(draw: st.DrawFn) -> StackConfig:
-    words: dict[str, st.SearchStrategy[Any]] = {"namespace": free_text, "events": st.booleans(), "open_deadline": durations}
+    words: dict[str, st.SearchStrategy[Any]] = {
+        "namespace": free_text,
+        "revision": names,
+        "events": st.booleans(),
+        "open_deadline": durations,
+    }
     if draw(st.booleans()):
         stack = draw(st.fixed_dictionaries({}, optional={"events": st.booleans(), "lazy_offload": st.booleans()}))
         return written({**stack, "mode": "simple", "primary": {"capacity": draw(sizes)}})

@@ -23,11 +23,6 @@ SENTINEL = "hunter2-hunter2"
 KEYS = [tiering.make_offload_key(bytes([number]) * 32, 0) for number in range(2)]
 
 
-@pytest.fixture(autouse=True)
-def nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, "_learnt", masking._Learnt())
-
-
 class LeakyOptions(tiering.TierOptions):
     """A tier of one's own with an address that holds a password, and every way to repeat it."""
 
@@ -256,8 +251,10 @@ def test_a_long_text_is_searched_in_time_that_grows_with_its_length_only(piece: 
 
 
 def test_very_short_secrets_do_not_garble_every_text() -> None:
-    masking.learn("salt", "a")
-    assert mask_text("tier local: a block") == "tier local: a block"
+    for value in ("a", "true", "4096", "10.5GiB"):
+        masking.learn("token", value)
+    text = "tier local: a block of 4096 bytes, 10.5GiB, is true"
+    assert mask_text(text) == text
 
 
 def test_what_is_learnt_is_bounded() -> None:

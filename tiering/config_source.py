@@ -63,7 +63,10 @@ def _expand(source: Source, value: object, path: FieldPath, carried: Carried, co
         return _expand_text(source, carried.restored(value), path)
     if isinstance(value, Mapping):
         restored = ((_printable(carried.restored(key)) if isinstance(key, str) else key, item) for key, item in value.items())
-        return {key: _expand(source, item, (*path, str(key)), carried, count) for key, item in restored}
+        return {
+            key: _expand(source, item, (*path, key if isinstance(key, str) else shown(key)), carried, count)
+            for key, item in restored
+        }
     if isinstance(value, (list, tuple)):
         return [_expand(source, item, (*path, index), carried, count) for index, item in enumerate(value)]
     return value

@@ -41,6 +41,9 @@ _QUERY = re.compile(r"""(?<=[?&])([^=&?\s'"]{0,32}key[^=&?\s'"]{0,32})=([^&\s'"<
 _SHORTEST = 4
 """Secrets of fewer characters are masked where they stand, but not searched for: every text would hold them."""
 
+_PLAIN = re.compile(r"[0-9.]{1,7}[a-z]{0,3}|true|false|none|null|auto", re.IGNORECASE)
+"""Values of words such as max_tokens that no text can do without; they too are masked only where they stand."""
+
 _MOST = 256
 """Ways of writing secrets that are remembered; a stack has a few."""
 
@@ -54,7 +57,7 @@ class _Learnt:
 
     def add(self, secret: str) -> None:
         for written in (secret, unquote(secret), quote(secret, safe=""), repr(secret)[1:-1]):
-            if len(written) >= _SHORTEST and written.strip("*"):
+            if len(written) >= _SHORTEST and written.strip("*") and not _PLAIN.fullmatch(written):
                 self._written[written] = None
         while len(self._written) > _MOST:
             del self._written[next(iter(self._written))]
@@ -123,6 +126,7 @@ def learn(word: object, value: object) -> None:
         value = value.decode(errors="backslashreplace")
     if not isinstance(value, str):
         return
+    value = value.encode(errors="backslashreplace").decode()  # as errors show bytes that are no text
     if is_secret(word):
         _learnt.add(value)
     for match in _USER.finditer(value):
