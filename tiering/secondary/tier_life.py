@@ -190,6 +190,8 @@ class TierLife(SecondaryTierManager):
             # What is on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)
         self.io.discard()
+        # At least once, also if there is no time left: an attempt that no thread could be had for is tried in another way then.
+        self._poll()
         self._wait(self._reset_decided, deadline)
         if not self.reset_done():
             logger.error("tier %s: its reset is not certain after a restart yet; out of service until it is", self.name)
