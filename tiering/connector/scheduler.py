@@ -234,10 +234,7 @@ class OffloadingConnectorScheduler:
         states, may_store = self._states, not self._orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
-            if state is None:
-                continue
-            state.scheduled = True
-            if state.invalid_from is not None and not self._tables.has_gone_back(state, tokens):
+            if state is None or (state.invalid_from is not None and not self._tables.has_gone_back(state, tokens)):
                 continue
             if may_store and state.request.num_computed_tokens + tokens >= state.next_store_at:
                 order = self._stores.plan(state, tokens, self._step)

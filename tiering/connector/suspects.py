@@ -128,7 +128,7 @@ class SuspectBlocks:
 
     def filled(self, blocks: Tables, invalid_from: int | None) -> None:
         """A request fills ``blocks`` behind those that it has; ``invalid_from``: its first token that may not be stored, or None."""
-        if not self:
+        if not self and invalid_from is None:
             return
         for ids in blocks:
             if invalid_from is None:

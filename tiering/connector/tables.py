@@ -106,6 +106,7 @@ class BlockTables:
                 # The cache of a hybrid model may copy a part of a block that it has into a new block.
                 state.distrust(state.found_tokens or 0)
             computed = min(computed, state.filled_tokens)
+            state.scheduled = True
             state.look_again()
         self._extend_unfilled(taken, block_ids, computed)
 

@@ -70,12 +70,10 @@ class BlockTables:
                 if self._lazy is not None:
                     self._handed_out(state, block_ids, [len(group.blocks) for group in state.groups])
                 state.append_blocks(block_ids)
-        for req_id, tokens in output.num_scheduled_tokens.items():
+        for req_id, tokens in output.num_scheduled_tokens.items() if self._suspects else ():
             state = self._states.get(req_id)
             if state is not None:
-                state.scheduled = True
-                if state.invalid_from is not None:
-                    self._go_back(state, tokens)
+                self._go_back(state, tokens)
 
     def distrust(self, unfilled: Collection[int]) -> set[int]:
         """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
@@ -110,6 +108,7 @@ class BlockTables:
     def _start(self, state: RequestState, block_ids: BlockIds, computed: int) -> None:
         """A request runs for the first time, or again after a preemption, with ``computed`` tokens."""
         self._assign(state, block_ids)
+        state.scheduled = True
         found = state.found_tokens or 0
         if self._suspects and len(self._needs) > 1 and computed > found + state.loaded_tokens:
             # The cache of a hybrid model may copy a part of a block that it has into a new block.
