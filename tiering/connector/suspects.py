@@ -17,7 +17,7 @@ from typing import Any, Protocol
 Tables = Sequence[Sequence[int]]
 """The GPU block ids of one request, per KV-cache group, in logical order, null blocks (0) included."""
 
-STEPS_IN_FLIGHT = 64
+STEPS_IN_FLIGHT = 16
 """Steps for which the block tables of ended and preempted requests are remembered; no engine has as many steps in flight."""
 
 
