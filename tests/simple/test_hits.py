@@ -105,3 +105,15 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed):
         keys = [names(index, count) for index, count in enumerate(blocks)]
         expected = by_trying(groups, held, blocks, computed, tokens - 1)
         assert found.longest(keys, computed, tokens - 1, have.__contains__) == expected, (groups, held, computed)
+
+
+def test_what_an_engine_retains_before_a_window_is_needed_too():
+    """It gives these blocks out as filled."""
+    window = KVCacheGroup(("layer",), 4, 5, WINDOW, retained_tokens=3)
+    keys = [names(0, 8), names(1, 8)]
+    held = {*keys[0], *keys[1][6:]}
+    both = search(group(FULL, 4), window)
+    assert both.longest(keys, 0, 32, held.__contains__) == 32
+    assert both.needs[1].first_needed(32) == 6
+    held.remove(b"1/6")
+    assert both.longest(keys, 0, 32, held.__contains__) == 0

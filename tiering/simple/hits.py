@@ -21,7 +21,8 @@ class GroupNeeds:
         self.block_size = group.gpu_block_size
         self.is_full = is_full_attention(group)
         self.is_state = is_state_space(group)
-        self.window = 0 if self.is_full or self.is_state else group.sliding_window or 0
+        # What the engine retains before a window it gives out as filled, like the window itself.
+        self.window = 0 if self.is_full or self.is_state else (group.sliding_window or 0) + group.retained_tokens
 
     def first_needed(self, tokens: int) -> int:
         """The first block that the token after ``tokens`` tokens sees; those before are never read again."""
