@@ -22,6 +22,7 @@ from tests.connector.fakes import (
 )
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.suspects import STEPS_IN_FLIGHT
 
 FILLED = 24
 """Tokens that another connector says it has loaded, of 40."""
@@ -278,3 +279,16 @@ class TestFences:
     def test_blocks_that_were_found_are_only_read(self) -> None:
         scheduler, _ = self.deferred()
         assert not load_elsewhere(scheduler, prompt(40), [*ids(2), *ids(8, 21)], found=8).jobs_to_flush
+
+
+def test_blocks_of_requests_that_ended_long_ago_say_nothing() -> None:
+    """They have been given to others since, who would be blamed for nothing."""
+    scheduler, manager = make_scheduler()
+    run_prompt(scheduler, FakeRequest("old", list(range(100, 140))), [3, *ids(9, 31)])
+    scheduler.request_finished(FakeRequest("old", []), [])
+    for _ in range(STEPS_IN_FLIGHT + 1):
+        idle_step(scheduler)
+    other = FakeRequest("r2", list(range(200, 236)))
+    jobs = [job_of(run_prompt(scheduler, other, ids(9, 31)), "r2"), job_of(load_elsewhere(scheduler, prompt(40), ids(10)))]
+    scheduler.update_connector_output(finished(*jobs, invalid_block_ids={3}))
+    assert readable(manager) == set(other.keys())

@@ -77,7 +77,7 @@ class JobTable:
         return job
 
     def has_failed(self, job_id: int) -> bool:
-        """Whether a job is known to have failed already."""
+        """True if a job is known to have failed already."""
         job = self._jobs.get(job_id)
         return job is not None and job.failed
 

@@ -55,18 +55,18 @@ class SuspectBlocks:
         return block_id in self._ids if self._trusted is None else block_id != 0 and block_id not in self._trusted
 
     def give_up(self, tables: Tables, step: int) -> None:
-        """A request ends or is preempted after ``step`` was scheduled: steps in flight may still report a failure in its blocks."""
-        given_up = self._given_up
-        while given_up and given_up[0][0] < step - STEPS_IN_FLIGHT:
-            given_up.popleft()
+        """A request loses its blocks after ``step`` was scheduled; steps in flight may still report a failure in them."""
+        self._forget(step)
         if any(tables):
-            given_up.append((step, tables))
+            self._given_up.append((step, tables))
 
-    def spread(self, unfilled: Collection[int], requests: Iterable[Tables]) -> set[int]:
-        """Suspect ``unfilled``, and all blocks behind one of them in any of ``requests`` or of the tables that were given up.
+    def spread(self, unfilled: Collection[int], requests: Iterable[Tables], step: int) -> set[int]:
+        """Suspect ``unfilled``, and all blocks behind one of them in any request.
 
-        Returns the blocks found in this way.  Those that a request computed on top of another request's suspects are among them.
+        ``requests``: the tables of those that have their blocks; tables that were given up are looked at as well.  ``step``: the last
+        step that was scheduled.  Returns the blocks found, also those that were computed on top of another request's suspects.
         """
+        self._forget(step)
         wrong = set(unfilled)
         left = [*requests, *(tables for _, tables in self._given_up)]
         before = -1
@@ -150,6 +150,11 @@ class SuspectBlocks:
 
     # ----------------------------------------------------------------------------------------------------------- internals
 
+    def _forget(self, step: int) -> None:
+        given_up = self._given_up
+        while given_up and given_up[0][0] < step - STEPS_IN_FLIGHT:
+            given_up.popleft()
+
     def _behind(self, tables: Tables, token: int) -> list[Sequence[int]]:
         """The blocks from the one of ``token`` on, per group."""
         return [table[token // size :] for table, size in zip(tables, self._sizes, strict=True)]
@@ -168,5 +173,5 @@ class SuspectBlocks:
 
 
 def _differ(known: Sequence[int], table: Sequence[int]) -> bool:
-    """Whether a block table does not go on from ``known``; a null block stands for what a window has passed."""
+    """True if a block table does not go on from ``known``; a null block stands for what a window has passed."""
     return len(table) < len(known) or any(old and new and old != new for old, new in zip(known, table, strict=False))

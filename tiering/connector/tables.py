@@ -71,7 +71,10 @@ class BlockTables:
         return taken
 
     def has_gone_back(self, state: RequestState, tokens: int) -> bool:
-        """Whether the engine computes anew in this step what is withheld of a request, ``tokens`` of it, or nothing is withheld."""
+        """True if nothing of a request is withheld, or the engine computes it anew in this step.
+
+        ``tokens``: tokens of the request that the step computes.
+        """
         start, invalid_from = state.request.num_computed_tokens, state.invalid_from
         if invalid_from is None:
             return True
@@ -83,7 +86,7 @@ class BlockTables:
     def distrust(self, unfilled: Collection[int]) -> set[int]:
         """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
         states = list(self._states.values())
-        wrong = self._suspects.spread(unfilled, [state.tables for state in states])
+        wrong = self._suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
             invalid_from = self._suspects.first_token(state.tables, wrong)
             if invalid_from is not None:

@@ -63,7 +63,7 @@ class RequestState:
 
     @property
     def is_withheld(self) -> bool:
-        """Whether nothing of the request may be stored now."""
+        """True if nothing of the request may be stored now."""
         return self.invalid_from is not None and self.request.num_computed_tokens > self.invalid_from
 
     def distrust(self, invalid_from: int) -> None:

@@ -78,7 +78,7 @@ class BlockTables:
     def distrust(self, unfilled: Collection[int]) -> set[int]:
         """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
         states = list(self._states.values())
-        wrong = self._suspects.spread(unfilled, [state.tables for state in states])
+        wrong = self._suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
             invalid_from = self._suspects.first_token(state.tables, wrong)
             if invalid_from is not None:
@@ -115,7 +115,7 @@ class BlockTables:
             state.distrust(found)
 
     def _go_back(self, state: RequestState, tokens: int) -> None:
-        """What is withheld of a request is trusted again where the engine computes it anew in this step, ``tokens`` of it."""
+        """Trust again what the engine computes anew in this step, ``tokens`` of a request, of what is withheld of it."""
         if state.invalid_from is not None and not state.is_withheld:
             end = state.request.num_computed_tokens + tokens
             state.invalid_from = self._suspects.recomputed(state.tables, state.invalid_from, end)
