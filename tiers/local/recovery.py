@@ -59,7 +59,7 @@ class RecoveredBatch:
 
 
 def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
-    """``batch`` without the slots that are ``known`` already, from a recovery that ended early."""
+    """``batch`` without what an earlier recovery, which ended with an error, has told of: the slots that are ``known``, and losses."""
     fresh = ~known[batch.slots]
     return replace(
         batch,
@@ -68,6 +68,7 @@ def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
         sequences=batch.sequences[fresh],
         free=batch.free[~known[batch.free]],
         foreign=batch.foreign[~known[batch.foreign]],
+        lost=0,
     )
 
 

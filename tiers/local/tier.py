@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from inspect import GEN_CLOSED, getgeneratorstate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiering.block_store import Outcome, Place
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError
@@ -29,23 +25,17 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
 from tiering.secondary.messages import IoKind, IoResult, IoTask
-from tiering.secondary.service import Backoff
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import Geometry, tier_directory
 from tiers.local.options import LocalOptions
-from tiers.local.recovery import RecoveredBatch, Remembered, recover, without
+from tiers.local.recovery import Remembered, recover
 from tiers.local.segments import Damage, Pace
 from tiers.local.store import Inspection, LocalStore
 from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
-
-MERGE_BLOCKS = 4096
-"""Recovered blocks merged before the clock is looked at."""
-
-MERGE_SECONDS = 0.003
-"""About how long merging may take in one step."""
 
 SLICE_SLOTS = 32768
 """Slots copied for a checkpoint in one step."""
@@ -56,13 +46,14 @@ INSPECT_SECONDS = 10.0
 INSPECT_AT_ONCE_SECONDS = 1.0
 """The same after a store that failed."""
 
+RETRY_CHECKPOINT_SECONDS = 30.0
+"""How long after a checkpoint that could not be written another one is begun, at most."""
+
 RETRY_SPACE_SECONDS = 60.0
 """How long after the disk was full room is looked for again."""
 
 OPEN_WAIT_SECONDS = 2.0
 """How long opening waits for recovery, so that the first requests after a restart find what is there; it goes on after that."""
-
-_BATCHES_AHEAD = 2
 
 
 class LocalTier(BlockTier):
@@ -98,18 +89,18 @@ class LocalTier(BlockTier):
         super().__init__(context, options, store, index, io=io)
         self._stop = threading.Event()
         self._bad_slots = BadSlots(context.name, store, index, self.io, context.clock, self._stop)
-        self._recover_again: Callable[[], Generator[RecoveredBatch, None, None]] | None = None
-        self._recovery: Generator[RecoveredBatch, None, None] | None = None
-        self._recovery_backoff = Backoff(options.breaker)
-        self._delivered: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        """Slots that recovery has told of."""
-        self._recovered: deque[RecoveredBatch] = deque()
-        self._merged = 0
-        """Blocks of the first recovered batch that are merged already."""
+        self._feed = RecoveryFeed(
+            context.name,
+            index,
+            self.io,
+            options.breaker,
+            context.clock,
+            self._stop,
+            self.stats,
+            self.announce_stored,
+            self._recovered,
+        )
         self._recovery_began = 0.0
-        self._fetching = False
-        self._recovery_complete = False
-        self._old_epoch = False
         self._seen: set[int] = set()
         """Segments whose slots the index has; a number that comes again is not added again."""
         self._inspecting = False
@@ -125,13 +116,14 @@ class LocalTier(BlockTier):
         self._no_space_until = float("-inf")
         self._builder: CheckpointBuilder | None = None
         self._checkpointing = False
+        self._checkpoint_failed = False
         self._checkpoint_due = float("inf")
         self._changed = False
 
     @property
     def recovering(self) -> bool:
         """Whether slots are still unseen because their content is not known yet."""
-        return self._recovery is not None
+        return self._feed.active
 
     @property
     def checkpoint_pending(self) -> bool:
@@ -147,8 +139,8 @@ class LocalTier(BlockTier):
 
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
-        if self._recovery is not None:
-            self._wait(self._recover_more, min(deadline, self.context.clock() + OPEN_WAIT_SECONDS))
+        if self._feed.active:
+            self._wait(self._feed.push, min(deadline, self.context.clock() + OPEN_WAIT_SECONDS))
         return serving
 
     def on_opened(self, namespace: Namespace) -> None:
@@ -161,16 +153,12 @@ class LocalTier(BlockTier):
         remembered, store.remembered = store.remembered, Remembered()
         self._seen.update(remembered.segments)
         if remembered.segments:
-            self._recovery_complete = False
-            self._delivered = np.zeros(store.geometry.num_slots, np.bool_)
-            self._recover_again = partial(recover, store.segments, remembered, namespace.fingerprint, self._stop, self._delivered)
-            self._recovery = self._recover_again()
-            self.index.begin_recovery()
-            self._fetch()
+            self._feed.begin(partial(recover, store.segments, remembered, namespace.fingerprint, self._stop))
         self.io.run(IoTask("tidy", store.tidy, self._tidied, background=True))
         self._grow()
 
     def on_left(self) -> None:
+        self._feed.foreign = self._feed.active
         if self._builder is not None:
             self._builder = None
             self._checkpointing = False
@@ -181,18 +169,15 @@ class LocalTier(BlockTier):
             logger.warning("tier %s: %s is open again", self.name, self.store.directory)
             self.on_opened(namespace)
             return
-        self._old_epoch = self._recovery is not None
+        self._feed.foreign = self._feed.active
         self._changed = True
         # Until a checkpoint of this epoch is written, a restart would have to read every header.
         self._checkpoint_due = self.context.clock()
 
     def on_step(self) -> None:
-        if self._recovered:
-            self._merge()
+        self._feed.tick()
         if self._starting_over:
             self._reopen()
-        if self._recovery is not None and self._recovery_backoff.failures and self.context.clock() >= self._recovery_backoff.due:
-            self._fetch()
         if self.namespace is None or self._closing_down:
             return
         self._bad_slots.tick()
@@ -243,9 +228,10 @@ class LocalTier(BlockTier):
             self._pace.abandon()
         self._bad_slots.save()
         self._wait(
-            lambda: self._advance_checkpoint() and not (self._fetching or self._bad_slots.busy) and self._pace is None, deadline
+            lambda: self._advance_checkpoint() and not (self._feed.fetching or self._bad_slots.busy) and self._pace is None,
+            deadline,
         )
-        if self.namespace is not None and self._recovery is None:
+        if self.namespace is not None and not self._feed.active:
             self._inspect()
             self._wait(lambda: not self._inspecting, deadline)
         if self._changed and self.namespace is not None:
@@ -256,107 +242,14 @@ class LocalTier(BlockTier):
     def _closing_down(self) -> bool:
         return self._stop.is_set()
 
-    # ------------------------------------------------------------------------------------------------------------ recovery
-
-    def _fetch(self) -> None:
-        """Ask for the next recovered batch, unless enough are waiting."""
-        again = self._recover_again
-        if self._recovery is None or again is None or self._fetching or self._closing_down:
-            return
-        if self._recovery_complete or len(self._recovered) >= _BATCHES_AHEAD:
-            return
-        if getgeneratorstate(self._recovery) == GEN_CLOSED:
-            # It ended with an error; what it has told of already is left out of what the next one tells.
-            self._recovery = again()
-        recovery = self._recovery
-        self._fetching = True
-        self.io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched, background=True))
-
-    def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
-        self._fetching = False
-        if error is not None:
-            # No checkpoint is written meanwhile: it would say that there is nothing in what was not read.
-            if not self._recovery_backoff.failures:
-                logger.warning(
-                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s", self.name, error
-                )
-            self._recovery_backoff.failed(self.context.clock())
-            return
-        if batch is None and self._closing_down:
-            # It was told to stop, or has come to its end just now: either way what is not merged stays unseen, and no checkpoint is written.
-            return
-        if batch is None:
-            self._recovery_complete = True
-            self._recovery_backoff.succeeded()
-            self._end_recovery()
-            return
-        batch = without(batch, self._delivered)
-        news = sum(map(len, (batch.slots, batch.free, batch.foreign)))
-        if news and self._recovery_backoff.failures:
-            logger.info("tier %s: recovery goes on after %d failed attempt(s)", self.name, self._recovery_backoff.failures)
-            self._recovery_backoff.succeeded()
-        for slots in (batch.slots, batch.free, batch.foreign):
-            self._delivered[slots] = True
-        self._recovered.append(batch)
-        self._merge()
-        self._fetch()
-
-    def _recover_more(self) -> bool:
-        """Push recovery on; True when it has ended."""
-        self._merge()
-        return self._recovery is None
-
-    def _merge(self) -> None:
-        """Merge what was recovered, for a few milliseconds."""
-        end = time.perf_counter() + MERGE_SECONDS
-        while self._recovered:
-            batch = self._recovered[0]
-            start, stop = self._merged, self._merged + MERGE_BLOCKS
-            if start == 0:
-                self._changed = self._changed or batch.scanned
-                self.stats.blocks_lost += batch.lost
-                SEQUENCE.advance_past(batch.seen)
-                self.index.add_free(batch.free)
-                self.index.add_foreign(batch.foreign)
-            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its end.
-            last = len(batch.keys) - start
-            first = max(0, len(batch.keys) - stop)
-            if last > first:
-                self._merge_blocks(batch, first, last)
-            self._merged = stop
-            if first == 0:
-                self._recovered.popleft()
-                self._merged = 0
-                if self._recovery_complete:
-                    self._end_recovery()
-                else:
-                    self._fetch()
-            if time.perf_counter() >= end:
-                return
-
-    def _merge_blocks(self, batch: RecoveredBatch, first: int, last: int) -> None:
-        slots = batch.slots[first:last]
-        if self._old_epoch or self.namespace is None:
-            self.index.add_free(slots)
-            return
-        self.announce_stored(self.index.merge(batch.keys[first:last], slots, batch.sequences[first:last]))
-
-    def _end_recovery(self) -> None:
-        if self._recovered:
-            # The end is only known after the last batch: merge it first.
-            return
-        self._recovery = self._recover_again = None
-        self._delivered = np.zeros(0, np.bool_)
-        self._old_epoch = False
-        self.index.end_recovery()
+    def _recovered(self) -> None:
+        """Everything that the directory held is merged."""
         self._want_inspection(0.0)
+        self._changed = self._changed or self._feed.scanned
         if self._changed:
             self._checkpoint_due = self.context.clock()
         seconds = self.context.clock() - self._recovery_began
-        if not self._closing_down:
-            logger.info(
-                "tier %s: %d blocks recovered from %s in %.1f s", self.name, self.index.blocks, self.store.directory, seconds
-            )
+        logger.info("tier %s: %d blocks recovered from %s in %.1f s", self.name, self.index.blocks, self.store.directory, seconds)
 
     # ------------------------------------------------------------------------------------------------------------ segments
 
@@ -378,7 +271,7 @@ class LocalTier(BlockTier):
         per_segment = self.store.geometry.slots_per_segment
         taken = self._seen | {slot // per_segment for slot in self.index.leaving}
         # While blocks are recovered nobody can say which slots a segment that is gone would take along.
-        recovering = self._recovery is not None
+        recovering = self._feed.active
 
         def prepare() -> tuple[Inspection, int | None]:
             inspection = Inspection() if recovering else self.store.inspect()
@@ -424,7 +317,7 @@ class LocalTier(BlockTier):
 
     def _inspect(self) -> None:
         """Compare the directory with what is open, unless that goes on, or blocks are still being recovered."""
-        if self._inspecting or self._recovery is not None:
+        if self._inspecting or self._feed.active:
             return
         self._inspecting = True
         self._inspect_due = float("inf")
@@ -463,7 +356,7 @@ class LocalTier(BlockTier):
 
     def _reopen(self) -> None:
         """Close the store once nothing uses it, and open it again."""
-        busy = self._fetching or self._inspecting or self._checkpointing or self._bad_slots.busy
+        busy = self._feed.fetching or self._inspecting or self._checkpointing or self._bad_slots.busy
         busy = busy or self._pace is not None or not self.idle
         if busy or self._closing_store or self._closing_down or self.index.leaving or not self._open_is_due:
             return
@@ -502,7 +395,7 @@ class LocalTier(BlockTier):
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def _begin_checkpoint(self) -> None:
-        if self._recovery is not None or self._checkpointing:
+        if self._feed.active or self._checkpointing:
             return
         if not self._changed:
             self._checkpoint_due = self.context.clock() + self.options.checkpoint_interval
@@ -560,8 +453,12 @@ class LocalTier(BlockTier):
         self._checkpoint_due = self.context.clock() + self.options.checkpoint_interval
         if error is not None:
             self._changed = True
-            logger.warning("tier %s: %s; a restart would read more headers", self.name, error)
+            self._checkpoint_due = min(self._checkpoint_due, self.context.clock() + RETRY_CHECKPOINT_SECONDS)
+            if not self._checkpoint_failed:
+                logger.warning("tier %s: %s; a restart would read more headers; it is tried again", self.name, error)
+            self._checkpoint_failed = True
         elif blocks is not None:
+            self._checkpoint_failed = False
             logger.debug("tier %s: checkpoint of %d blocks", self.name, blocks)
 
     def _advance_checkpoint(self) -> bool:

@@ -133,10 +133,11 @@ def test_a_removed_lock_lets_no_second_owner_in_and_is_made_again(tmp_path: Path
 def test_an_owner_whose_lock_was_taken_stops_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path, **PROBES) as rig:
         rig.store(K[:4])
-        (tmp_path / LOCK_NAME).unlink()
-        thief = os.open(tmp_path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        # In one step: the tier makes a lock file again that is merely removed.
+        thief = os.open(tmp_path / "stolen", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(thief, fcntl.LOCK_EX)
+            (tmp_path / "stolen").rename(tmp_path / LOCK_NAME)
             rig.store(K[4:8])
             rig.wait(lambda: not rig.tier.get_stats().available)
             assert rig.store(K[8:12]) == []

@@ -10,6 +10,7 @@ import pytest
 from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
 from tiering.secondary.files import Files
 from tiering.testing.frames import key_of
+from tiers.local import feed as feed_module
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
@@ -34,8 +35,8 @@ def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monke
         rig.store(K[:30])
     (tmp_path / CHECKPOINT_NAME).unlink()
     monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(tier_module, "MERGE_SECONDS", 0.0)
-    monkeypatch.setattr(tier_module, "MERGE_BLOCKS", 1)
+    monkeypatch.setattr(feed_module, "MERGE_SECONDS", 0.0)
+    monkeypatch.setattr(feed_module, "MERGE_BLOCKS", 1)
     monkeypatch.setattr(recovery_module, "BATCH_BLOCKS", 4)
     rig = LocalRig(tmp_path)
     assert rig.tier.open(rig.context.clock() + 20)

@@ -75,8 +75,11 @@ def test_segments_are_added_when_threads_can_be_started(
         rig.wait(lambda: len(rig.store(K[:20])) == 20)
 
 
-def test_a_checkpoint_is_written_when_threads_can_be_started(tmp_path: Path, thread_limit: ThreadLimit) -> None:
-    with opened(tmp_path, checkpoint_interval="20ms") as rig:
+def test_a_checkpoint_is_written_when_threads_can_be_started(
+    tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "RETRY_CHECKPOINT_SECONDS", 0.01)
+    with opened(tmp_path, checkpoint_interval="1h") as rig:
         rig.store(K)
         thread_limit.reach("checkpoint")
         rig.tier.request_checkpoint()

@@ -18,9 +18,9 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
-from tiers.local import LocalTier
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
+from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import PAGE, Geometry
 
 K = [key_of(number) for number in range(128)]
@@ -147,7 +147,7 @@ def test_writes_before_recovery_has_begun_are_marked_too(tmp_path: Path, monkeyp
         rig.store(K[:20])
     with monkeypatch.context() as patch:
         patch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
-        patch.setattr(LocalTier, "_fetch", lambda tier: None)
+        patch.setattr(RecoveryFeed, "_fetch", lambda feed: None)
         rig = LocalRig(tmp_path, capacity="2MiB", segment_size="128KiB")
         super(LocalRig, rig).open()
         rig.wait(lambda: rig.tier.index.free >= 10)

@@ -1,0 +1,205 @@
+"""Recovery as the scheduler's thread sees it: batches come from the I/O side, and are merged into the index in bounded pieces per step.
+
+A recovery that fails is tried again with growing waits, for as long as it takes: until then the slots that it has not told of stay unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.base import OffloadKey
+from tiering.options import BreakerOptions
+from tiering.secondary.frame import SEQUENCE
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io_side import IoSide
+from tiering.secondary.messages import IoTask
+from tiering.secondary.service import Backoff
+from tiering.secondary.stats import TierStats
+from tiers.local.recovery import RecoveredBatch, without
+
+logger = logging.getLogger("kv_tiering.local")
+
+MERGE_BLOCKS = 4096
+"""Recovered blocks merged before the clock is looked at."""
+
+MERGE_SECONDS = 0.003
+"""About how long merging may take in one step."""
+
+_BATCHES_AHEAD = 2
+
+Recovery: TypeAlias = Generator[RecoveredBatch, None, None]
+
+
+class RecoveryFeed:
+    """Brings what a directory holds into the index of its tier.
+
+    ``announce``: called with keys that became held.  ``on_end``: called when everything is merged.  ``stop``: set when the tier ends.
+    ``stats``: where blocks are counted that checkpoints named and that are not there any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: SlotIndex,
+        io: IoSide,
+        options: BreakerOptions,
+        clock: Callable[[], float],
+        stop: threading.Event,
+        stats: TierStats,
+        announce: Callable[[Sequence[OffloadKey]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.scanned = False
+        """Whether blocks were found in headers that the checkpoint does not have."""
+        self.fetching = False
+        """Whether a task is under way."""
+        self.foreign = False
+        """Whether what is recovered is of an epoch that was left meanwhile: its slots are free."""
+        self._name = name
+        self._index = index
+        self._io = io
+        self._clock = clock
+        self._stop = stop
+        self._stats = stats
+        self._announce = announce
+        self._on_end = on_end
+        self._backoff = Backoff(options)
+        self._begin_again: Callable[[NDArray[np.bool_]], Recovery] | None = None
+        self._recovery: Recovery | None = None
+        self._complete = False
+        self._resumed = False
+        """Whether the recovery that runs follows one that ended with an error."""
+        self._told: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Slots that recovery has told of."""
+        self._batches: deque[RecoveredBatch] = deque()
+        self._merged = 0
+        """Blocks of the first batch that are merged already."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there is something that is not merged yet."""
+        return self._recovery is not None
+
+    def begin(self, recover: Callable[[NDArray[np.bool_]], Recovery]) -> None:
+        """Begin what ``recover(told)`` makes; after an error it is called again, with the slots that were told of set in ``told``."""
+        self._told = np.zeros(self._index.num_slots, np.bool_)
+        self._begin_again = recover
+        self._recovery = recover(self._told)
+        self._complete = self._resumed = self.foreign = False
+        self._index.begin_recovery()
+        self._fetch()
+
+    def tick(self) -> None:
+        """Merge what has come, and try again what failed, when it is time."""
+        if self._batches:
+            self._merge()
+        if self._recovery is not None and self._backoff.failures and self._clock() >= self._backoff.due:
+            self._fetch()
+
+    def push(self) -> bool:
+        """Merge what has come; True when everything is merged."""
+        self._merge()
+        return not self.active
+
+    # ----------------------------------------------------------------------------------------------------------- fetching
+
+    def _fetch(self) -> None:
+        """Ask for the next batch, unless enough are waiting."""
+        if self._recovery is None or self._begin_again is None or self.fetching or self._stop.is_set():
+            return
+        if self._complete or len(self._batches) >= _BATCHES_AHEAD:
+            return
+        if getgeneratorstate(self._recovery) == GEN_CLOSED:
+            # It ended with an error; what it has told of already is left out of what the next one tells.
+            self._recovery = self._begin_again(self._told)
+            self._resumed = True
+        recovery = self._recovery
+        self.fetching = True
+        self._io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched, background=True))
+
+    def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
+        self.fetching = False
+        if error is not None:
+            if not self._backoff.failures:
+                logger.warning(
+                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s", self._name, error
+                )
+            self._backoff.failed(self._clock())
+            return
+        if batch is not None:
+            self._take(batch)
+            return
+        # Told to stop, it may not have come to its end: then the rest stays unseen, and no checkpoint is written that leaves it out.
+        if not self._stop.is_set():
+            self._complete = True
+            self._backoff.succeeded()
+            self._end()
+
+    def _take(self, batch: RecoveredBatch) -> None:
+        if self._resumed:
+            batch = without(batch, self._told)
+        slots = (batch.slots, batch.free, batch.foreign)
+        if self._backoff.failures and any(map(len, slots)):
+            logger.info("tier %s: recovery goes on after %d failed attempt(s)", self._name, self._backoff.failures)
+            self._backoff.succeeded()
+        for told in slots:
+            self._told[told] = True
+        self._batches.append(batch)
+        self._merge()
+        self._fetch()
+
+    # ------------------------------------------------------------------------------------------------------------ merging
+
+    def _merge(self) -> None:
+        """Merge what was recovered, for a few milliseconds."""
+        end = time.perf_counter() + MERGE_SECONDS
+        while self._batches:
+            batch = self._batches[0]
+            start, stop = self._merged, self._merged + MERGE_BLOCKS
+            if start == 0:
+                self.scanned = self.scanned or batch.scanned
+                self._stats.blocks_lost += batch.lost
+                SEQUENCE.advance_past(batch.seen)
+                self._index.add_free(batch.free)
+                self._index.add_foreign(batch.foreign)
+            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its end.
+            last = len(batch.keys) - start
+            first = max(0, len(batch.keys) - stop)
+            if last > first:
+                self._merge_blocks(batch, first, last)
+            self._merged = stop
+            if first == 0:
+                self._batches.popleft()
+                self._merged = 0
+                if self._complete:
+                    self._end()
+                else:
+                    self._fetch()
+            if time.perf_counter() >= end:
+                return
+
+    def _merge_blocks(self, batch: RecoveredBatch, first: int, last: int) -> None:
+        slots = batch.slots[first:last]
+        if self.foreign:
+            self._index.add_free(slots)
+        else:
+            self._announce(self._index.merge(batch.keys[first:last], slots, batch.sequences[first:last]))
+
+    def _end(self) -> None:
+        """The last batch has come: recovery ends when it is merged."""
+        if self._batches:
+            return
+        self._recovery = self._begin_again = None
+        self._told = np.zeros(0, np.bool_)
+        self.foreign = False
+        self._index.end_recovery()
+        self._on_end()
