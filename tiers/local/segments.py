@@ -295,15 +295,16 @@ class Segments:
 
     def make_room(self, capacity: int, needed: int) -> bool:
         """Delete strangers until ``needed`` more bytes keep the directory within ``capacity``; whether they do."""
-        return self._delete_strangers(used_bytes(self.directory) + needed - capacity)
+        return self.delete_strangers(used_bytes(self.directory) + needed - capacity)
 
     def trim(self, capacity: int) -> None:
         """Delete strangers until the segments alone are within ``capacity``: without a look at the other files, which may be many."""
         used = len(self._identities) * self.geometry.segment_bytes
         used += sum(self.files.status(stranger).st_blocks * 512 for stranger in self.strangers())
-        self._delete_strangers(used - capacity)
+        self.delete_strangers(used - capacity)
 
-    def _delete_strangers(self, excess: int) -> bool:
+    def delete_strangers(self, excess: int) -> bool:
+        """Delete strangers of ``excess`` bytes or more; False if there are not so many."""
         if excess <= 0:
             return True
         for stranger in self.strangers():

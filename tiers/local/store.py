@@ -30,7 +30,7 @@ from tiering.errors import (
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import PAGE, Geometry, mount_point
+from tiers.local.layout import PAGE, Geometry, mount_point, used_bytes_of_few
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import Remembered, remember
@@ -42,6 +42,7 @@ logger = logging.getLogger("kv_tiering.local")
 _DOCUMENT = re.compile(r"[a-z0-9][a-z0-9.-]{0,127}")
 _DOCUMENT_BYTES = 1 << 20
 _PATTERN = 0x5A
+_COUNTED_AT_ONCE = 10_000
 _FIRST_BYTES = 256 << 20
 """How much of a new directory is written before the tier serves."""
 
@@ -191,21 +192,23 @@ class LocalStore(BlockStore):
         self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
         self.remembered, self.fresh = remember(segments, self._marks), []
         if not self.remembered.segments:
-            if not segments.make_room(self.capacity, self.geometry.segment_bytes):
+            # Very many other files are counted in the background, before a segment is added to these first ones.
+            used = used_bytes_of_few(self.directory, _COUNTED_AT_ONCE) or 0
+            if not segments.delete_strangers(used + self.geometry.segment_bytes - self.capacity):
                 raise OutOfSpaceError(
                     f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes does not fit into "
                     f"the capacity of {self.capacity} beside them; remove them, or raise the capacity"
                 )
-            self.fresh = self._create_first(segments)
+            self.fresh = self._create_first(segments, self.capacity - used)
         self._segments = segments
 
-    def _create_first(self, segments: Segments) -> list[int]:
-        """Enough segments to begin with: one at least, all of a small directory."""
+    def _create_first(self, segments: Segments, room: int) -> list[int]:
+        """Enough segments to begin with: one at least, all of a small directory.  ``room``: bytes that they may take together."""
         segment_bytes = self.geometry.segment_bytes
         pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
         created: list[int] = []
         while len(created) < min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes)):
-            if created and not segments.make_room(self.capacity, segment_bytes):
+            if created and not segments.delete_strangers((len(created) + 1) * segment_bytes - room):
                 break
             number = segments.next_number(())
             if number is None:

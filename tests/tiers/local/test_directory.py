@@ -26,6 +26,7 @@ from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
+from tiers.local.segments import Pace
 
 K = [key_of(number) for number in range(64)]
 CAPACITY = 2 << 20
@@ -254,6 +255,47 @@ def test_a_crowded_directory_is_opened_without_a_look_at_every_file(tmp_path: Pa
     store.tidy()
     assert counted == [tmp_path]
     store.close()
+
+
+def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_COUNTED_AT_ONCE", 50)
+    (tmp_path / "large").write_bytes(bytes(CAPACITY))
+    with pytest.raises(OutOfSpaceError, match="holds other files"):
+        LocalStore(tmp_path, GEOMETRY, CAPACITY).open()
+    for number in range(100):
+        (tmp_path / f"stray-{number}").touch()
+    store = LocalStore(tmp_path, GEOMETRY, CAPACITY)
+    store.open()
+    assert store.fresh
+    assert store.prepare(Pace(share=1.0)) is None
+    store.close()
+
+
+def test_a_disk_that_takes_no_writes_any_more_keeps_what_it_holds(tmp_path: Path) -> None:
+    """On a full copy-on-write disk even a slot that was written before cannot be written again."""
+    device = FaultyDevice()
+    full: list[str] = []
+
+    def fail(operation: str, path: Path) -> None:
+        if operation in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    device.fail = fail
+    with opened(tmp_path, files=device) as rig:
+        rig.wait(lambda: rig.tier.index.slots == rig.tier.store.geometry.num_slots)
+        number = 0
+        while rig.tier.index.blocks < rig.tier.index.slots:
+            rig.store([key_of(1000 + number + position) for position in range(8)])
+            number += 8
+        held = rig.tier.index.blocks
+        full.append("write")
+        for _ in range(100):
+            rig.store([key_of(1000 + number + position) for position in range(8)])
+            number += 8
+        assert rig.tier.index.blocks >= held - 48
+        assert rig.load([next(iter(rig.tier.index._table.readable))])
 
 
 def test_a_disk_with_room_for_some_of_the_first_segments_is_used_with_these(
