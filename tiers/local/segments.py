@@ -59,6 +59,7 @@ class Segments:
         """With O_DIRECT; otherwise through the page cache, which is dropped behind."""
         self.files = files
         self._lock = threading.Lock()
+        self._room = threading.Lock()
         self._identities: dict[int, tuple[int, int]] = {}
         """Device and inode of each segment in use."""
         self._fds: dict[int, int] = {}
@@ -286,16 +287,20 @@ class Segments:
     def strangers(self) -> list[Path]:
         """Files with the names of segments that are not in use: to be deleted when room is needed, oldest first."""
         mine = {self.geometry.segment_name(number) for number in self._identities}
-        found = [
-            (entry.stat(follow_symlinks=False).st_mtime, Path(entry.path))
-            for entry in _entries(self.directory)
-            if is_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False)
-        ]
+        found: list[tuple[float, Path]] = []
+        for entry in _entries(self.directory):
+            if is_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
         return [path for _, path in sorted(found)]
 
     def make_room(self, capacity: int, needed: int) -> bool:
-        """Delete strangers until ``needed`` more bytes keep the directory within ``capacity``; whether they do."""
-        return self.delete_strangers(used_bytes(self.directory) + needed - capacity)
+        """Delete strangers until ``needed`` more bytes keep the directory within ``capacity``; whether they do.
+
+        One caller at a time: what one of them deletes the other must not count.
+        """
+        with self._room:
+            return self.delete_strangers(used_bytes(self.directory) + needed - capacity)
 
     def trim(self, capacity: int) -> None:
         """Delete strangers until the segments alone are within ``capacity``: without a look at the other files, which may be many."""
@@ -308,9 +313,13 @@ class Segments:
         if excess <= 0:
             return True
         for stranger in self.strangers():
+            try:
+                size = self.files.status(stranger).st_blocks * 512
+            except FileNotFoundError:
+                continue
             logger.info("%s: removing %s, which this engine cannot use, to keep the capacity", self.directory, stranger.name)
-            excess -= self.files.status(stranger).st_blocks * 512
             self.files.unlink(stranger)
+            excess -= size
             if excess <= 0:
                 return True
         return False

@@ -199,17 +199,19 @@ class LocalStore(BlockStore):
                     f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes does not fit into "
                     f"the capacity of {self.capacity} beside them; remove them, or raise the capacity"
                 )
-            self.fresh = self._create_first(segments, self.capacity - used)
+            self.fresh = self._create_first(segments)
         self._segments = segments
 
-    def _create_first(self, segments: Segments, room: int) -> list[int]:
-        """Enough segments to begin with: one at least, all of a small directory.  ``room``: bytes that they may take together."""
+    def _create_first(self, segments: Segments) -> list[int]:
+        """Enough segments to begin with: one at least, all of a small directory; the others are added later."""
         segment_bytes = self.geometry.segment_bytes
         pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
         created: list[int] = []
         while len(created) < min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes)):
-            if created and not segments.delete_strangers((len(created) + 1) * segment_bytes - room):
-                break
+            if created:
+                used = used_bytes_of_few(self.directory, _COUNTED_AT_ONCE)
+                if used is None or not segments.delete_strangers(used + segment_bytes - self.capacity):
+                    break
             number = segments.next_number(())
             if number is None:
                 break
