@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from tiering.base import OffloadKey, ReqContext
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import BlockIdsByGroup
+from tiering.connector.names import extend_names
 from tiering.connector.protocols import EngineRequest
 from tiering.request_policy import RequestPolicy
 
@@ -102,24 +102,10 @@ class RequestState:
         return [group.block_ids for group in self.groups]
 
     def extend_keys(self, layouts: Sequence[OffloadGroup]) -> None:
-        """Name the blocks whose hashes have appeared since the last call; nothing is built twice.
-
-        A streaming session discards the token that was sampled last and goes on with others: names behind it are built anew.
-        """
+        """Name the blocks whose hashes have appeared since the last call, and anew those whose tokens were replaced."""
         hashes = self.request.block_hashes
-        count = len(hashes)
         for layout, group in zip(layouts, self.groups, strict=True):
-            factor, suffix, keys = layout.hash_block_size_factor, layout.key_suffix, group.keys
-            want = count // factor
-            known = min(len(keys), want)
-            if known and keys[known - 1] != hashes[known * factor - 1] + suffix:
-                # A hash covers all tokens before it: names are right up to some block, and wrong from there on.
-                known = bisect_left(range(known), True, key=lambda index: keys[index] != hashes[(index + 1) * factor - 1] + suffix)
-            if known < len(keys):
-                del keys[known:]
-                group.cursor = min(group.cursor, known)
-            if want > known:
-                keys += [block_hash + suffix for block_hash in hashes[(known + 1) * factor - 1 : want * factor : factor]]
+            group.cursor = min(group.cursor, extend_names(group.keys, hashes, layout.hash_block_size_factor, layout.key_suffix))
 
     def set_blocks(self, block_ids: BlockIdsByGroup) -> None:
         """These are all of the request's GPU blocks."""

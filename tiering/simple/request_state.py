@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiering.base import GROUP_BYTES, OffloadKey
+from tiering.connector.names import extend_names
 from tiering.connector.protocols import EngineRequest
 from tiering.request_policy import RequestPolicy
 
@@ -82,13 +83,11 @@ class RequestState:
         return self.request.num_computed_tokens - int(getattr(self.request, "num_output_placeholders", 0))
 
     def extend_keys(self, hashes_per_block: Sequence[int]) -> None:
-        """Name the blocks whose hashes have come since the last call."""
+        """Name the blocks whose hashes have come since the last call, and anew those whose tokens were replaced."""
         hashes = self.request.block_hashes
         for index, (group, factor) in enumerate(zip(self.groups, hashes_per_block, strict=True)):
-            known = len(group.keys) * factor
-            if known + factor <= len(hashes):
-                suffix = index.to_bytes(GROUP_BYTES, "big")
-                group.keys += [name + suffix for name in hashes[known + factor - 1 :: factor]]
+            known = extend_names(group.keys, hashes, factor, index.to_bytes(GROUP_BYTES, "big"))
+            group.cursor = min(group.cursor, known)
 
     def append_blocks(self, block_ids: BlockIds) -> None:
         """More GPU blocks, behind the others."""

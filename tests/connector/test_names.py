@@ -1,0 +1,43 @@
+"""The names of blocks follow the hashes, also where an engine has replaced tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.connector.fakes import chain_hashes
+from tiering.base import make_offload_key
+from tiering.connector.names import extend_names
+from tiering.request_policy import RequestPolicy
+from tiering.simple.request_state import GroupState, RequestState
+
+
+@given(
+    factor=st.integers(1, 3),
+    changes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 3), max_size=12)), max_size=8),
+)
+def test_after_any_change_of_the_tokens(factor: int, changes: list[tuple[int, list[int]]]) -> None:
+    tokens: list[int] = []
+    names: list[bytes] = []
+    for kept, added in changes:
+        before = list(names)
+        tokens = [*tokens[:kept], *added]
+        hashes = chain_hashes(tokens, 2)
+        known = extend_names(names, hashes, factor, b"0000")
+        assert names == [name + b"0000" for name in hashes[factor - 1 :: factor]]
+        assert names[:known] == before[:known]
+        assert known == len(before) or names[known : known + 1] != before[known : known + 1]
+
+
+def test_the_simple_mode_names_a_block_anew_and_offers_it_again() -> None:
+    hashes = chain_hashes(range(16), 4)
+    request = SimpleNamespace(request_id="r1", block_hashes=hashes)
+    state = RequestState(request, RequestPolicy(), [GroupState()])  # type: ignore[arg-type]
+    state.extend_keys([1])
+    state.groups[0].cursor = 4
+    hashes[3:] = chain_hashes([*range(15), 99, *range(4)], 4)[3:]
+    state.extend_keys([1])
+    assert state.groups[0].keys == [make_offload_key(name, 0) for name in hashes]
+    assert state.groups[0].cursor == 3
