@@ -107,5 +107,5 @@ def test_a_frame_of_another_length_is_refused_before_memory_is_taken_for_it(clai
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"with its extra s3"):
+    with pytest.raises(ConfigError, match="with its extra s3"):
         BlockCodec(2)

@@ -153,5 +153,5 @@ def test_a_missing_package_is_a_configuration_error_that_names_the_extra(package
         monkeypatch.delitem(__import__("sys").modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     context = TierContext("s3", memoryview(bytearray(4096)).cast("B", (1, 4096)), (4096,), make_namespace("m", (4096,)))
-    with pytest.raises(ConfigError, match=r"kv-tiering\[s3\]"):
+    with pytest.raises(ConfigError, match="with its extra s3"):
         S3_TIER.build(S3Options(bucket="kv-cache"), context)
