@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from tiering.block_store import Outcome, Place
-from tiering.errors import ConfigError, OutOfSpaceError, StoreError
+from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
 from tiering.namespace import Namespace
 from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
@@ -25,6 +25,7 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io_side import IoSide
 from tiering.secondary.layers.breaker import BreakerState
 from tiering.secondary.messages import IoKind, IoResult, IoTask
+from tiering.secondary.ratelimit import RateLimit
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.feed import RecoveryFeed
@@ -51,6 +52,8 @@ RETRY_CHECKPOINT_SECONDS = 30.0
 
 RETRY_SPACE_SECONDS = 60.0
 """How long after the disk was full room is looked for again."""
+
+_LOG_PERIOD = 30.0
 
 OPEN_WAIT_SECONDS = 2.0
 """How long opening waits for recovery, so that the first requests after a restart find what is there; it goes on after that."""
@@ -106,6 +109,8 @@ class LocalTier(BlockTier):
         self._inspecting = False
         self._inspected_at = float("-inf")
         self._inspect_due = float("inf")
+        self._inspection_lines = RateLimit(_LOG_PERIOD, context.clock)
+        self._tidy_due = float("inf")
         self._starting_over = False
         """The directory is not the one that was opened: it is opened again when nothing uses it any more."""
         self._closing_store = False
@@ -154,7 +159,7 @@ class LocalTier(BlockTier):
         self._seen.update(remembered.segments)
         if remembered.segments:
             self._feed.begin(partial(recover, store.segments, remembered, namespace.fingerprint, self._stop))
-        self.io.run(IoTask("tidy", store.tidy, self._tidied, background=True))
+        self._tidy_due = self.context.clock()
         self._grow()
 
     def on_left(self) -> None:
@@ -181,6 +186,8 @@ class LocalTier(BlockTier):
         if self.namespace is None or self._closing_down:
             return
         self._bad_slots.tick()
+        if self.context.clock() >= self._tidy_due:
+            self._tidy()
         if self.io.breakers.state is not BreakerState.CLOSED:
             self._want_inspection(INSPECT_SECONDS)
         if self.context.clock() >= self._inspect_due:
@@ -298,9 +305,15 @@ class LocalTier(BlockTier):
         self._seen.add(number)
         self.index.add_free(number * per_segment + np.arange(per_segment))
 
+    def _tidy(self) -> None:
+        """See to it that the directory is within the capacity, in the background."""
+        self._tidy_due = float("inf")
+        self.io.run(IoTask("tidy", self.store.tidy, self._tidied, background=True))
+
     def _tidied(self, result: None, error: BaseException | None) -> None:
         if error is not None:
-            logger.warning("tier %s: %s", self.name, error)
+            logger.warning("tier %s: %s; it is tried again", self.name, error)
+            self._tidy_due = self.context.clock() + RETRY_SPACE_SECONDS
 
     def _out_of_space(self, reason: str) -> None:
         self._complete = False
@@ -327,7 +340,9 @@ class LocalTier(BlockTier):
         self._inspecting = False
         self._inspected_at = self.context.clock()
         if inspection is None:
-            logger.warning("tier %s: %s", self.name, error)
+            if count := self._inspection_lines.admit():
+                logger.warning("tier %s: %s (%d such failure(s)); it is tried again", self.name, error, count)
+            self._want_inspection(INSPECT_SECONDS)
             return
         if inspection.moved is not None:
             self._start_over(inspection.moved, kept=inspection.kept)
@@ -365,6 +380,9 @@ class LocalTier(BlockTier):
 
     def _store_closed(self, result: None, error: BaseException | None) -> None:
         self._closing_store = False
+        if isinstance(error, TemporaryStoreError):
+            # No thread could be had to close it: it is still open, and is closed in one of the next steps.
+            return
         self._open_is_due = False
         if error is not None:
             logger.warning("tier %s: closing %s before it is opened again: %s", self.name, self.store.directory, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,26 @@ def test_a_breaker_closes_when_its_probe_gets_a_thread(tmp_path: Path, thread_li
         thread_limit.leave()
         rig.wait(lambda: rig.tier.get_stats().writable)
         assert rig.load(K[:8]) == K[:8]
+
+
+@pytest.mark.parametrize("part", ["reopen", "inspect"])
+def test_a_directory_that_went_away_is_opened_again_when_threads_can_be_started(
+    tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    path = tmp_path / "kv"
+    with opened(path, **FAST) as rig:
+        rig.store(K[:8])
+        rig.wait(lambda: not rig.tier._inspecting)
+        thread_limit.reach(part)
+        shutil.rmtree(path)
+        rig.store(K[8:12])
+        rig.wait(lambda: len(thread_limit.refused) > 3)
+        thread_limit.leave()
+        rig.wait(lambda: rig.store(K[16:20]) == K[16:20] and segment_files(path))
+        assert rig.load(K[16:20]) == K[16:20]
+    assert len([record for record in caplog.records if "cannot be started" in record.getMessage()]) <= 2
 
 
 _CHILD = """

@@ -224,7 +224,7 @@ def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_whe
             go.wait(30)
 
     with opened(tmp_path, files=device, deadline="50ms", max_inflight=2, primary_share=1.0) as rig:
-        rig.store(K[:2])
+        rig.wait(lambda: rig.store(K[:2]) == K[:2])
         slot = rig.place(K[0])
         device.fail = hang
         try:
