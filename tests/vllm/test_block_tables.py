@@ -14,11 +14,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, StreamingUpdate
 
-from tests.connector.fakes import FakeBlocks, FakeManager, FakeSpec
-from tiering.base import EngineConfig, GPULoadStoreSpec
+from tests.connector.fakes import FakeBlocks, FakeManager, FakeNewRequest, FakeSchedulerOutput, FakeSpec
+from tiering.base import EngineConfig, GPULoadStoreSpec, make_offload_key
 from tiering.connector.groups import build_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm_geometry import read_geometry
@@ -74,10 +75,10 @@ def engine_of(shape: list[tuple[Any, bool]]) -> EngineConfig:
     return read_geometry(config, cache, lambda spec: kinds[type(spec)], HASH).engine
 
 
-def make_request(name: str) -> Request:
+def make_request(name: str, tokens: list[int] | None = None) -> Request:
     kv_cache_utils.init_none_hash(sha256)
     hasher = kv_cache_utils.get_request_block_hasher(HASH, sha256)
-    return Request(name, list(range(TOKENS)), SamplingParams(max_tokens=4), None, block_hasher=hasher)
+    return Request(name, tokens or list(range(TOKENS)), SamplingParams(max_tokens=4), None, block_hasher=hasher)
 
 
 def test_what_vllm_says_of_speculative_heads_is_read() -> None:
@@ -94,7 +95,7 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str) -> None:
     _, cache = configuration(shape)
     engine = engine_of(shape)
     sizes = [group.gpu_block_size for group in engine.groups]
-    for limit in range(HASH, TOKENS, 8):
+    for limit in range(HASH, TOKENS, 28):
         own = KVCacheManager(cache, 4096, scheduler_block_size=max(sizes), hash_block_size=HASH)
         manager = FakeManager(256)
         scheduler = OffloadingConnectorScheduler(FakeSpec(engine, manager=manager))
@@ -120,3 +121,37 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str) -> None:
             assert given <= filled, (name, limit, tokens)
             filled -= given
         assert not filled
+
+
+def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> None:
+    """vLLM's own update of the request: it lets the prompt grow in place, and discards the token that was sampled last."""
+    shape = SHAPES["full attention"]
+    _, cache = configuration(shape)
+    manager = FakeManager(256)
+    scheduler = OffloadingConnectorScheduler(FakeSpec(engine_of(shape), {"offload_prompt_only": False}, manager))
+    own = KVCacheManager(cache, 4096, scheduler_block_size=HASH, hash_block_size=HASH)
+    request = make_request("r1", list(range(2 * HASH - 1)))
+    request.resumable = True
+
+    def run(tokens: int) -> None:
+        own.allocate_slots(request, tokens)
+        step = FakeSchedulerOutput()
+        step.scheduled_new_reqs.append(FakeNewRequest("r1", own.get_block_ids("r1"), request.num_computed_tokens))
+        step.num_scheduled_tokens["r1"] = tokens
+        scheduler.build_connector_meta(step)
+        request.num_computed_tokens += tokens
+
+    scheduler.on_new_request(request)
+    run(request.num_tokens)
+    request.append_output_token_ids(7)
+    scheduler._states["r1"].extend_keys(build_groups(FakeSpec(engine_of(shape))))
+    chunk = make_request("r1", list(range(500, 500 + 2 * HASH + 1)))
+    chunk.resumable = True
+    update = StreamingUpdate.from_request(chunk)
+    engine = SimpleNamespace(hash_block_size=HASH, num_waiting_for_streaming_input=1, log_stats=False)
+    Scheduler._update_request_as_session(engine, request, update)
+    assert request.num_tokens == request.num_prompt_tokens == 4 * HASH
+    run(request.num_tokens - request.num_computed_tokens)
+    scheduler.request_finished(request, [])
+    assert [key for keys in manager.offered for key in keys] == [make_offload_key(name, 0) for name in request.block_hashes]
+    assert len(request.block_hashes) == 4
