@@ -142,7 +142,7 @@ class BlockTable:
 
     def any_quarantined(self, rows: Iterable[object]) -> bool:
         """Whether one of ``rows`` is in quarantine."""
-        return not self._quarantined.isdisjoint(rows)
+        return bool(self._quarantined) and not self._quarantined.isdisjoint(rows)
 
     @property
     def quarantined(self) -> int:

@@ -287,6 +287,44 @@ def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
     assert (index.slots, index.free) == (4, 2)
 
 
+def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_its_block_does_not_count() -> None:
+    index = make_index(2)
+    plan = index.plan_store(K[:2], NOW)
+    bad = plan.places[0]
+    assert index.retire([bad]) == []
+    assert set(index.revoked) == {bad}
+    assert index.idle_bad([bad]) == [], "a trial would write beside the writer"
+    index.end_store(K[:2], plan.places, [True, True], NOW)
+    assert index.idle_bad([bad]) == [bad]
+    assert (index.lookup_prefix(K[1:2], NOW).held, index.blocks, index.slots) == (1, 1, 1)
+    index.restore([bad])
+    assert (index.slots, index.free, index.retired_for_errors) == (2, 1, 0)
+
+
+def test_bad_slots_are_told_apart_from_those_without_space() -> None:
+    index = make_index(6)
+    store(index, K[:2])
+    assert index.retire([0, 5]) == K[:1]
+    plan = index.plan_store(K[2:3], NOW)
+    index.retire_full(K[2:3], np.array(plan.places))
+    index.end_store(K[2:3], plan.places, [False], NOW)
+    assert (index.slots, index.retired, index.retired_for_errors) == (3, 1, 2)
+    assert index.restore_full() == 1
+    assert sorted(store(index, K[3:6]).places) == [2, 3, 4]
+
+
+def test_bad_slots_known_from_before_are_never_handed_out_when_they_are_seen() -> None:
+    index = SlotIndex(6)
+    index.mark_bad([1, 3, 5])
+    index.begin_recovery()
+    index.add_free(np.array([0, 1]))
+    index.add_foreign(np.array([2, 3]))
+    assert index.merge(K[:2], np.array([4, 5]), np.array([7, 8], np.uint64)) == K[:1]
+    index.end_recovery()
+    assert (index.slots, index.free, index.blocks, index.retired_for_errors) == (3, 2, 1, 3)
+    assert sorted(index.idle_bad(range(6))) == [1, 3, 5]
+
+
 # -------------------------------------------------------------------------------------------------------------- checkpoints
 
 

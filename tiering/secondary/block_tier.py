@@ -169,9 +169,10 @@ class BlockTier(TierLife):
             logger.error("tier %s: the I/O side reported job %d, which is not in flight; ignored", self.name, io_job.job_id)
             return
         self.on_result(result)
-        bad = [place for place, outcome in zip(io_job.places, result.outcomes, strict=True) if isinstance(outcome, DeviceError)]
-        if bad:
-            self.retire(bad)
+        if result.outcomes.count(Done.DONE) < len(result.outcomes):
+            ended = zip(io_job.places, result.outcomes, strict=True)
+            if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
+                self.retire(bad)
         now = self._clock()
         self.stats.observe_job(now - io_job.submitted_at)
         # Across a reset nothing succeeds: neither may the index hold it, nor the manager serve it.

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from tiering.block_store import Outcome, Place
+from tiering.block_store import Done, Outcome, Place
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
 from tiering.namespace import Namespace
 from tiering.secondary.base import TierContext
@@ -208,18 +208,20 @@ class LocalTier(BlockTier):
         self._bad_slots.add(places, suspect=True)
 
     def on_result(self, result: IoResult) -> None:
-        failed = any(isinstance(outcome, StoreError) for outcome in result.outcomes)
+        failed = result.outcomes.count(Done.DONE) < len(result.outcomes)
+        failed = failed and any(isinstance(outcome, StoreError) for outcome in result.outcomes)
         if failed or result.job.kind is IoKind.STORE:
             self._want_inspection(INSPECT_AT_ONCE_SECONDS if failed else INSPECT_SECONDS)
-        unsynced = [
-            place for place, outcome in zip(result.job.places, result.outcomes, strict=True) if isinstance(outcome, UnsyncedError)
-        ]
-        if unsynced := [*unsynced, *self.store.take_suspects()]:
-            self._suspect(unsynced)
+        suspects: list[Place] = [*self.store.take_suspects()]
+        if failed:
+            found = zip(result.job.places, result.outcomes, strict=True)
+            suspects += [place for place, outcome in found if isinstance(outcome, UnsyncedError)]
+        if suspects:
+            self._suspect(suspects)
         if result.job.kind is not IoKind.STORE:
             return
         self._changed = True
-        full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)]
+        full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)] if failed else []
         if full:
             keys = [result.job.keys[position] for position in full]
             places = [result.job.places[position] for position in full]
@@ -227,7 +229,7 @@ class LocalTier(BlockTier):
             self._out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
 
     def revoked_places(self) -> Collection[Place]:
-        return self.index.leaving
+        return self.index.revoked
 
     def before_close(self, deadline: float) -> None:
         self._stop.set()

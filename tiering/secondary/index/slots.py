@@ -12,7 +12,7 @@ Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -341,8 +341,9 @@ class SlotIndex(TierIndex):
                 table.withhold(np.array([slot]))
                 self._count_out(slot)
             elif key is not None and table.pending.get(key) == slot:
+                # Its writer may still run, whoever that is: the slot is out of use for good once that has ended.
                 table.disown([key], np.array([slot]))
-                self._count_out(slot)
+                self._condemned.add(slot)
             else:
                 if key is not None and self._readable.get(key) == slot:
                     gone += table.drop([key])
@@ -352,6 +353,11 @@ class SlotIndex(TierIndex):
                     idle.append(slot)
         self._withdraw(idle)
         return gone
+
+    @property
+    def revoked(self) -> Collection[Place]:
+        """Slots whose writes do not count, however they end: the medium has lost them, or the device has reported an error there."""
+        return self.leaving | self._bad if self._bad else self.leaving
 
     def mark_bad(self, slots: Sequence[int]) -> None:
         """These unseen slots are known to be bad: they are retired when they are seen."""
