@@ -98,6 +98,21 @@ class RecoveryFeed:
         self._index.begin_recovery()
         self._fetch()
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last attempts ended with an error."""
+        return self.active and self._backoff.failures > 0
+
+    def abandon(self) -> None:
+        """Forget what is not merged: the directory is another one.  A task may still be under way (:attr:`fetching`)."""
+        if not self.active:
+            return
+        self._recovery = self._begin_again = None
+        self._batches.clear()
+        self._merged = 0
+        self._backoff.succeeded()
+        self._index.end_recovery()
+
     def tick(self) -> None:
         """Merge what has come, and try again what failed, when it is time."""
         if self._batches:
@@ -128,6 +143,8 @@ class RecoveryFeed:
 
     def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
         self.fetching = False
+        if not self.active:
+            return
         if error is not None:
             if not self._backoff.failures:
                 logger.warning(

@@ -188,7 +188,7 @@ class LocalTier(BlockTier):
         self._bad_slots.tick()
         if self.context.clock() >= self._tidy_due:
             self._tidy()
-        if self.io.breakers.state is not BreakerState.CLOSED:
+        if self.io.breakers.state is not BreakerState.CLOSED or self._feed.failing:
             self._want_inspection(INSPECT_SECONDS)
         if self.context.clock() >= self._inspect_due:
             self._inspect()
@@ -279,11 +279,9 @@ class LocalTier(BlockTier):
         pace = self._pace = Pace()
         per_segment = self.store.geometry.slots_per_segment
         taken = self._seen | {slot // per_segment for slot in self.index.leaving}
-        # While blocks are recovered nobody can say which slots a segment that is gone would take along.
-        recovering = self._feed.active
 
         def prepare() -> tuple[Inspection, int | None]:
-            inspection = Inspection() if recovering else self.store.inspect()
+            inspection = self.store.inspect()
             return inspection, None if inspection.moved else self.store.prepare(pace, taken)
 
         self.io.run(IoTask("segment", prepare, self._grown, background=True))
@@ -331,8 +329,8 @@ class LocalTier(BlockTier):
         self._inspect_due = min(self._inspect_due, max(self.context.clock(), self._inspected_at + within))
 
     def _inspect(self) -> None:
-        """Compare the directory with what is open, unless that goes on, or blocks are still being recovered."""
-        if self._inspecting or self._feed.active:
+        """Compare the directory with what is open, unless that goes on."""
+        if self._inspecting:
             return
         self._inspecting = True
         self._inspect_due = float("inf")
@@ -348,6 +346,9 @@ class LocalTier(BlockTier):
             return
         if inspection.moved is not None:
             self._start_over(inspection.moved, kept=inspection.kept)
+        if self._feed.active:
+            # Not all of a segment's slots have been seen: another look is taken when they have.
+            return
         for damage in inspection.damaged:
             if self.store.segments.disown(damage):
                 self._lose_segment(damage)
@@ -362,6 +363,7 @@ class LocalTier(BlockTier):
             self.stats.blocks_lost += blocks
         fate = "it is opened again" if kept else f"its {blocks} block(s) are lost, and it is opened again"
         logger.error("tier %s: %s %s: %s", self.name, self.store.directory, moved, fate)
+        self._feed.abandon()
         self.leave_medium()
         self.index.lose(0, self.index.num_slots)
         self._seen.clear()

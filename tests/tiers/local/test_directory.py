@@ -117,6 +117,32 @@ def test_a_directory_is_not_made_again_below_a_disk_that_is_not_mounted(tmp_path
     store.close()
 
 
+def test_a_disk_that_is_replaced_while_recovery_fails_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    with opened(path) as rig:
+        rig.store(K[:8])
+    (path / CHECKPOINT_NAME).unlink()
+    device = FaultyDevice()
+    device.direct = False
+    failing = ["read"]
+
+    def fail(operation: str, path: Path) -> None:
+        if operation in failing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    rig = LocalRig(path, files=device, **PROBES)  # type: ignore[arg-type]
+    device.fail = fail
+    rig.tier.open(rig.context.clock() + 20)
+    rig.wait(lambda: rig.tier._feed.failing)
+    path.rename(tmp_path / "elsewhere")
+    rig.wait(lambda: path.is_dir() and not rig.tier.recovering)
+    failing.clear()
+    rig.wait(lambda: rig.store(K[16:24]) == K[16:24])
+    assert rig.load(K[16:24]) == K[16:24]
+    assert rig.lookup(K[:8]) == 0
+    rig.close()
+
+
 # ------------------------------------------------------------------------------------------------------------------- owners
 
 
