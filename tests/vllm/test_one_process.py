@@ -163,6 +163,42 @@ def test_requests_aborted_while_they_load(tiered, expected):
     assert wrong(tiered.ask(LATER), expected["later"]) == []
 
 
+def converse(running: Engine, chunks: Sequence[list[int]], max_tokens: int) -> list[int]:
+    """A streaming session: each chunk is answered before the next one comes.  Returns its whole prompt, as it is at the end."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    core = running.llm.llm_engine.engine_core.engine_core
+    for chunk in [*chunks, None]:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        words = EngineCoreRequest(
+            "session", list(chunk or [0]), None, sampling, None, 0.0, None, None, None, resumable=chunk is not None
+        )
+        if chunk is None:
+            prompt_tokens = list(running.scheduler.requests["session"].prompt_token_ids)
+        core.add_request(*core.preprocess_add_request(words))
+        while "session" in running.scheduler.requests and (
+            running.scheduler.requests["session"].status.name != "WAITING_FOR_STREAMING_REQ"
+        ):
+            running.llm.llm_engine.step()
+    running.settle()
+    return prompt_tokens
+
+
+def test_all_of_a_streaming_session_is_stored(tiered, mode):
+    """Its last word is discarded with each chunk, here a token that had just filled a block."""
+    words = [prompt(60, 3 * BLOCK - 4), prompt(61, 2 * BLOCK), prompt(62, 2 * BLOCK + 8)]
+    whole = converse(tiered, words, 4)
+    assert len(whole) == sum(map(len, words)) + 2 * 3
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: tiered.ask([whole]))
+    if mode != "lazy":  # which stores what is about to leave the GPU
+        assert loaded == whole_blocks([whole]) * BLOCK_BYTES
+    tiered.settle()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    assert wrong(answers, tiered.ask([whole])) == []
+
+
 def test_requests_may_ask_for_no_tiers(tiered, expected):
     tiered.ask(PROMPTS)
     tiered.evict()
