@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from benchmarks.harness import Bench, Sample, ratio
-from tiering.base import OffloadKey, ReqContext
-from tiering.manager import TieringOffloadingManager
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.base import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
 
 BATCH = 64
 Batch = list[OffloadKey]

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Bench, Sample, ratio, timed
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, KVCacheGroup, TransferSpec
-from tiering.copy.base import OffloadingHandler
+from tiering.api.engine import KVCacheGroup
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy.canonical import canonicalize
+from tiering.copy.contract import OffloadingHandler
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
-from tiering.primary.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion
 
 LAYERS = 32
 BLOCKS_PER_JOB = 64

@@ -34,9 +34,10 @@ import torch
 
 from benchmarks.bench_control_plane import Subject
 from benchmarks.harness import Bench, Sample
-from tiering.base import OffloadKey, ReqContext
-from tiering.namespace import ModelIdentity, Namespace
-from tiering.secondary.base import TierContext, TransferJob
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.request import ReqContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiers.local import LocalOptions, LocalTier
 
 BLOCK_BYTES = 2 << 20

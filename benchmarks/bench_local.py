@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bench, Sample, Stats, ratio, timed
-from tiering.base import ReqContext
-from tiering.namespace import ModelIdentity, Namespace
-from tiering.secondary.base import TierContext, TransferJob
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.request import ReqContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
 

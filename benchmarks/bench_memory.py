@@ -32,8 +32,8 @@ def _batches(blocks: int) -> list[bytes]:
 
 def fill_primary(blocks: int) -> float:
     """Bytes per block of the manager over a full primary tier."""
-    from tiering.base import ReqContext
-    from tiering.manager import TieringOffloadingManager
+    from tiering.api.request import ReqContext
+    from tiering.manager.manager import TieringOffloadingManager
     from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
     buffer = memoryview(np.zeros((blocks, 1), np.uint8))

@@ -28,12 +28,13 @@ from obstore.store import S3Store as ObjectClient
 from benchmarks.harness import Bench, Sample, Stats, timed
 from examples import s3_server
 from scripts import ceph_rgw
-from tiering.base import make_offload_key
-from tiering.namespace import ModelIdentity, Namespace
-from tiering.secondary.base import TierContext
+from tiering.api.keys import make_offload_key
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import object_name
-from tiering.secondary.io_host import IoHost, build_io_host
-from tiering.secondary.messages import IoJob, IoKind
+from tiering.secondary.io.assembly import build_io_host
+from tiering.secondary.io.host import IoHost
+from tiering.secondary.io.messages import IoJob, IoKind
 from tiers.s3.options import S3Options
 from tiers.s3.store import S3Store
 

@@ -32,7 +32,7 @@ from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
 from tests.servers import rclone_server
-from tiering.base import PRIMARY_TIER
+from tiering.api.keys import PRIMARY_TIER
 
 PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
 STARTS, ROUNDS = 5, 2

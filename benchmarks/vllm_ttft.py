@@ -26,7 +26,8 @@ from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, Asked, Watch, ask, progress, prompt, running, settle, until, write_model
 from tests.servers import rclone_server
 from tests.vllm.rig import Engine
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext
+from tiering.api.request import ReqContext
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 
 LENGTH = 4000
 BLOCKS = LENGTH // BLOCK

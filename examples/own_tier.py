@@ -16,12 +16,12 @@ from typing import ClassVar
 import numpy as np
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
-from tiering.definition import TierDefinition
 from tiering.errors import CorruptBlockError, PermanentStoreError, TemporaryStoreError
-from tiering.options import TierOptions
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.options import TierOptions
 
 
 class SQLiteOptions(TierOptions):

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.thread_limit import ThreadLimit
-from tiering import masking
+from tiering.api import masking
 
 T = TypeVar("T")
 

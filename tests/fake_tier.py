@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from pydantic import SecretStr, field_validator
 
-from tiering.base import OffloadKey, ReqContext
-from tiering.definition import TierDefinition
-from tiering.options import TierOptions
-from tiering.secondary.base import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.definition import TierDefinition
+from tiering.secondary.options import TierOptions
 
 
 class FakeOptions(TierOptions):

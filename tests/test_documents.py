@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from examples import vllm_offline
-from tiering.config import TIER_TYPES, PrimaryOptions, StackConfig, load_stack, tier_definition
-from tiering.manager_stats import ManagerStats
-from tiering.request_policy import RequestPolicy, parse_request_policy
+from tiering.api.request_policy import RequestPolicy, parse_request_policy
+from tiering.config.registry import TIER_TYPES, tier_definition
+from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
+from tiering.manager.stats import ManagerStats
 from tiering.secondary.stats import TierStats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,8 +71,10 @@ def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path):
 
 def test_the_connector_that_documents_name_is_there():
     known = vllm_offline.transfer_config("stack.yaml")
-    module = ast.parse((ROOT / known["kv_connector_module_path"].replace(".", "/")).with_suffix(".py").read_text())
+    package = importlib.import_module(known["kv_connector_module_path"])
+    module = ast.parse((ROOT / "tiering" / "engines" / "vllm" / "connector.py").read_text())
     assert known["kv_connector"] in {node.name for node in module.body if isinstance(node, ast.ClassDef)}
+    assert known["kv_connector"] in package.__all__
 
 
 def test_the_stack_and_the_request_that_the_server_document_writes_are_valid():

@@ -15,7 +15,7 @@ import pytest
 from examples.own_tier import SQLITE_TIER, SQLiteOptions, SQLiteStore
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
 from tiering.block_store import Place
-from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
 

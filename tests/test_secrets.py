@@ -12,10 +12,10 @@ import pytest
 from pydantic import SecretStr, field_validator
 
 import tiering
-from tiering import masking
-from tiering.config import TIER_TYPES, tier_definition
-from tiering.definition import TierDefinition
-from tiering.masking import guard_logs, mask_text
+from tiering.api import masking
+from tiering.api.masking import guard_logs, mask_text
+from tiering.config.registry import TIER_TYPES, tier_definition
+from tiering.secondary.definition import TierDefinition
 
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="secrets")
 PRIMARY = {"capacity": "1MiB"}

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tiering.base import CanonicalKVCaches, EngineConfig, GPULoadStoreSpec, KVCacheGroup, ReqContext, make_offload_key
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
+from tiering.api.keys import make_offload_key
+from tiering.api.namespace import KVLayout, ModelIdentity
+from tiering.api.request import ReqContext
+from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.copy.base import OffloadingWorker
 from tiering.copy.canonical import canonicalize
+from tiering.copy.contract import OffloadingWorker
 from tiering.errors import ConfigError, RegionError
-from tiering.namespace import KVLayout, ModelIdentity
 from tiering.spec import TieringOffloadingSpec
 from tiering.testing.clock import until
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiering.base import TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.api.transfer import TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
 
 
 class Wrapped(OffloadingHandler):

@@ -1,26 +1,14 @@
 """kv-tiering: a multi-tier KV-cache hierarchy for LLM inference.  This is the public API; what is not named here is private."""
 
-from tiering.base import (
-    BlockIDsLoadStoreSpec,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadingSpec,
-    OffloadKey,
-    OffloadPolicy,
-    PrefixMatch,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-    make_offload_key,
-)
+from tiering.api.engine import OffloadingSpec
+from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
+from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.namespace import KVLayout, ModelIdentity
+from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.api.transfer import BlockIDsLoadStoreSpec, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from tiering.block_store import BlockIO, BlockStore, Done, StoreProbe
-from tiering.config import StackConfig, load_stack
-from tiering.definition import TierDefinition
+from tiering.config.stack import open_manager
+from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import (
     ConfigError,
     CorruptBlockError,
@@ -37,15 +25,14 @@ from tiering.errors import (
     TierUnavailableError,
     WrongThreadError,
 )
-from tiering.manager import TieringOffloadingManager
-from tiering.namespace import KVLayout, ModelIdentity
-from tiering.news import News
-from tiering.options import TierOptions
-from tiering.policies.base import EvictionPolicy
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.manager.waiting import wait_for_prefix, wait_for_prefix_async, wait_until_idle, wait_until_idle_async
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.base import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
-from tiering.stack import open_manager
-from tiering.waiting import wait_for_prefix, wait_for_prefix_async, wait_until_idle, wait_until_idle_async
+from tiering.runtime.news import News
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.definition import TierDefinition
+from tiering.secondary.options import TierOptions
+from tiering.table.policies.policy import EvictionPolicy
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
 """The contract of a medium: a :class:`BlockStore` moves framed blocks to and from places that it is told, and nothing else.
 
 A store keeps no index, takes no decision, and knows nothing of retries, checksums, compression or deadlines: those are layers
-(:mod:`tiering.secondary.layers`) with this same interface, written once.  It runs on the I/O side, called by several threads at
+(:mod:`tiering.secondary.io.layers`) with this same interface, written once.  It runs on the I/O side, called by several threads at
 once.
 
 What MUST hold, and what the conformance suite (:mod:`tiering.testing`) checks on every store:

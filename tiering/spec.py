@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tiering.base import CanonicalKVCaches, EngineConfig, LoadStoreSpec, OffloadingSpec
-from tiering.config import StackConfig, load_stack
-from tiering.copy.base import OffloadingHandler
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec
+from tiering.api.namespace import KVLayout, ModelIdentity
+from tiering.api.transfer import LoadStoreSpec
+from tiering.config.stack import open_manager
+from tiering.config.stack_file import StackConfig, load_stack
+from tiering.copy.contract import OffloadingHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError, RegionError
-from tiering.manager import TieringOffloadingManager
-from tiering.namespace import KVLayout, ModelIdentity
-from tiering.primary.region import SharedRegion, row_stride
-from tiering.stack import open_manager
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.memory.region import SharedRegion, row_stride
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 _FLAGS = ("offload_prompt_only", "self_describing_kv_events")
@@ -68,7 +69,7 @@ class TieringOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> TieringOffloadingManager:
         """The manager of the stack, which owns the rows from now on.  The same one if called again.
 
-        Raises what :func:`tiering.stack.open_manager` does.
+        Raises what :func:`tiering.config.stack.open_manager` does.
         """
         if self._manager is None:
             region = self._open_region()

@@ -10,17 +10,18 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
+from tiering.api.units import Size
 from tiering.block_store import BlockIO, BlockStore, Done, Place
-from tiering.definition import TierDefinition
 from tiering.errors import ConfigError, CorruptBlockError
-from tiering.namespace import Namespace
-from tiering.options import Size, TierOptions
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.messages import IoTask
+from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.options import TierOptions
 
 Frame = NDArray[np.uint8]
 

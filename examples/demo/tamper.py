@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiering.secondary.frame import MAGIC
+from tiering.secondary.io.frame import MAGIC
 
 _KEY_OFFSET = 72
-"""Where a frame has its key; see :mod:`tiering.secondary.frame`."""
+"""Where a frame has its key; see :mod:`tiering.secondary.io.frame`."""
 
 _INTO_FRAME = 9_000
 """Bytes from the beginning of a frame to the one that is flipped: behind any header, inside the block."""

@@ -13,8 +13,10 @@ from typing import Any
 from examples.mini_engine.engine import Engine, EngineOptions
 from examples.mini_engine.kv_cache import CacheKey
 from examples.mini_engine.worker import Worker, layer_name
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, KVCacheGroup, OffloadKey, make_offload_key
-from tiering.copy.base import OffloadingHandler
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.transfer import CPULoadStoreSpec
+from tiering.copy.contract import OffloadingHandler
 from tiering.copy.handlers import HandlerEntry
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from examples.mini_engine.worker import Worker, layer_name
-from tiering.base import PRIMARY_TIER, CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, KVCacheGroup, LoadStoreSpec, TransferSpec
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
+from tiering.api.keys import PRIMARY_TIER
+from tiering.api.namespace import KVLayout, ModelIdentity
+from tiering.api.transfer import CPULoadStoreSpec, LoadStoreSpec, TransferSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.copy.base import OffloadingHandler, TransferResult
-from tiering.namespace import KVLayout, ModelIdentity
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.spec import TieringOffloadingSpec
 
 ReplaceLoads = Callable[[OffloadingHandler], OffloadingHandler]

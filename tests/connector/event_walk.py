@@ -19,21 +19,21 @@ from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, Scheduler
 from tests.connector.fakes import make_spec
 from tests.connector.simulation import BLOCK, SimWorker
 from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
-from tiering.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome, Place
-from tiering.connector.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import CorruptBlockError, TemporaryStoreError
-from tiering.manager import TieringOffloadingManager
-from tiering.namespace import Namespace
-from tiering.options import TierOptions
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.offload.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.messages import IoKind
+from tiering.secondary.io.messages import IoKind
+from tiering.secondary.options import TierOptions
 from tiering.testing.clock import FakeClock
 
 ROWS = 12

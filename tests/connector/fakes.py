@@ -8,24 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiering.base import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    EngineConfig,
-    GPULoadStoreSpec,
-    KVCacheGroup,
-    LoadStoreSpec,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadingSpec,
-    OffloadKey,
-    OffloadPolicy,
-    PrefixMatch,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-    make_offload_key,
-)
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import NotReadableError

@@ -17,7 +17,9 @@ from examples.mini_engine.request import Request
 from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
 from examples.mini_engine.simple import MirroredPool
 from tests.connector.fakes import FakeManager, make_spec
-from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, make_offload_key
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.request import ReqContext
+from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 

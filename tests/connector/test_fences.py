@@ -17,7 +17,7 @@ from tests.connector.fakes import (
     run_prompt,
     start_load,
 )
-from tiering.base import as_rows
+from tiering.api.transfer import as_rows
 from tiering.connector.fences import BlockFences
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.connector.fakes import FakeSpec, make_scheduler, make_spec
-from tiering.base import EngineConfig, KVCacheGroup
+from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError

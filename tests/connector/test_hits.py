@@ -20,7 +20,10 @@ from tests.connector.fakes import (
     run_prompt,
 )
 from tests.manager.fakes import FakeTier, Rig
-from tiering.base import EngineConfig, GPULoadStoreSpec, KVCacheGroup, OffloadKey, ReqContext
+from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.groups import OffloadGroup, build_groups
 from tiering.connector.hits import HitSearch
 from tiering.connector.scheduler import OffloadingConnectorScheduler

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.connector.fakes import chain_hashes
-from tiering.base import make_offload_key
-from tiering.connector.names import extend_names
-from tiering.request_policy import RequestPolicy
+from tiering.api.keys import make_offload_key
+from tiering.api.request_policy import RequestPolicy
+from tiering.offload.names import extend_names
 from tiering.simple.request_state import GroupState, RequestState
 
 

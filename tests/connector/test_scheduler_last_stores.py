@@ -17,7 +17,8 @@ from tests.connector.fakes import (
     prompt,
     run_prompt,
 )
-from tiering.base import EngineConfig, GPULoadStoreSpec, KVCacheGroup
+from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 

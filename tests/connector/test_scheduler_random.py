@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.connector.simulation import Simulation, WrongKVError
 from tiering.connector.fences import NO_JOBS, BlockFences
-from tiering.connector.suspects import SuspectBlocks
+from tiering.offload.suspects import SuspectBlocks
 
 CASES = [
     pytest.param((None,), 1, 1, id="full attention"),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.connector.fakes import FakeSpec, finished, go_on, ids, make_spec, prompt, run_prompt
-from tiering.base import ReqContext
+from tiering.api.request import ReqContext
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.manager import TieringOffloadingManager
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 

@@ -18,7 +18,7 @@ from tests.connector.fakes import (
     start_load,
     stored,
 )
-from tiering.base import OffloadPolicy
+from tiering.api.request import OffloadPolicy
 from tiering.connector.metadata import OffloadingConnectorMetadata
 
 

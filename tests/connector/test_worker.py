@@ -10,20 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tiering.base import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    EngineConfig,
-    GPULoadStoreSpec,
-    KVCacheGroup,
-    LoadStoreSpec,
-    OffloadingManager,
-    OffloadingSpec,
-    TransferSpec,
-)
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
+from tiering.api.manager import OffloadingManager
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError

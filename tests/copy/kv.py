@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tiering.base import CanonicalKVCaches, KVCacheGroup
+from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
 from tiering.copy.canonical import canonicalize
 from tiering.copy.layout import RowLayout
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.copy import kv
 from tests.copy.kv import LAYERS, LAYOUTS, NUM_BLOCKS
-from tiering.base import KVCacheGroup
+from tiering.api.engine import KVCacheGroup
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
 from tiering.errors import ConfigError
 

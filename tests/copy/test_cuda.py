@@ -14,7 +14,8 @@ import torch
 
 from tests.copy import kv
 from tests.copy.fake_cuda import FakeCuda
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, KVCacheGroup, TransferSpec
+from tiering.api.engine import KVCacheGroup
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy import cuda
 from tiering.copy.canonical import canonicalize
 from tiering.copy.cuda import CudaCopyHandler, PinnedRows
@@ -22,7 +23,7 @@ from tiering.copy.handlers import make_handlers
 from tiering.copy.host import Direction
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
-from tiering.primary.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion
 
 
 def handler(api: FakeCuda, direction: Direction = Direction.STORE) -> CudaCopyHandler:

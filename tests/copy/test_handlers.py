@@ -10,9 +10,10 @@ import pytest
 from tests.copy import kv
 from tests.copy.fake_cuda import FakeCuda
 from tests.copy.kv import LAYOUTS, NUM_BLOCKS
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy import host
-from tiering.copy.base import OffloadingHandler, OffloadingWorker, TransferResult
+from tiering.copy.contract import OffloadingHandler, OffloadingWorker, TransferResult
 from tiering.copy.cuda import CudaCopyHandler, PinnedRows
 from tiering.copy.handlers import make_handlers
 from tiering.copy.host import Direction, HostCopyHandler

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.copy import kv
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError

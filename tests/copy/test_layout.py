@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.copy import kv
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
 from tiering.errors import ConfigError
 

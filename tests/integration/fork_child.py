@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.tiers.local.rig import LocalRig
 from tiering import ModelIdentity, load_stack, make_offload_key, open_manager
-from tiering.base import ReqContext
-from tiering.manager import TieringOffloadingManager
+from tiering.api.request import ReqContext
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.primary.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion
 from tiering.testing.frames import key_of
 
 BEFORE = range(100)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from tiering import ModelIdentity, OffloadKey, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
-from tiering.primary.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion
 from tiering.testing.frames import random_bytes
 
 CAPACITY = 16 << 20

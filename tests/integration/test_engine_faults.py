@@ -20,9 +20,10 @@ from tests.integration.test_engine_fuzz import play
 from tests.mini_engine.bad_disk import BadDisk
 from tests.mini_engine.chaos_tier import ChaosTier
 from tests.mini_engine.helpers import SMALL, one_row, options
-from tiering.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, TransferSpec
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, TransferSpec
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.spec import TieringOffloadingSpec
 
 

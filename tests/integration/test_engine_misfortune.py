@@ -13,9 +13,9 @@ from examples.mini_engine.request import Status
 from tests.mini_engine.chaos_tier import ChaosTier
 from tests.mini_engine.helpers import SMALL, WINDOWED, ask_all, one_row, options, prompt, reference, wrong_answers
 from tests.wrapped_handler import Wrapped
-from tiering.base import TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult
-from tiering.secondary.layers.chaos import Fault
+from tiering.api.transfer import TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.secondary.io.layers.chaos import Fault
 
 PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]
 MODELS = pytest.mark.parametrize("model", [SMALL, WINDOWED], ids=["full", "windowed"])

@@ -17,9 +17,9 @@ from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration import fork_child
 from tests.integration.fork_child import AFTER, BEFORE, fork, keys
 from tests.tiers.local.rig import LocalRig
-from tiering.base import OffloadingManager
-from tiering.inert_manager import InertManager
-from tiering.secondary.base import SecondaryTierManager
+from tiering.api.inert_manager import InertManager
+from tiering.api.manager import OffloadingManager
+from tiering.secondary.contract import SecondaryTierManager
 from tiering.secondary.inert import InertTier
 from tiering.secondary.stats import TierStats
 from tiering.testing.tier_rig import TierRig

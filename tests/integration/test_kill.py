@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import kill_child
-from tiering.primary.region import SHM, shared_path
+from tiering.primary.memory.region import SHM, shared_path
 from tiers.local.layout import used_bytes
 
 NEWEST = 200

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiering.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
-from tiering.manager import TieringOffloadingManager
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.base import JobResult, SecondaryTierManager, TransferJob
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob
 from tiering.testing.clock import FakeClock
 
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import OffloadingManager, OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingManager
+from tiering.api.request import ReqContext
 
 KEYS = make_keys(0, 8)
 ROWS = 6

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import CPULoadStoreSpec, OffloadingEvent, OffloadPolicy, PrefixMatch, ReqContext
+from tiering.api.manager import OffloadingEvent, PrefixMatch
+from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.api.transfer import CPULoadStoreSpec
 from tiering.errors import ConfigError, NotReadableError
-from tiering.secondary.base import JobResult
+from tiering.secondary.contract import JobResult
 
 # ----------------------------------------------------------------------------------------------------------------- cascade
 

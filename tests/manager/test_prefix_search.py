@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import OffloadKey, ReqContext
-from tiering.prefix_search import MAX_RUNS
-from tiering.secondary.base import PrefixAnswer
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.manager.prefix_search import MAX_RUNS
+from tiering.secondary.contract import PrefixAnswer
 
 
 class CountingTier(FakeTier):

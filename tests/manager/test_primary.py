@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from tests.manager.fakes import make_keys
-from tiering.base import CPULoadStoreSpec, PrepareStoreOutput, ReqContext
+from tiering.api.manager import PrepareStoreOutput
+from tiering.api.request import ReqContext
+from tiering.api.transfer import CPULoadStoreSpec
 from tiering.errors import ConfigError, NotReadableError
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.manager.fakes import FakeTier, Rig, make_keys
-from tiering.base import OffloadKey, OffloadPolicy, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.request import OffloadPolicy, ReqContext
 
 K = make_keys(0, 6)
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.manager.fakes import FakeTier, make_keys
-from tiering.base import CPULoadStoreSpec, OffloadPolicy, ReqContext
-from tiering.manager import TieringOffloadingManager
+from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.api.transfer import CPULoadStoreSpec
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.base import TransferJob
+from tiering.secondary.contract import TransferJob
 from tiering.testing.clock import FakeClock
 
 ROWS = 12

@@ -8,13 +8,14 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from tiering.definition import TierDefinition
-from tiering.namespace import Namespace
-from tiering.options import Size, TierOptions
-from tiering.secondary.base import TierContext
+from tiering.api.namespace import Namespace
+from tiering.api.units import Size
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.layers.chaos import ChaosLayer, ChaosPlan, Fault
+from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan, Fault
+from tiering.secondary.options import TierOptions
 from tiers.memory import MemoryStore
 
 

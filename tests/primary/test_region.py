@@ -17,8 +17,8 @@ import pytest
 
 from tests.thread_limit import ThreadLimit
 from tiering.errors import ConfigError, RegionError
-from tiering.primary import prefault, region, room
-from tiering.primary.region import PAGE, SharedRegion, shared_path, sweep
+from tiering.primary.memory import prefault, region, room
+from tiering.primary.memory.region import PAGE, SharedRegion, shared_path, sweep
 
 ROWS, ROW_BYTES = 16, 5000
 
@@ -194,7 +194,7 @@ def test_sweeping_leaves_alone_what_is_held(tmp_path: Path) -> None:
 CHILD = """
 import sys, threading
 from pathlib import Path
-from tiering.primary import region
+from tiering.primary.memory import region
 moment, directory = sys.argv[1], Path(sys.argv[2])
 def here(*_, **__):
     print("here", flush=True)

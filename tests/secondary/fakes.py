@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
 from tiering.errors import StoreError
-from tiering.namespace import ModelIdentity, Namespace
-from tiering.options import BreakerOptions
-from tiering.secondary.base import TierContext
-from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.breaker import Breakers
-from tiering.secondary.messages import IoJob, IoResult, IoTask
+from tiering.secondary.contract import TierContext
+from tiering.secondary.io.layers.breaker import Breakers
+from tiering.secondary.io.messages import IoJob, IoResult, IoTask
+from tiering.secondary.io.stats import IoStats
+from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
 
 BLOCK_BYTES = 4096

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.namespace import Namespace
 from tiering.block_store import BlockIO, BlockStore, Outcome, Place
-from tiering.namespace import Namespace
-from tiering.options import BreakerOptions, RetryOptions, TierOptions
-from tiering.secondary.base import TierContext
-from tiering.secondary.io_host import IoHost, build_io_host
-from tiering.secondary.messages import IoJob, IoKind, IoResult
+from tiering.secondary.contract import TierContext
+from tiering.secondary.io.assembly import build_io_host
+from tiering.secondary.io.host import IoHost
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult
+from tiering.secondary.options import BreakerOptions, RetryOptions, TierOptions
 from tiering.testing.clock import FakeClock, until
 
 PAGE = mmap.PAGESIZE

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiering.block_store import Place, StoreProbe
-from tiering.options import TierOptions
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.options import TierOptions
 from tiers.memory import MemoryMedium, MemoryStore
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, keys_of, make_context
-from tiering.base import OffloadingEvent, OffloadKey, ReqContext
-from tiering.options import TierOptions
-from tiering.secondary.base import JobResult, TransferJob
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
+from tiering.api.request import ReqContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.options import TierOptions
 from tiering.testing.clock import FakeClock
 
 CTX = ReqContext("r1")

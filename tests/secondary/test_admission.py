@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.secondary.fakes import keys_of
-from tiering.secondary.admission import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
+from tiering.secondary.intake.admission import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
 
 K = keys_of(*range(16))
 

@@ -8,14 +8,15 @@ import pytest
 
 from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, keys_of
 from tests.secondary.rig import CTX, K, Rig
-from tiering.base import OffloadingEvent, ReqContext
+from tiering.api.manager import OffloadingEvent
+from tiering.api.namespace import Namespace
+from tiering.api.request import ReqContext
 from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, DeviceError, OutOfSpaceError, OverdueError, TemporaryStoreError
-from tiering.namespace import Namespace
-from tiering.secondary.base import JobResult, PrefixAnswer
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.messages import IoKind
+from tiering.secondary.io.messages import IoKind
 
 # ----------------------------------------------------------------------------------------------------------------- stores and loads
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tiering.options import TierOptions
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.layers.chaos import ChaosPlan, Fault
+from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
+from tiering.secondary.options import TierOptions
 from tiering.testing.faults import FaultyStore
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import TierRig

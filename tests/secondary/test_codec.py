@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
-from tiering.secondary.codec import BlockCodec
-from tiering.secondary.frame import Codec, CorruptReason, FrameError
+from tiering.secondary.io.codec import BlockCodec
+from tiering.secondary.io.frame import Codec, CorruptReason, FrameError
 
 CODEC16, CODEC8 = BlockCodec(2), BlockCodec(1)
 

@@ -6,7 +6,7 @@ import threading
 
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tiering.block_store import BlockIO
-from tiering.secondary.messages import IoKind
+from tiering.secondary.io.messages import IoKind
 from tiering.testing.clock import until
 from tiering.testing.faults import DictStore
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.secondary.fakes import keys_of
-from tiering.base import OffloadingEvent
-from tiering.secondary.base import Distance
+from tiering.api.manager import OffloadingEvent
+from tiering.secondary.contract import Distance
 from tiering.secondary.event_log import EventLog
 
 K = keys_of(*range(8))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from tiering.namespace import FORMAT_VERSION
-from tiering.secondary.frame import (
+from tiering.api.namespace import FORMAT_VERSION
+from tiering.secondary.io.frame import (
     HEADER_BYTES,
     MAX_INLINE_KEY,
     Codec,

@@ -11,11 +11,11 @@ import pytest
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome
 from tiering.errors import PermanentStoreError, TemporaryStoreError
-from tiering.secondary import io_host
-from tiering.secondary.io_host import IoHost
-from tiering.secondary.layers.breaker import BreakerState
-from tiering.secondary.layers.chaos import ChaosPlan, Fault
-from tiering.secondary.messages import IoKind, IoTask
+from tiering.secondary.io import assembly
+from tiering.secondary.io.host import IoHost
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
+from tiering.secondary.io.messages import IoKind, IoTask
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore, FaultyStore
 
@@ -114,7 +114,7 @@ def test_one_job_is_spread_over_all_threads() -> None:
 
 def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, store = Primary(40), DictStore()
-    monkeypatch.setattr(io_host, "BATCH_UNIT_BYTES", 4 * primary.size)
+    monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 4 * primary.size)
     with running_host(store, primary, threads=2) as host:
         host.submit(make_job(primary, IoKind.STORE, range(40)))
         finish(host)
@@ -133,12 +133,12 @@ def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
 
     primary = Primary(1)
     with running_host(_Single(), primary) as host:
-        assert host._unit_bytes == io_host.SINGLE_UNIT_BYTES
+        assert host._unit_bytes == assembly.SINGLE_UNIT_BYTES
 
 
 def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, store = Primary(6), DictStore()
-    monkeypatch.setattr(io_host, "BATCH_UNIT_BYTES", 3 * primary.size)
+    monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 3 * primary.size)
     with running_host(store, primary, threads=1) as host:
         host.submit(make_job(primary, IoKind.STORE, range(6), places=[12, 10, 11, 2, 0, 1]))
         finish(host)

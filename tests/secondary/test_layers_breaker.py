@@ -15,10 +15,10 @@ from tiering.errors import (
     ReadOnlyError,
     TemporaryStoreError,
 )
-from tiering.options import BreakerOptions
-from tiering.secondary.layers.breaker import LOG_PERIOD, Breaker, BreakerLayer, Breakers, BreakerState
-from tiering.secondary.layers.chaos import Fault
-from tiering.secondary.messages import IoKind
+from tiering.secondary.io.layers.breaker import LOG_PERIOD, Breaker, BreakerLayer, Breakers, BreakerState
+from tiering.secondary.io.layers.chaos import Fault
+from tiering.secondary.io.messages import IoKind
+from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore
 

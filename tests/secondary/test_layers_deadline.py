@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import BlockIO, BlockStore, Done
-from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.deadline import DeadlineLayer
+from tiering.secondary.io.layers.deadline import DeadlineLayer
+from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks
-from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.base import innermost, moves_batches
-from tiering.secondary.layers.chaos import Fault
-from tiering.secondary.layers.meter import MeterLayer
+from tiering.secondary.io.layers.chaos import Fault
+from tiering.secondary.io.layers.layer import innermost, moves_batches
+from tiering.secondary.io.layers.meter import MeterLayer
+from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.secondary.rig import K, Rig
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.epoch import lease_document
-from tiering.secondary.lease import RENEWAL_SECONDS, RETRY_SECONDS
+from tiering.secondary.service.epoch import lease_document
+from tiering.secondary.service.lease import RENEWAL_SECONDS, RETRY_SECONDS
 
 
 def step(rig: Rig) -> list[str]:

@@ -13,16 +13,17 @@ from tests.manager.fakes import FakeTier
 from tests.manager.fakes import Rig as ManagerRig
 from tests.secondary.fakes import BLOCK_BYTES, keys_of
 from tests.secondary.rig import Rig
-from tiering.base import OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
 from tiering.block_store import Done
 from tiering.errors import TemporaryStoreError
-from tiering.manager import TieringOffloadingManager
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.admission import AdmitAll
 from tiering.secondary.index.shared import SharedIndex, object_name
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.offers import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Offers
-from tiering.secondary.store_budget import StoreBudget
+from tiering.secondary.intake.admission import AdmitAll
+from tiering.secondary.intake.offers import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Offers
+from tiering.secondary.intake.store_budget import StoreBudget
 
 K = keys_of(*range(60))
 CTX = ReqContext("owner")

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.secondary.io_fakes import NAMESPACE, PAGE, Primary, key_of, make_job, outcome_names
 from tiering.block_store import BlockIO, BlockStore, Done
 from tiering.errors import ConfigError, PermanentStoreError
-from tiering.options import BreakerOptions
-from tiering.secondary.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
-from tiering.secondary.io_stats import IoStats
-from tiering.secondary.layers.breaker import Breakers
-from tiering.secondary.layers.chaos import Fault
-from tiering.secondary.messages import IoKind
-from tiering.secondary.pipeline import Pipeline
+from tiering.secondary.io.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
+from tiering.secondary.io.layers.breaker import Breakers
+from tiering.secondary.io.layers.chaos import Fault
+from tiering.secondary.io.messages import IoKind
+from tiering.secondary.io.pipeline import Pipeline
+from tiering.secondary.io.stats import IoStats
+from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
 

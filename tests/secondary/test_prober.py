@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.secondary.fakes import keys_of
 from tiering.block_store import Place, StoreProbe
-from tiering.secondary.index.base import Probe
-from tiering.secondary.prober import PROBE_WIDTH, held_prefix
+from tiering.secondary.index.contract import Probe
+from tiering.secondary.index.prober import PROBE_WIDTH, held_prefix
 
 
 class Medium:

@@ -6,13 +6,13 @@ import pytest
 
 from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, FakeStore
 from tests.secondary.rig import CTX, K, Rig
+from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
-from tiering.manager import TieringOffloadingManager
-from tiering.namespace import NO_EPOCH, Namespace
+from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.primary.region import SharedRegion
-from tiering.secondary.base import PrefixAnswer
-from tiering.secondary.epoch import EpochDocument
+from tiering.primary.memory.region import SharedRegion
+from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.service.epoch import EpochDocument
 
 
 def restarted(before: Rig, **options: object) -> Rig:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.secondary.fakes import keys_of
-from tiering.secondary.base import PrefixAnswer
-from tiering.secondary.index.base import Probe
+from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.index.contract import Probe
 from tiering.secondary.index.shared import MAX_PROBES, SharedIndex
 
 K = keys_of(*range(32))

@@ -9,8 +9,8 @@ import pytest
 
 from tests.secondary.named_memory import NamedMemoryStore, make_named_tier
 from tiering.block_store import Place
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tiering.base import OffloadKey
-from tiering.secondary.index.base import StorePlan
+from tiering.api.keys import OffloadKey
+from tiering.secondary.index.contract import StorePlan
 from tiering.secondary.index.slots import EVICT_AT_ONCE, SlotIndex
 from tiering.testing.frames import key_of
 

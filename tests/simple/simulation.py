@@ -15,7 +15,8 @@ from examples.mini_engine.kv_cache import KVCacheManager
 from examples.mini_engine.request import Request, Status
 from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
 from examples.mini_engine.simple import MirroredPool
-from tiering.base import EngineConfig, KVCacheGroup, OffloadKey, make_offload_key
+from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler

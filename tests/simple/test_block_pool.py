@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.base import OffloadingEvent
+from tiering.api.manager import OffloadingEvent
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.block_pool import NULL_BLOCK, CPUBlockPool, PoolFullError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from examples.mini_engine.simple import MirroredPool
-from tiering.base import KVCacheGroup, OffloadKey, make_offload_key
-from tiering.request_policy import RequestPolicy
+from tiering.api.engine import KVCacheGroup
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.request_policy import RequestPolicy
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
 from tiering.simple.hits import GroupNeeds

@@ -13,7 +13,7 @@ from examples.mini_engine.request import Status
 from examples.mini_engine.simple import SimpleEngine
 from examples.mini_engine.tiers import copy_nothing
 from tests.mini_engine.helpers import SMALL, WINDOWED, ask_all, options, prompt, reference, wrong_answers
-from tiering.copy.base import OffloadingHandler
+from tiering.copy.contract import OffloadingHandler
 from tiering.errors import ConfigError
 
 MODES = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tiering.base import KVCacheGroup
+from tiering.api.engine import KVCacheGroup
 from tiering.simple.hits import HitSearch
 
 FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from examples.mini_engine.request import Request
 from tests.simple.simulation import Simulation, tokens
-from tiering.base import make_offload_key
+from tiering.api.keys import make_offload_key
 
 WINDOWS = [(None,), (None, 6), (5, None), (None, 9, None)]
 

@@ -11,7 +11,7 @@ from examples.mini_engine.request import Request
 from examples.mini_engine.scheduler import CachedRequests, ConnectorOutput, NewRequest, SchedulerOutput
 from examples.mini_engine.simple import MirroredPool
 from tests.simple.simulation import BLOCK, make_scheduler, tokens
-from tiering.base import make_offload_key
+from tiering.api.keys import make_offload_key
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 FILLED = 6

@@ -9,9 +9,10 @@ import pytest
 from examples.mini_engine.request import Request
 from examples.mini_engine.simple import MirroredPool
 from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, make_scheduler, tokens
-from tiering.base import EngineConfig, KVCacheGroup, make_offload_key
-from tiering.connector.event_types import BlockRemoved, BlockStored
+from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.keys import make_offload_key
 from tiering.errors import ConfigError
+from tiering.offload.event_types import BlockRemoved, BlockStored
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor, derive_cpu_config
 from tiering.simple.lazy import LazyStores

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tiering.base import CanonicalKVCaches, EngineConfig, KVCacheGroup, TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
+from tiering.api.transfer import TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.handlers import HandlerEntry
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError

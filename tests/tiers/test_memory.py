@@ -9,7 +9,7 @@ import pytest
 
 from tiering.block_store import Place
 from tiering.errors import ConfigError
-from tiering.secondary.base import TierContext
+from tiering.secondary.contract import TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import REQUEST, TierRig
 from tiering.testing.tier_tests import K, TierTests

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tests.wrapped_handler import Wrapped
-from tiering.base import CPULoadStoreSpec, TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.api.transfer import CPULoadStoreSpec, TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
 
 
 class CopyNothing(Wrapped):

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.models import VOCABULARY
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.copy.base import OffloadingHandler
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.copy.contract import OffloadingHandler
 
 BLOCK = 32
 NUM_BLOCKS = 40
@@ -133,7 +133,7 @@ class Engine:
 
     def came_from(self, **tokens: int) -> bool:
         """Whether vLLM was told these tokens of hits by source; it asks from 0.32 on, and is told nothing before."""
-        from tiering.engines.vllm import CacheHitSource
+        from tiering.engines.vllm.connector import CacheHitSource
 
         return self.sources == ({} if CacheHitSource is None else tokens)
 

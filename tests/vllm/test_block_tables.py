@@ -19,10 +19,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, StreamingUpdate
 
 from tests.connector.fakes import FakeBlocks, FakeManager, FakeNewRequest, FakeSchedulerOutput, FakeSpec
-from tiering.base import EngineConfig, GPULoadStoreSpec, make_offload_key
+from tiering.api.engine import EngineConfig
+from tiering.api.keys import make_offload_key
+from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.groups import build_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.engines.vllm_geometry import read_geometry
+from tiering.engines.vllm.geometry import read_geometry
 
 HASH = 16
 TOKENS = 16 * 3 * 8 + 5

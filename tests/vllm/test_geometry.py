@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiering.engines.vllm_geometry import Geometry, read_geometry, simple_cache
+from tiering.engines.vllm.geometry import Geometry, read_geometry, simple_cache
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 

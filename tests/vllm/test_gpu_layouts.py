@@ -27,11 +27,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.canonical import canonicalize
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
-from tiering.engines.vllm_geometry import Geometry, check_supported, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.geometry import Geometry, check_supported, read_geometry, simple_cache, zeroes_early
 from tiering.errors import ConfigError
 from tiering.simple.worker import SimpleCPUOffloadWorker
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tiering.engines.vllm_geometry import check_supported
-from tiering.engines.vllm_identity import hash_seed
-from tiering.engines.vllm_lora import without_persistent
+from tiering.engines.vllm.geometry import check_supported
+from tiering.engines.vllm.identity import hash_seed
+from tiering.engines.vllm.lora import without_persistent
 from tiering.errors import ConfigError
 
 

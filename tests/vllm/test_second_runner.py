@@ -13,21 +13,15 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.worker.gpu import kv_connector as second_runner
 
-from tiering.base import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    EngineConfig,
-    GPULoadStoreSpec,
-    KVCacheGroup,
-    OffloadingManager,
-    OffloadingSpec,
-)
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
+from tiering.api.manager import OffloadingManager
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, TransferOrder
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.handlers import HandlerEntry, make_handlers
 from tiering.copy.layout import RowLayout
-from tiering.engines.vllm import TieringConnector
-from tiering.engines.vllm_loads import LoadLedger
+from tiering.engines.vllm.connector import TieringConnector
+from tiering.engines.vllm.loads import LoadLedger
 
 if not hasattr(second_runner.ActiveKVConnector, "finish_forward"):
     pytest.skip("vLLM's second model runner drives connectors in another way before 0.30", allow_module_level=True)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.vllm.rig import transfer_config
-from tiering.engines import vllm_interface
-from tiering.engines.vllm_interface import check_methods, check_names, check_version
-from tiering.engines.vllm_lookup import LookupCheck, StartupError
+from tiering.engines.vllm import interface as vllm_interface
+from tiering.engines.vllm.interface import check_methods, check_names, check_version
+from tiering.engines.vllm.lookup import LookupCheck, StartupError
 from tiering.errors import ConfigError
 
 RIGHT = {"primary": {"capacity": "8MiB"}}
@@ -102,7 +102,7 @@ def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
 
-    from tiering.engines import vllm as adapter
+    from tiering.engines.vllm import connector as adapter
 
     arguments = EngineArgs(model=str(llama), skip_tokenizer_init=True, kv_transfer_config=transfer_config(RIGHT))
     config = arguments.create_engine_config()

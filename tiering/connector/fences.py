@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import Rows
+from tiering.api.transfer import Rows
 
 NO_JOBS: frozenset[int] = frozenset()
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import GROUP_BYTES, KVCacheGroup, OffloadingSpec, OffloadKey
+from tiering.api.engine import KVCacheGroup, OffloadingSpec
+from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.errors import ConfigError
 
 _STATE_KINDS = ("mamba", "state", "linear", "gdn")

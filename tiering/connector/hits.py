@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiering.base import OffloadingManager, OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingManager
+from tiering.api.request import ReqContext
 from tiering.connector.groups import OffloadGroup
 
 MAX_WINDOW_PROBES = 64

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tiering.base import OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.request_state import RequestState
 

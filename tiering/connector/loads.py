@@ -7,15 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from tiering.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingManager, OffloadKey, as_rows
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingManager
+from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
-from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_state import RequestState
 from tiering.errors import NotReadableError
+from tiering.offload.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from tiering.base import TransferSpec
+from tiering.api.transfer import TransferSpec
 
 ReqId = str
 
@@ -53,15 +52,5 @@ class OffloadingWorkerMetadata:
         return not self.finished
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadingOperationMetrics:
-    """Bytes and seconds of one operation."""
-
-    op_size: int
-    op_time: float
-
-
 BlockIdsByGroup = tuple[list[int], ...]
 """GPU block ids of one request, per KV-cache group."""
-
-StatsData = Mapping[str, object]

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiering.base import OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.api.request_policy import RequestPolicy
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import BlockIdsByGroup
-from tiering.connector.names import extend_names
-from tiering.connector.protocols import EngineRequest
-from tiering.request_policy import RequestPolicy
+from tiering.offload.names import extend_names
+from tiering.offload.protocols import EngineRequest
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""

@@ -9,7 +9,7 @@ then, if its blocks could be allocated, :meth:`~OffloadingConnectorScheduler.upd
 What keeps KV right: every GPU block that a job reads or writes is fenced until all workers have reported the job
 (:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are named in the
 step's metadata, so that the workers end them before the step touches the KV cache.  And no store becomes readable whose blocks, or blocks
-before them, were not filled by a load, whosever load it was, or are from before a reset (:mod:`tiering.connector.suspects`).
+before them, were not filled by a load, whosever load it was, or are from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiering.base import MEDIUM_CPU, PRIMARY_TIER, OffloadingSpec, OffloadPolicy, ReqContext
-from tiering.connector.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
-from tiering.connector.events import OffloadingEventsTracker
+from tiering.api.engine import OffloadingSpec
+from tiering.api.keys import PRIMARY_TIER
+from tiering.api.manager import MEDIUM_CPU
+from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
+from tiering.api.units import parse_duration
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.connector.ratelimit import LimitedWarning
-from tiering.connector.request_policy import policy_of
 from tiering.connector.request_state import GroupState, Match, RequestState
 from tiering.connector.stores import StorePlanner
-from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tables import BlockTables
 from tiering.errors import ConfigError
-from tiering.options import parse_duration
-from tiering.request_policy import NEITHER, NEITHER_PARAMS
+from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
+from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.offload.ratelimit import LimitedWarning
+from tiering.offload.request_policy import policy_of
+from tiering.offload.suspects import EngineBlockPool
 
 logger = logging.getLogger("kv_tiering.connector")
 

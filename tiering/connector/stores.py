@@ -10,15 +10,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, OffloadingManager, OffloadKey, Rows
-from tiering.connector.events import OffloadingEventsTracker
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingManager
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
-from tiering.connector.ratelimit import LimitedWarning
 from tiering.connector.request_state import NEVER, RequestState
 from tiering.errors import ConfigError
+from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 

@@ -7,9 +7,9 @@ from itertools import chain
 
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import BlockIdsByGroup, ReqId
-from tiering.connector.protocols import SchedulerOutput
 from tiering.connector.request_state import RequestState
-from tiering.connector.suspects import EngineBlockPool, SuspectBlocks
+from tiering.offload.protocols import SchedulerOutput
+from tiering.offload.suspects import EngineBlockPool, SuspectBlocks
 
 
 class BlockTables:

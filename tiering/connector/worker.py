@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from tiering.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingSpec
+from tiering.api.engine import CanonicalKVCaches, OffloadingSpec
+from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
-from tiering.connector.reports import CopyReports
-from tiering.copy.base import OffloadingWorker, TransferResult
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
+from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.errors import ConfigError
+from tiering.offload.reports import CopyReports
 
 logger = logging.getLogger("kv_tiering.worker")
 

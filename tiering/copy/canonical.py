@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 
-from tiering.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVCacheGroup
+from tiering.api.engine import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVCacheGroup
 from tiering.errors import ConfigError
 
 ALL_LAYERS = "ALL_LAYERS"

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiering.base import CanonicalKVCaches, TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.host import Direction, blocks_per_group, check_rows, split_spec
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
 from tiering.errors import ConfigError

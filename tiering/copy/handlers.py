@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
-from tiering.copy.base import OffloadingHandler
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
+from tiering.copy.contract import OffloadingHandler
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy.base import OffloadingHandler, TransferResult, TransferType
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult, TransferType
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
 from tiering.errors import ConfigError
 

@@ -13,9 +13,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, Rows
+from tiering.api.engine import CanonicalKVCaches
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, Rows
 from tiering.errors import ConfigError, TieringError
-from tiering.primary.region import row_stride
+from tiering.primary.memory.region import row_stride
 
 
 class TransferError(TieringError):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiering.base import OffloadKey, Rows
+from tiering.api.keys import OffloadKey
+from tiering.api.transfer import Rows
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
 

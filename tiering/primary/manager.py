@@ -8,27 +8,17 @@ from itertools import takewhile
 
 import numpy as np
 
-from tiering.base import (
-    LOCAL,
-    MEDIUM_CPU,
-    PRIMARY_TIER,
-    CPULoadStoreSpec,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadKey,
-    PrefixMatch,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-    Rows,
-)
-from tiering.block_table import BlockTable
+from tiering.api.inert_manager import InertManager
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.request import ReqContext, RequestOffloadingContext
+from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.errors import ConfigError, NotReadableError
-from tiering.forks import inert_in_children
-from tiering.inert_manager import InertManager
-from tiering.policies.base import EvictionPolicy
 from tiering.primary.claims import Claims
-from tiering.primary.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion
+from tiering.runtime.forks import inert_in_children
+from tiering.table.block_table import BlockTable
+from tiering.table.policies.policy import EvictionPolicy
 
 _log = logging.getLogger("kv_tiering.primary")
 

@@ -13,14 +13,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import compress
 
-from tiering.base import OffloadingEvent, OffloadKey, ReqContext
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
+from tiering.api.request import ReqContext
 from tiering.block_store import Done, Outcome, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
-from tiering.secondary.base import JobResult, PrefixAnswer, TransferJob
-from tiering.secondary.index.base import Probe
-from tiering.secondary.messages import IoJob, IoKind, IoResult, IoTask
-from tiering.secondary.offers import OFFER_AGAIN_AFTER
-from tiering.secondary.prober import held_prefix
+from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
+from tiering.secondary.index.contract import Probe
+from tiering.secondary.index.prober import held_prefix
+from tiering.secondary.intake.offers import OFFER_AGAIN_AFTER
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.stats import TierStats
 from tiering.secondary.tier_life import Flight, TierLife
 

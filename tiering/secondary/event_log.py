@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from tiering.base import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent, OffloadKey
-from tiering.secondary.base import Distance
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
+from tiering.secondary.contract import Distance
 
 MAX_ANNOUNCED = 1 << 20
 """Largest number of keys on a shared medium that this process remembers having announced."""

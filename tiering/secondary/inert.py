@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from tiering.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from tiering.secondary.base import JobResult, PrefixAnswer, TransferJob
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
+from tiering.api.request import ReqContext, RequestOffloadingContext
+from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
 from tiering.secondary.stats import TierStats
 
 
 class InertTier:
-    """The methods that take the place of a tier's in a forked child (:func:`tiering.forks.inert_in_children`)."""
+    """The methods that take the place of a tier's in a forked child (:func:`tiering.runtime.forks.inert_in_children`)."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """No."""

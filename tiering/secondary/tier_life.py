@@ -7,29 +7,29 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore, Place
-from tiering.forks import inert_in_children
-from tiering.namespace import Namespace
-from tiering.options import TierOptions
-from tiering.secondary.admission import make_admission
-from tiering.secondary.base import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.runtime.forks import inert_in_children
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.secondary.event_log import EventLog
-from tiering.secondary.failures import FailureLog
-from tiering.secondary.health import HealthCheck
-from tiering.secondary.index.base import TierIndex
+from tiering.secondary.index.contract import TierIndex
 from tiering.secondary.inert import InertTier
-from tiering.secondary.io_host import build_io_host
-from tiering.secondary.io_side import IoSide
-from tiering.secondary.layers.breaker import BreakerState
-from tiering.secondary.lease import Lease
-from tiering.secondary.medium import Medium
-from tiering.secondary.messages import IoResult
-from tiering.secondary.offers import Offers
-from tiering.secondary.overdue import OverdueLoads
-from tiering.secondary.service import TierService
+from tiering.secondary.intake.admission import make_admission
+from tiering.secondary.intake.offers import Offers
+from tiering.secondary.intake.store_budget import StoreBudget
+from tiering.secondary.io.assembly import build_io_host
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.io.messages import IoResult
+from tiering.secondary.io.side import IoSide
+from tiering.secondary.options import TierOptions
+from tiering.secondary.service.failures import FailureLog
+from tiering.secondary.service.health import HealthCheck
+from tiering.secondary.service.lease import Lease
+from tiering.secondary.service.medium import Medium
+from tiering.secondary.service.overdue import OverdueLoads
+from tiering.secondary.service.service import TierService
 from tiering.secondary.stats import TierStats
-from tiering.secondary.store_budget import StoreBudget
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -134,7 +134,7 @@ class TierLife(SecondaryTierManager):
         """A reset has begun the epoch of ``namespace``; the index is empty, and what is on the medium is foreign."""
 
     def on_step(self) -> None:
-        """The end of a step: the place to start periodic work (as an :class:`~tiering.secondary.messages.IoTask`)."""
+        """The end of a step: the place to start periodic work (as an :class:`~tiering.secondary.io.messages.IoTask`)."""
 
     def on_result(self, result: IoResult) -> None:
         """A job has ended, and the index has not been told yet."""

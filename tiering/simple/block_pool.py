@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from tiering.base import LOCAL, MEDIUM_CPU, PRIMARY_TIER, OffloadingEvent, OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent
 from tiering.errors import ConfigError, TieringError
 
 NULL_BLOCK = -1

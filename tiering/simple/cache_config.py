@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiering.base import EngineConfig, KVCacheGroup
+from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 
 STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention", "gdn_attention"})

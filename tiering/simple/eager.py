@@ -6,8 +6,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from tiering.base import OffloadKey
-from tiering.connector.protocols import EngineRequest
+from tiering.api.keys import OffloadKey
+from tiering.offload.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiering.base import KVCacheGroup
+from tiering.api.engine import KVCacheGroup
 from tiering.simple.cache_config import is_full_attention
 
 
 @dataclass(frozen=True, slots=True)
 class SimpleEventGroup:
-    """One group, as :class:`tiering.connector.event_types.EventGroupConfig` has it: a CPU block is one GPU block.
+    """One group, as :class:`tiering.offload.event_types.EventGroupConfig` has it: a CPU block is one GPU block.
 
     ``sliding_window_size_in_blocks``: None for full attention, of whose blocks alone snapshots are taken; at least 1 otherwise.
     """

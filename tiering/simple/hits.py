@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import lcm
 
-from tiering.base import KVCacheGroup, OffloadKey
+from tiering.api.engine import KVCacheGroup
+from tiering.api.keys import OffloadKey
 from tiering.simple.cache_config import is_full_attention, is_state_space
 
 Keys = Sequence[Sequence[OffloadKey]]

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool

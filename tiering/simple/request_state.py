@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tiering.base import GROUP_BYTES, OffloadKey
-from tiering.connector.names import extend_names
-from tiering.connector.protocols import EngineRequest
-from tiering.request_policy import RequestPolicy
+from tiering.api.keys import GROUP_BYTES, OffloadKey
+from tiering.api.request_policy import RequestPolicy
+from tiering.offload.names import extend_names
+from tiering.offload.protocols import EngineRequest
 
 BlockIds = Sequence[Sequence[int]]
 """GPU block ids of one request, per KV-cache group, in their order."""

@@ -4,7 +4,7 @@ What keeps KV right here is simpler than fences: every copy has a reference on i
 ordered until all workers have reported it.  Neither pool hands out a block that has references, so no block is reused while a copy reads
 or writes it, whatever becomes of the request.  Nothing else holds references, so afterwards both pools are what they were.  And nothing
 becomes visible that a load, whosever it was, did not fill, that was computed on top of it, or that is from before a reset
-(:mod:`tiering.connector.suspects`).
+(:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from tiering.base import PRIMARY_TIER, EngineConfig, OffloadKey
-from tiering.connector.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
-from tiering.connector.events import OffloadingEventsTracker
-from tiering.connector.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.connector.ratelimit import LimitedWarning
-from tiering.connector.request_policy import policy_of
-from tiering.connector.suspects import SuspectBlocks
+from tiering.api.engine import EngineConfig
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.request_policy import NEITHER
 from tiering.errors import ConfigError
-from tiering.request_policy import NEITHER
+from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
+from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.offload.ratelimit import LimitedWarning
+from tiering.offload.request_policy import policy_of
+from tiering.offload.suspects import SuspectBlocks
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
 from tiering.simple.copies import Blocks, Load, Store
@@ -246,7 +247,7 @@ class SimpleCPUOffloadScheduler:
             self._distrust(set(connector_output.invalid_block_ids).difference(own))
         for req_id in connector_output.finished_recving or ():
             self._load_ended(req_id)
-        report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta  # type: ignore[assignment]
+        report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta
         if report is None:
             return
         for reported, workers in report.completed_store_events.items():

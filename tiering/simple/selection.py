@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiering.config import StackConfig, load_stack
-from tiering.config_source import read_source
+from tiering.config.source import read_source
+from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 
 _SELF_DESCRIBING = "self_describing_kv_events"

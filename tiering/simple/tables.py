@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tiering.connector.protocols import SchedulerOutput
-from tiering.connector.suspects import SuspectBlocks
+from tiering.offload.protocols import SchedulerOutput
+from tiering.offload.suspects import SuspectBlocks
 from tiering.simple.eager import EagerStores
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.lazy import LazyStores

@@ -13,14 +13,15 @@ from itertools import chain
 
 import torch
 
-from tiering.base import CanonicalKVCaches, CPULoadStoreSpec, EngineConfig, GPULoadStoreSpec
-from tiering.connector.reports import CopyReports
-from tiering.copy.base import OffloadingWorker, TransferResult
+from tiering.api.engine import CanonicalKVCaches, EngineConfig
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.canonical import canonicalize
+from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.copy.handlers import HandlerEntry, make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
-from tiering.primary.region import SharedRegion
+from tiering.offload.reports import CopyReports
+from tiering.primary.memory.region import SharedRegion
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
 

@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import CorruptBlockError
-from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, encode_header, verify, verify_raw
+from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, encode_header, verify, verify_raw
 
 FINGERPRINT = bytes(range(16))
 """The namespace of these blocks."""

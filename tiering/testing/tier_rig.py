@@ -1,4 +1,4 @@
-"""A primary buffer and a secondary tier around it, for tests at the level of :class:`tiering.secondary.base.SecondaryTierManager`."""
+"""A primary buffer and a secondary tier around it, for tests at the level of :class:`tiering.secondary.contract.SecondaryTierManager`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tiering.base import OffloadKey, ReqContext
-from tiering.namespace import ModelIdentity, Namespace
-from tiering.secondary.base import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.request import ReqContext
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.testing.frames import random_bytes
 
 REQUEST = ReqContext("conformance")

@@ -1,4 +1,4 @@
-"""The conformance suite of secondary tiers: what :mod:`tiering.secondary.base` promises, with the medium altered behind their back."""
+"""The conformance suite of secondary tiers: what :mod:`tiering.secondary.contract` promises, with the medium altered behind their back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
-from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 
-from tiering.definition import TierDefinition
-from tiering.secondary.base import TierContext
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
 from tiering.secondary.files import Files
 from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from tiers.local.layout import Geometry, tier_directory

@@ -18,11 +18,11 @@ from xxhash import xxh3_128_digest
 
 from tiering.block_store import Place
 from tiering.errors import DeviceError, StoreError
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io_side import IoSide
-from tiering.secondary.layers.breaker import BreakerState
-from tiering.secondary.messages import IoTask
-from tiering.secondary.ratelimit import RateLimit
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
 from tiers.local.store import LocalStore
 
 logger = logging.getLogger("kv_tiering.local")

@@ -16,13 +16,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import OffloadKey
-from tiering.options import BreakerOptions
-from tiering.secondary.frame import SEQUENCE
+from tiering.api.keys import OffloadKey
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io_side import IoSide
-from tiering.secondary.messages import IoTask
-from tiering.secondary.service import Backoff
+from tiering.secondary.io.frame import SEQUENCE
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
+from tiering.secondary.options import BreakerOptions
+from tiering.secondary.service.service import Backoff
 from tiering.secondary.stats import TierStats
 from tiers.local.recovery import RecoveredBatch, without
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from tiering.options import Directory, Duration, Size, TierOptions
+from tiering.api.units import Directory, Duration, Size
+from tiering.secondary.options import TierOptions
 
 
 class LocalOptions(TierOptions):

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import StoreError
-from tiering.policies.base import Rows
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.files import store_error
-from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.index.slots import Sequences
-from tiering.secondary.ratelimit import RateLimit
+from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
+from tiering.table.policies.policy import Rows
 from tiers.local.checkpoint import Checkpoint, read_checkpoint
 from tiers.local.layout import PAGE
 from tiers.local.marks import WrittenMarks

@@ -14,18 +14,18 @@ from functools import partial
 
 import numpy as np
 
+from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome, Place
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
-from tiering.namespace import Namespace
-from tiering.secondary.base import TierContext
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
 from tiering.secondary.files import Files, store_error
-from tiering.secondary.frame import SEQUENCE
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io_side import IoSide
-from tiering.secondary.layers.breaker import BreakerState
-from tiering.secondary.messages import IoKind, IoResult, IoTask
-from tiering.secondary.ratelimit import RateLimit
+from tiering.secondary.io.frame import SEQUENCE
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.io.messages import IoKind, IoResult, IoTask
+from tiering.secondary.io.side import IoSide
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.feed import RecoveryFeed

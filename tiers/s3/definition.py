@@ -6,11 +6,11 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from tiering.definition import TierDefinition
+from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
-from tiering.namespace import Namespace
-from tiering.secondary.base import TierContext
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.stats import TierStats
 from tiers.s3.credentials import import_boto3

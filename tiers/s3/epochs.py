@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tiering.namespace import fingerprint_of
-from tiering.secondary.epoch import EPOCHS, LEASES, EpochDocument
+from tiering.api.namespace import fingerprint_of
+from tiering.secondary.service.epoch import EPOCHS, LEASES, EpochDocument
 from tiers.s3.admin import DELETE_BATCH, BlockLister, Collected
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
+from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.masking import mask_text
 
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """What obstore's functions raise; it uses built-in types for some failures."""

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from tiering.masking import mask_text
-from tiering.options import Duration, FilePath, TierOptions
+from tiering.api.masking import mask_text
+from tiering.api.units import Duration, FilePath
+from tiering.secondary.options import TierOptions
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20

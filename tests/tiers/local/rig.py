@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiering.base import OffloadKey
-from tiering.secondary.base import TierContext
+from tiering.api.keys import OffloadKey
+from tiering.secondary.contract import TierContext
 from tiering.secondary.files import Files
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
 from tiers.local import LocalOptions, LocalTier

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import PAGE, LocalRig, opened
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.testing.device import BadSectorDevice, FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import bad_slots

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiers.local.rig import segment_files
 from tiering.block_store import Place
-from tiering.secondary.base import TierContext
-from tiering.secondary.frame import MAGIC
+from tiering.secondary.contract import TierContext
+from tiering.secondary.io.frame import MAGIC
 from tiering.testing.device import FaultyDevice
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests

@@ -15,8 +15,8 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary import service as service_module
 from tiering.secondary.files import Files
+from tiering.secondary.service import service as service_module
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import Geometry, LocalStore, read_checkpoint

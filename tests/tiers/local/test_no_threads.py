@@ -129,7 +129,7 @@ import os, resource, sys
 from pathlib import Path
 from tests.tiers.local.rig import LocalRig
 from tiering.testing.frames import key_of
-import logging, concurrent.futures, tiering.secondary.service
+import logging, concurrent.futures, tiering.secondary.service.service
 hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 os.setgroups([])
 os.setgid(65534)

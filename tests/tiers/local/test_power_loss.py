@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import LocalRig
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.testing.device import UnsyncedDevice
 from tiering.testing.frames import key_of
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.secondary.files import Files
-from tiering.secondary.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
 from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST

@@ -14,7 +14,7 @@ import pytest
 
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.secondary.files import Files
 from tiering.testing.device import FaultyDevice, UnsyncedDevice
 from tiering.testing.frames import key_of

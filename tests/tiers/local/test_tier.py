@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from tests.tiers.local.rig import BLOCK_BYTES, CAPACITY, SLOT_BYTES, LocalRig, make_options, opened, segment_files
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
-from tiering.namespace import Namespace
-from tiering.secondary.base import TierContext
-from tiering.secondary.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.contract import TierContext
+from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import make_namespace

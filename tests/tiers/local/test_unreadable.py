@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import recovery as recovery_module

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.secondary.index.slots import SlotIndex
 from tiering.testing.frames import key_of
 from tiers.local import store as store_module

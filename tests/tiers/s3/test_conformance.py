@@ -12,7 +12,7 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, ceph_rgw, moto_server, rclone_server
 from tiering.block_store import Place
-from tiering.secondary.base import SecondaryTierManager, TierContext
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests

@@ -12,7 +12,7 @@ from tests.fake_s3 import FakeS3
 from tests.tiers.s3.blocks import empty
 from tiering.block_store import Done
 from tiering.errors import ConfigError, PermanentStoreError
-from tiering.secondary.base import TierContext
+from tiering.secondary.contract import TierContext
 from tiering.testing.tier_rig import make_namespace
 from tiers.s3 import S3_TIER, S3Options
 from tiers.s3.credentials import CredentialSource

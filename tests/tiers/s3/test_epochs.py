@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tiering.secondary.epoch import lease_document
-from tiering.secondary.medium import Medium
+from tiering.secondary.service.epoch import lease_document
+from tiering.secondary.service.medium import Medium
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tiering.base import OffloadKey
-from tiering.namespace import KVLayout, ModelIdentity, Namespace
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import KVLayout, ModelIdentity, Namespace
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options

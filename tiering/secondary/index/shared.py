@@ -13,10 +13,10 @@ from itertools import compress, islice, repeat, takewhile
 from operator import lt
 from typing import ClassVar
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
-from tiering.secondary.base import PrefixAnswer
-from tiering.secondary.index.base import Probe, StorePlan, TierIndex
+from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
 
 MAX_ENTRIES = 1 << 20
 """Keys of which is remembered that they are present, and again as many of which that they are absent."""

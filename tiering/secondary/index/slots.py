@@ -19,12 +19,12 @@ from itertools import islice, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.base import OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
-from tiering.block_table import BlockTable
-from tiering.policies.base import EvictionPolicy, RefCounts, RowKeys, Rows
-from tiering.secondary.base import PrefixAnswer
-from tiering.secondary.index.base import StorePlan, TierIndex
+from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.index.contract import StorePlan, TierIndex
+from tiering.table.block_table import BlockTable
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 Sequences = NDArray[np.uint64]
 """Sequence numbers of frames: the larger was written later."""

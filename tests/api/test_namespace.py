@@ -1,0 +1,91 @@
+"""The parameters of a namespace, and the line that explains a cold start beside other namespaces."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.secondary.service.medium import Medium
+from tiering.secondary.service.nearest import find_nearest
+from tiering.testing.faults import DictStore
+from tiers.local.layout import Geometry
+from tiers.local.store import LocalStore
+
+CAPACITY = 16 << 20
+GEOMETRY = Geometry.plan(CAPACITY, 64 << 10, 1 << 30)
+COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+MODEL = ModelIdentity(name="org/model", weights=f"commit {COMMIT}", dtype="bfloat16", layout="test", overrides={"rope": 1})
+
+
+def namespace(model: ModelIdentity, salt: str = "") -> Namespace:
+    return Namespace.build(model, (4096,), salt=salt)
+
+
+@pytest.mark.parametrize("name", ["/models/model", "/home/me/link", "/cache/models--org--model/snapshots/" + COMMIT])
+@pytest.mark.parametrize("weights", [f"commit {COMMIT}", f"files {OTHER[:32]}"])
+def test_identified_weights_are_the_same_under_every_name(name, weights):
+    model = replace(MODEL, weights=weights)
+    assert namespace(replace(model, name=name)) == namespace(model)
+
+
+def test_other_weights_are_others_under_the_same_name():
+    assert namespace(replace(MODEL, weights=f"commit {OTHER}")) != namespace(MODEL)
+
+
+def test_a_name_counts_where_the_weights_are_only_named_too():
+    for weights in ("v1", "main", "dummy weights, seed 0"):
+        model = replace(MODEL, weights=weights)
+        assert namespace(replace(model, name="other")) != namespace(model)
+
+
+# ------------------------------------------------------------------------------------------------------ the nearest of others
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A local tier's store, which is opened by whoever enters a namespace."""
+    return LocalStore(tmp_path / "tier", GEOMETRY, CAPACITY)
+
+
+def enter(store: LocalStore, namespace: Namespace) -> None:
+    medium = Medium("local", store, namespace)
+    medium.enter(None)
+    medium.close(10)
+
+
+def test_a_new_namespace_says_what_differs_from_the_nearest_one(store, caplog):
+    enter(store, namespace(replace(MODEL, weights=f"commit {OTHER}", dtype="float16", layout="another")))
+    enter(store, namespace(replace(MODEL, overrides={"rope": 2})))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        enter(store, namespace(MODEL))
+    (line,) = [record.getMessage() for record in caplog.records if "begins empty" in record.getMessage()]
+    assert "of 2 other namespaces" in line
+    assert "differs in model.overrides.rope (2 there, 1 here)" in line
+    assert OTHER not in line
+
+
+def test_neither_the_first_namespace_of_a_medium_nor_one_that_is_known_says_anything(store, caplog):
+    for _ in range(2):
+        enter(store, namespace(MODEL))
+    assert "begins empty" not in caplog.text
+
+
+def test_a_salt_is_not_written_out():
+    store = DictStore()
+    own, other = namespace(MODEL, "secret"), namespace(MODEL, "other")
+    store.write_document("namespace-other.json", other.parameters.encode())
+    nearest = find_nearest(store, own.parameters, "namespace-")
+    assert nearest is not None
+    assert nearest.differences == ("salt",)
+
+
+def test_documents_that_are_damaged_are_left_out():
+    store = DictStore()
+    store.write_document("namespace-a.json", b"\xff\xfe")
+    store.write_document("namespace-b.json", b"[1]")
+    assert find_nearest(store, namespace(MODEL).parameters, "namespace-") is None

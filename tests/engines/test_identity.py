@@ -1,0 +1,181 @@
+"""The identity of a model in vLLM's connector: weights and settings, however its path is spelled.
+
+No vLLM is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.engines.vllm.identity import overrides
+from tiering.engines.vllm.weights import digest_of_files, draft_identity, weights_identity
+from tiering.errors import ConfigError
+
+COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+CONFIG = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000, "_name_or_path": "org/model", "transformers_version": "5.0"}
+AUTO = SimpleNamespace(load_format="auto")
+
+
+def write_model(directory: Path, weights: bytes = b"weights", **config: Any) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (directory / "model.safetensors").write_bytes(weights)
+    return directory
+
+
+def write_snapshot(cache: Path, name: str = "org--model", commit: str = COMMIT) -> Path:
+    """A model as the Hugging Face cache lays it out: files are links to blobs.  Returns the directory of the commit."""
+    blobs, snapshot = cache / f"models--{name}" / "blobs", cache / f"models--{name}" / "snapshots" / commit
+    write_model(blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    return snapshot
+
+
+def model(path: object, **words: Any) -> Any:
+    """vLLM's configuration of a model."""
+    config = SimpleNamespace(to_dict=lambda: dict(CONFIG), architectures=CONFIG["architectures"], _commit_hash=None)
+    return SimpleNamespace(**{"model": str(path), "revision": None, "hf_config": config, "seed": 0, "max_model_len": 4096, **words})
+
+
+def known_commit(commit: str) -> Any:
+    return SimpleNamespace(to_dict=lambda: {**CONFIG, "_commit_hash": commit}, architectures=None, _commit_hash=commit)
+
+
+def identity(path: object, **words: Any) -> str:
+    return weights_identity(model(path, **words), AUTO)
+
+
+def test_the_same_files_under_another_path_or_through_a_link_are_the_same_model(tmp_path):
+    first = write_model(tmp_path / "first")
+    shutil.copytree(first, tmp_path / "copy")
+    (tmp_path / "link").symlink_to(first)
+    (tmp_path / "above").symlink_to(tmp_path)
+    paths = [first, tmp_path / "copy", tmp_path / "link", tmp_path / "above" / "first", tmp_path / "copy" / ".." / "first"]
+    assert len({identity(path) for path in paths}) == 1
+
+
+def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_and_through_a_link(tmp_path):
+    snapshot = write_snapshot(tmp_path / "cache")
+    (tmp_path / "link").symlink_to(snapshot)
+    by_name = identity("org/model", hf_config=known_commit(COMMIT))
+    assert by_name == identity("org/model", revision=COMMIT) == identity(snapshot) == identity(tmp_path / "link")
+    assert COMMIT in by_name
+
+
+def test_parts_of_one_commit_are_different_models(tmp_path):
+    snapshot = write_snapshot(tmp_path / "cache")
+    write_model(snapshot / "small")
+    write_model(snapshot / "large")
+    (snapshot / "q4.gguf").symlink_to(snapshot / "model.safetensors")
+    (snapshot / "q8.gguf").symlink_to(snapshot / "model.safetensors")
+    parts = [snapshot, snapshot / "small", snapshot / "large", snapshot / "q4.gguf", snapshot / "q8.gguf"]
+    assert len({identity(path) for path in parts}) == len(parts)
+
+
+def test_a_path_that_only_looks_like_a_commit_is_known_by_its_files(tmp_path):
+    mine = write_model(tmp_path / "snapshots" / COMMIT)
+    assert identity(mine) == f"files {digest_of_files(mine)}"
+
+
+def test_other_weights_are_another_model_however_alike_the_files_are(tmp_path):
+    first = write_model(tmp_path / "first", b"weights")
+    others = [
+        write_model(tmp_path / "one byte", b"weighty"),
+        write_model(tmp_path / "rope", rope_theta=20000),
+        write_model(tmp_path / "renamed"),
+    ]
+    (others[2] / "model.safetensors").rename(others[2] / "model-2.safetensors")
+    assert len({identity(path) for path in [first, *others]}) == 4
+
+
+def test_where_a_configuration_came_from_is_no_part_of_it(tmp_path):
+    first = write_model(tmp_path / "first", text_config={"_name_or_path": "a", "hidden_size": 1})
+    moved = write_model(
+        tmp_path / "moved",
+        _name_or_path="/elsewhere",
+        transformers_version="5.1",
+        text_config={"_name_or_path": "b", "hidden_size": 1},
+    )
+    assert identity(first) == identity(moved)
+
+
+def test_code_that_the_engine_runs_belongs_to_the_model(tmp_path):
+    first, other = write_model(tmp_path / "first"), write_model(tmp_path / "other")
+    (other / "modeling.py").write_text("changed")
+    assert identity(first) == identity(other)
+    assert identity(first, trust_remote_code=True) != identity(other, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "--revision"),
+        ({"hf_config": known_commit(COMMIT), "hf_config_path": "org/other"}, "--revision"),
+        ({"model_weights": "s3://bucket/model"}, "use a local copy"),
+    ],
+)
+def test_weights_that_cannot_be_identified_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        identity("org/model", **words)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    empty = write_model(tmp_path / "model")
+    (empty / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weight files"):
+        identity(empty)
+
+
+def test_a_loader_that_may_find_weights_elsewhere_is_refused(tmp_path):
+    path = write_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="load_format tensorizer: may read weights from elsewhere"):
+        weights_identity(model(path), SimpleNamespace(load_format="tensorizer"))
+
+
+# ----------------------------------------------------------------------------------------------------------- draft, overrides
+
+
+def test_a_draft_is_known_by_its_weights_too_and_by_its_name_if_need_be(tmp_path):
+    target = model(write_model(tmp_path / "target"))
+    draft = write_model(tmp_path / "draft", b"draft")
+    (tmp_path / "link").symlink_to(draft)
+
+    def known(config: Any) -> str | None:
+        speculative = SimpleNamespace(model="typed", revision=None, draft_model_config=config)
+        return draft_identity(SimpleNamespace(model_config=target, speculative_config=speculative, load_config=AUTO))
+
+    assert known(model(draft)) == known(model(tmp_path / "link")) == identity(draft)
+    assert known(target) == "part of the model"
+    assert known(model("org/draft")) == known(None) == "typed, revision None"
+    assert draft_identity(SimpleNamespace(model_config=target, speculative_config=None)) is None
+
+
+def said(path: str, dictionary: dict[str, Any], **words: Any) -> dict[str, Any]:
+    config = SimpleNamespace(to_dict=lambda: dictionary, architectures=["A"])
+    return overrides(SimpleNamespace(model_config=model(path, hf_config=config), **words), "0.33")
+
+
+def test_a_configuration_says_the_same_by_name_and_by_path():
+    by_name = {**CONFIG, "auto_map": {"AutoModel": "org/model--modeling.Model"}, "text_config": {"_name_or_path": "x"}}
+    by_path = {**CONFIG, "auto_map": {"AutoModel": "modeling.Model"}, "_name_or_path": "/a", "text_config": {"_name_or_path": "y"}}
+    assert said("org/model", by_name) == said("/a", by_path)
+
+
+def test_what_changes_results_is_in_the_overrides():
+    changed = [
+        {},
+        {"rope_theta": 20000},
+        {"auto_map": {"AutoModel": "other/model--modeling.Model"}},
+        {"text_config": {"hidden_size": 1}},
+    ]
+    digests = {json.dumps(said("org/model", {**CONFIG, **change})) for change in changed}
+    assert len(digests) == len(changed)
+    assert said("org/model", CONFIG, num_hash_lookahead_tokens=1) != said("org/model", CONFIG, num_hash_lookahead_tokens=0)

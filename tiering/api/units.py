@@ -1,0 +1,115 @@
+"""Sizes, durations and shares as people write them, and the base class of the stack file's parts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from tiering.api.masking import masked, shown
+
+MAX_SIZE = 1 << 60
+"""Largest size that a stack may name, in bytes: 1 EiB."""
+
+MAX_DURATION = 3650 * 86400.0
+"""Longest duration that a stack may name, in seconds: 3650 days."""
+
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*((?:[kmgtpe]i?)?b?)\s*", re.IGNORECASE)
+
+_SIZE_UNITS = {"": 1} | {unit: 1000**power for power, unit in enumerate("kmgtpe", start=1)}
+
+_SIZE_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgtpe", start=1)}
+
+_DURATION = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(us|ms|s|m|min|h|d|w)\s*", re.IGNORECASE)
+
+_DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+_VARIABLE = re.compile(r"\$(\{|[A-Za-z_][A-Za-z0-9_]*)")
+
+
+def parse_size(value: object) -> int:
+    """Return the bytes that ``"8GiB"``, ``"500GB"``, ``"64 MiB"`` or a whole number of bytes stands for.
+
+    Raises :class:`ValueError` for anything else, and for sizes beyond :data:`MAX_SIZE`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError(f"{shown(value)} is not a size; write it like 8GiB, 500GB or a number of bytes")
+        size = int(Decimal(match[1]) * _SIZE_UNITS[match[2].lower().removesuffix("b")])
+    if abs(size) > MAX_SIZE:
+        raise ValueError(f"{shown(value)} is out of range; the largest size is 1EiB")
+    return size
+
+
+def parse_duration(value: object) -> float:
+    """Return the seconds that ``"7d"``, ``"500ms"``, ``"2m"`` or a number of seconds stands for.
+
+    Raises :class:`ValueError` for anything else, and for durations beyond :data:`MAX_DURATION`.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number, unit = value, 1.0
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError(f"{shown(value)} is not a duration; write it like 500ms, 10s, 5m, 12h, 7d or a number of seconds")
+        number, unit = float(match[1]), _DURATION_UNITS[match[2].lower()]
+    if not abs(number) <= MAX_DURATION / unit:
+        raise ValueError(f"{shown(value)} is out of range; the longest duration is 3650d")
+    return float(number) * unit
+
+
+def check_path(path: str) -> str:
+    """Return ``path`` if it can be meant as a path.  Raises :class:`ValueError` for a NUL, or a variable that was not expanded."""
+    if "\0" in path:
+        raise ValueError("holds a NUL character, which no path can")
+    found = _VARIABLE.search(path)
+    if found is not None:
+        name = found[1] if found[1] != "{" else "NAME"
+        raise ValueError(
+            f"{shown(path)} holds {found[0]!r}, which would not be expanded; write ${{{name}}} or ${{{name}:-default}}"
+        )
+    return path
+
+
+def _check_directory(path: str) -> str:
+    if os.path.expanduser(check_path(path)).startswith("~"):  # noqa: PTH111 - pathlib raises RuntimeError instead
+        raise ValueError(f"{shown(path)} begins with the home directory of a user that is not known; write the path in full")
+    return path
+
+
+def _check_file(path: Path) -> Path:
+    check_path(str(path))
+    return path
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+"""A size in bytes, as people write it."""
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+"""A duration in seconds, as people write it."""
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+Directory = Annotated[str, Field(min_length=1), AfterValidator(_check_directory)]
+"""A directory's path; ``~`` stands for a home directory.  Nobody looks at the directory when a stack is validated."""
+
+FilePath = Annotated[Path, AfterValidator(_check_file)]
+"""A file's path.  Nobody looks at the file when a stack is validated."""
+
+
+class Strict(BaseModel):
+    """A part of the stack file: unknown words are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False, hide_input_in_errors=True)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
+        """What ``repr`` and ``str`` print: the fields, secrets masked."""
+        return [(name, masked(name, value)) for name, value in self]

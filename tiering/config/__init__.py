@@ -1,0 +1,1 @@
+"""The stack file: reading, validating, and opening what it describes."""

@@ -1,0 +1,135 @@
+"""What is wrong with a stack, as people want to read it: every problem, each with the path of the field and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pydantic import BaseModel, ValidationError
+
+from tiering.api.masking import MASK, is_secret, mask_text, masked, shown
+from tiering.errors import ConfigError
+
+FieldPath = tuple[str | int, ...]
+"""Where a field is in the stack: ("secondary", 1, "capacity")."""
+
+_LONGEST_WORD = 60
+_CREDENTIAL = re.compile(r"access_?key|secret|passw|token|credential|api_?key|private_?key", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: where, and a text that follows the field's name."""
+
+    path: FieldPath
+    text: str
+
+    def under(self, prefix: FieldPath) -> Problem:
+        """The same problem, of a part that stands at ``prefix``."""
+        return Problem((*prefix, *self.path), self.text)
+
+
+class Problems(ValueError):
+    """Several problems of one part of the stack, with paths relative to it.  Raised by validators."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(f"{path_text(problem.path)}: {problem.text}" for problem in self.problems))
+
+
+def path_text(path: FieldPath) -> str:
+    """``secondary[1].capacity``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{_word(part)}" if text else _word(part)
+    return text or "the stack"
+
+
+def _word(word: str) -> str:
+    return word if word.isprintable() and len(word) <= _LONGEST_WORD else shown(word)
+
+
+def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int] | None = None) -> NoReturn:
+    """Raise a :class:`ConfigError` that lists ``problems`` of the stack ``name``, in the order of its lines."""
+    known = lines or {}
+
+    def line(path: FieldPath) -> int | None:
+        return next((known[path[:end]] for end in range(len(path), 0, -1) if path[:end] in known), None)
+
+    rows = [(line(problem.path), problem) for problem in dict.fromkeys(problems)]
+    rows.sort(key=lambda row: row[0] or 0)
+    texts = [
+        f"{path_text(problem.path)}{'' if number is None else f' (line {number})'}: {problem.text}" for number, problem in rows
+    ]
+    if len(texts) == 1:
+        raise ConfigError(mask_text(f"{name}: {texts[0]}"))
+    raise ConfigError(mask_text(f"{name}: {len(texts)} problems\n" + "\n".join(f"  {text}" for text in texts)))
+
+
+def unknown_word(word: str, allowed: Sequence[str]) -> str:
+    """What to say of a word that nobody knows."""
+    if _CREDENTIAL.search(word):
+        return (
+            "unknown word, and credentials are not written into a stack: the s3 tier finds its own in the environment, a profile or "
+            f"the machine's role, as boto3 does; a tier of one's own reads them where its text says; allowed are {', '.join(allowed)}"
+        )
+    near = difflib.get_close_matches(word, allowed, n=1)
+    return f"unknown word{f'; did you mean {near[0]}?' if near else ''}; allowed are {', '.join(allowed)}"
+
+
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """What pydantic found wrong with a ``model``, in our words.  Secrets are not repeated."""
+    found: list[Problem] = []
+    for item in error.errors(include_url=False):
+        path: FieldPath = tuple(item["loc"])
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, Problems):
+            found += [problem.under(path) for problem in cause.problems]
+        elif item["type"] == "extra_forbidden":
+            found.append(Problem(path, unknown_word(str(path[-1]), allowed_words(_model_at(model, path[:-1])))))
+        elif item["type"] == "string_type" and isinstance(item["input"], (int, float)):
+            text = shown(item["input"])
+            kind = f"{text.lower()}, a truth value" if isinstance(item["input"], bool) else f"{text}, a number"
+            found.append(Problem(path, f"is {MASK if _in_secret(path) else kind}, and must be a text; write it in quotes"))
+        elif item["type"] == "missing":
+            found.append(Problem(path, "is missing, and has no default"))
+        elif item["type"] in {"model_type", "model_attributes_type", "dict_type"}:
+            words = allowed_words(_model_at(model, path))
+            found.append(Problem(path, f"{_shown(path, item['input'])} is not a mapping of {', '.join(words)}"))
+        elif isinstance(cause, Exception):
+            found.append(Problem(path, str(masked("", str(cause))).removeprefix(f"{path[-1] if path else None}: ")))
+        else:
+            text = item["msg"].replace("Input should", "it should", 1)
+            found.append(Problem(path, f"{_shown(path, item['input'])} is not allowed: {text[0].lower()}{text[1:]}"))
+    return found
+
+
+def allowed_words(model: type[BaseModel] | None) -> list[str]:
+    """The words that a part of the stack knows."""
+    if model is None:
+        return []
+    refused: Mapping[str, str] = getattr(model, "unsupported", {})
+    return [word for word in model.model_fields if word not in refused]
+
+
+def _model_at(model: type[BaseModel], path: FieldPath) -> type[BaseModel] | None:
+    found: type[BaseModel] | None = model
+    for part in path:
+        if found is None or not isinstance(part, str) or part not in found.model_fields:
+            return None
+        annotation = found.model_fields[part].annotation
+        candidates = [annotation, *typing.get_args(annotation)]
+        found = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return found
+
+
+def _in_secret(path: FieldPath) -> bool:
+    return any(is_secret(part) for part in path)
+
+
+def _shown(path: FieldPath, value: object) -> str:
+    return MASK if _in_secret(path) else shown(value)

@@ -1,0 +1,43 @@
+"""The registry of tier types: the one place that names the tiers that come with the project."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from tiering.api.masking import shown
+from tiering.errors import ConfigError
+from tiering.secondary.definition import TierDefinition
+
+TIER_TYPES: Mapping[str, tuple[str, str]] = {
+    "memory": ("tiers.memory:MEMORY_TIER", ""),
+    "local": ("tiers.local:LOCAL_TIER", ""),
+    "s3": ("tiers.s3:S3_TIER", "s3"),
+}
+"""Registered name → where its :class:`TierDefinition` is, and the extra of this distribution that installs what it needs."""
+
+
+def tier_definition(kind: object) -> TierDefinition:
+    """The definition of a tier's ``type``: a registered name, or ``module.path:Name`` for a tier of one's own.
+
+    ``Name`` is a :class:`TierDefinition`, or a class (say, a SecondaryTierManager) whose attribute ``definition`` is one.
+    Raises :class:`ConfigError`.
+    """
+    allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
+    if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
+        raise ConfigError(f"{shown(kind)} is not a type of tier; allowed are {allowed}")
+    target, extra = TIER_TYPES.get(kind, (kind, ""))
+    module_name, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        hint = f"; install kv-tiering with its extra {extra} (in a clone: pip install '.[{extra}]')" if extra else ""
+        raise ConfigError(f"the tier {shown(kind)} cannot be imported: {error}{hint}") from error
+    except AttributeError as error:
+        raise ConfigError(f"the module {module_name} has no {shown(name)}") from error
+    except Exception as error:  # whatever a module raises while it is imported
+        raise ConfigError(f"the tier {shown(kind)} cannot be imported: {type(error).__name__}: {error}") from error
+    definition = found if isinstance(found, TierDefinition) else getattr(found, "definition", None)
+    if not isinstance(definition, TierDefinition):
+        raise ConfigError(f"{shown(kind)} is neither a tiering.TierDefinition nor a class with one as its attribute definition")
+    return definition

@@ -1,0 +1,110 @@
+"""From a stack file to plain data: safe YAML, duplicate keys refused, environment references expanded, lines remembered.
+
+``${VAR}`` in a value is replaced by the environment variable, ``${VAR:-default}`` by the default if it is unset or empty, ``$${`` is a
+literal ``${``.  References are resolved after the YAML is read, in values only: what a variable holds can never become structure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tiering.api.masking import is_masked, is_secret, learn, shown
+from tiering.config.problems import FieldPath, Problem
+from tiering.config.yaml_text import MAX_DEPTH, MAX_NODES, Carried, parse_yaml, read_text
+from tiering.errors import ConfigError
+
+_REFERENCE = re.compile(r"\$\$(?:\{[^{}\n]*\})?|\$\{([^{}\n]*)\}|\$\{")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(slots=True)
+class Source:
+    """A stack as plain data: where it came from, the line of each field (where known) and what is wrong with it already."""
+
+    name: str
+    data: object
+    lines: dict[FieldPath, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_source(stack: str | os.PathLike[str] | Mapping[str, object]) -> Source:
+    """Read a stack file, or take a mapping, and expand its environment references.  Raises :class:`ConfigError`."""
+    if isinstance(stack, Mapping):
+        source, carried = Source("stack", stack), Carried()
+    else:
+        path = os.fspath(stack) if isinstance(stack, (str, os.PathLike)) else None
+        if not isinstance(path, str):
+            raise ConfigError(f"a stack is a path to a YAML file or a mapping, not {type(stack).__name__}")
+        source, carried = _read_file(path)
+    source.data = _expand(source, source.data, (), carried, [0])
+    return source
+
+
+def _read_file(path: str) -> tuple[Source, Carried]:
+    text = read_text(path)
+    carried = Carried()
+    data, lines = parse_yaml(path, _REFERENCE.sub(carried.carry, text), carried)
+    return Source(path, data, lines), carried
+
+
+def escaped(text: str) -> str:
+    """Write ``text`` so that reading it as a value of a stack gives ``text`` again."""
+    return text.replace("$", "$$") if "${" in text or "$$" in text else text
+
+
+def _expand(source: Source, value: object, path: FieldPath, carried: Carried, count: list[int]) -> object:
+    count[0] += 1
+    if count[0] > MAX_NODES or len(path) > MAX_DEPTH:
+        raise ConfigError(f"{source.name}: more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack")
+    if isinstance(value, str):
+        return _expand_text(source, carried.restored(value), path)
+    if isinstance(value, Mapping):
+        restored = ((_printable(carried.restored(key)) if isinstance(key, str) else key, item) for key, item in value.items())
+        return {
+            key: _expand(source, item, (*path, key if isinstance(key, str) else shown(key)), carried, count)
+            for key, item in restored
+        }
+    if isinstance(value, (list, tuple)):
+        return [_expand(source, item, (*path, index), carried, count) for index, item in enumerate(value)]
+    return value
+
+
+def _expand_text(source: Source, text: str, path: FieldPath) -> str:
+    def problem(what: str) -> None:
+        source.problems.append(Problem(path, what))
+
+    def resolve(match: re.Match[str]) -> str:
+        whole = match[0]
+        if whole.startswith("$$"):
+            return whole[1:]
+        if match[1] is None:
+            problem(f"{shown(text)} holds an environment reference that is not closed; write ${{NAME}}, or $${{ for a literal ${{")
+            return whole
+        name, colon, default = match[1].partition(":-")
+        if _NAME.fullmatch(name) is None:
+            problem(f"{whole} is not an environment reference; write ${{NAME}} or ${{NAME:-default}}")
+            return whole
+        value = os.environ.get(name)
+        learn(name, value)
+        if colon:
+            return value or default
+        if value is None:
+            problem(f"the environment variable {name} is not set; set it, or write ${{{name}:-default}} ($${{ is a literal ${{)")
+            return whole
+        return value
+
+    if is_masked(text):
+        problem(f"{shown(text)} stands for a secret that was masked when this stack was printed; write it as ${{NAME}} instead")
+    expanded = _REFERENCE.sub(resolve, text)
+    learn(next((part for part in path if is_secret(part)), None), expanded)
+    if _printable(expanded) != expanded:
+        problem(f"{shown(expanded)} holds bytes that are no UTF-8 text")
+    return _printable(expanded)
+
+
+def _printable(text: str) -> str:
+    """``text`` without lone surrogates, which stand for bytes that are no text, and which no error message can hold."""
+    return text.encode(errors="backslashreplace").decode()

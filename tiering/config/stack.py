@@ -1,0 +1,197 @@
+"""From a validated stack to a running manager: everything is checked first, then opened in the order in which it is needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+
+from tiering.api.masking import guard_logs, mask_text, safe_cause
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.config.problems import Problem, refuse
+from tiering.config.registry import tier_definition
+from tiering.config.stack_file import StackConfig
+from tiering.errors import ConfigError, TierUnavailableError
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.room import format_bytes
+from tiering.runtime.news import News
+from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
+from tiering.secondary.options import TierOptions
+
+_log = logging.getLogger("kv_tiering.stack")
+
+
+def open_manager(
+    stack: StackConfig,
+    block_bytes: int | Sequence[int],
+    model: ModelIdentity,
+    *,
+    replica: str | None = None,
+    region: SharedRegion | None = None,
+    enable_events: bool = False,
+    one_thread: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> TieringOffloadingManager:
+    """Build and open the tiers of ``stack``; close what is returned with ``shutdown``, or use it as a context manager.
+
+    ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per KV-cache group.
+    ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already; by default the stack's
+    capacity decides.  The manager closes it in the end; if this raises, it is still the caller's to close.
+
+    One thread drives the manager: the first that uses it, which need not be the one that calls this.  ``one_thread`` False turns
+    the check off, for engines that see to it themselves that no two threads use the manager at the same time.
+
+    A tier that cannot be opened within ``open_deadline`` is left out until it can: the tier itself says why, once.
+
+    Raises :class:`ConfigError` before anything is opened, :class:`RegionError` if there is no room for the rows, and
+    :class:`TierUnavailableError`, with everything closed again, if a tier marked ``required`` cannot be opened.
+    """
+    group_bytes = _group_bytes(block_bytes)
+    row_bytes = row_stride(max(group_bytes))
+    _check(stack, max(group_bytes), row_bytes, model, region)
+    namespace = Namespace.build(model, group_bytes, namespace=stack.namespace, salt=stack.salt)
+    events, news = enable_events or stack.events, News()
+    with ExitStack() as undo:
+        rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
+        if rows is not region:
+            undo.callback(rows.close)
+        primary = CPUPrimaryTierOffloadingManager(rows, stack.primary.eviction, events)
+        tiers: list[SecondaryTierManager] = []
+        for options in stack.secondary:
+            context = TierContext(
+                name=options.tier_name,
+                primary_view=primary.get_kv_memoryview(),
+                group_bytes=group_bytes,
+                namespace=namespace,
+                clock=clock,
+                enable_events=events,
+                replica=replica,
+                revision=stack.revision,
+                news=news,
+                distance=tier_definition(options.type).distance,
+            )
+            tier = _build(len(tiers), options, context)
+            undo.callback(tier.shutdown, clock())
+            tiers.append(tier)
+        manager = TieringOffloadingManager(
+            primary,
+            tiers,
+            events,
+            clock=clock,
+            promotion_share=stack.primary.promotion_share,
+            reservation_deadline=stack.primary.reservation_deadline,
+            keep_secondary=stack.keep_secondary,
+            reset_deadline=stack.reset_deadline,
+            shutdown_deadline=stack.shutdown_deadline,
+            news=news,
+            one_thread=one_thread,
+        )
+        undo.pop_all()
+        undo.callback(manager.shutdown)
+        guard_logs()  # of modules, too, that were imported for these tiers
+        opened = _open_tiers(stack, manager, clock)
+        undo.pop_all()
+    _warn_of_order(stack)
+    _log.info("%s", _summary(stack, rows, opened, namespace))
+    return manager
+
+
+def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(block_bytes) if isinstance(block_bytes, Sequence) else (block_bytes,)
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(f"block_bytes: {block_bytes!r} is not a number of bytes, or one for each KV-cache group")
+    return sizes
+
+
+def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None) -> None:
+    """What can only be known with the engine's blocks and model at hand.  Opens nothing."""
+    problems: list[Problem] = []
+    if stack.mode != "tiering":
+        problems.append(Problem(("mode",), f"is {stack.mode}, which has no manager of tiers; see tiering.simple"))
+    if region is not None:
+        if region.row_stride < block_bytes:
+            raise ConfigError(f"region: its rows have {region.row_stride} bytes, a block has {block_bytes}")
+    elif stack.primary.capacity < row_bytes:
+        text = f"{stack.primary.capacity} bytes do not hold one block; a row takes {row_bytes} bytes (whole pages)"
+        problems.append(Problem(("primary", "capacity"), text))
+    reason = model.persistent_reason
+    for index, options in enumerate(stack.secondary):
+        if options.capacity is not None and options.capacity < block_bytes:
+            text = f"{options.capacity} bytes do not hold one block of {block_bytes} bytes"
+            problems.append(Problem(("secondary", index, "capacity"), text))
+        if reason is not None and tier_definition(options.type).persistent:
+            text = f"{options.type} keeps blocks beyond the process, which the model {model.name} does not allow: {reason}"
+            problems.append(Problem(("secondary", index, "type"), text))
+    if problems:
+        refuse("stack", problems)
+
+
+def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryTierManager:
+    """Make one tier.  Raises :class:`ConfigError`, whatever the tier's own code raises: nothing is opened yet."""
+    where = f"secondary[{index}] ({context.name})"
+    try:
+        return tier_definition(options.type).build(options, context)
+    except ConfigError as error:
+        text, cause = f"{where}: {str(error).removeprefix(f'tier {context.name}: ')}", safe_cause(error)
+    except MemoryError as error:
+        text = f"{where}: its tables do not fit into memory: {error}; lower its capacity, or make blocks larger"
+        cause = safe_cause(error)
+    except Exception as error:  # a tier of one's own may raise anything
+        text, cause = f"{where}: the tier cannot be built: {type(error).__name__}: {error}", safe_cause(error)
+    raise ConfigError(mask_text(text)) from cause
+
+
+_DISTANCES: Sequence[Distance] = ("process", "machine", "network")
+_PLACES = {"process": "in this process's memory", "machine": "on this machine", "network": "on the network"}
+
+
+def _warn_of_order(stack: StackConfig) -> None:
+    """Tell a stack that lists a slower tier before a faster one: every lookup and load would go to the slower one first."""
+    distances = [tier_definition(options.type).distance for options in stack.secondary]
+    for index, (earlier, later) in enumerate(pairwise(distances)):
+        if earlier is not None and later is not None and _DISTANCES.index(earlier) > _DISTANCES.index(later):
+            slow, fast = stack.secondary[index : index + 2]
+            _log.warning(
+                "secondary[%d] (%s) is %s and stands before secondary[%d] (%s), which is %s: list tiers fastest first, or what both "
+                "hold is loaded from the slower one",
+                index,
+                slow.tier_name,
+                _PLACES[earlier],
+                index + 1,
+                fast.tier_name,
+                _PLACES[later],
+            )
+
+
+def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Callable[[], float]) -> list[TierOptions]:
+    """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left.
+
+    Returns the options of those that are open.
+    """
+    opened: list[TierOptions] = []
+    tiers = manager.secondary_tiers
+    deadline = clock() + stack.open_deadline
+    for index, (options, tier) in enumerate(zip(stack.secondary, tiers, strict=True)):
+        now = clock()
+        share = max(deadline - now, 0.0) / (len(tiers) - index)
+        if manager.open_tier(index, now + share):
+            opened.append(options)
+            continue
+        if options.required:
+            raise TierUnavailableError(
+                f"secondary[{index}] ({tier.name}) is marked required and could not be opened within {stack.open_deadline:g} s; "
+                "the log says why"
+            )
+        _log.info("starting without the tier %s; it joins when it can be opened", tier.name)
+    return opened
+
+
+def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
+    """What a person checks first: how much fits where, and which namespace (as in paths and object names) is read and written."""
+    tiers = [f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}" for tier in opened]
+    primary = f"primary {format_bytes(rows.nbytes)} ({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
+    return f"tiers: {', '.join([primary, *tiers])}; namespace {namespace.directory[:8]}"

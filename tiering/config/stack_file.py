@@ -1,0 +1,220 @@
+"""The stack file: one YAML file (or mapping) that says what the tiers are; validated as a whole before anything is opened.
+
+This is the one place that names the tiers that come with the project; each is imported only when a stack uses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValidator, model_validator
+
+from tiering.api.keys import PRIMARY_TIER
+from tiering.api.masking import guard_logs, masked, shown
+from tiering.api.namespace import revision_digest
+from tiering.api.units import Duration, Share, Size, Strict
+from tiering.config.problems import Problem, Problems, problems_of, refuse
+from tiering.config.registry import TIER_TYPES, tier_definition
+from tiering.config.source import escaped, read_source
+from tiering.errors import ConfigError
+from tiering.secondary.options import TierOptions
+from tiering.table.block_table import load_policy
+
+
+def _known_policy(name: str) -> str:
+    load_policy(name)
+    return name
+
+
+def _checked_revision(revision: str) -> str:
+    revision_digest(revision)
+    return revision
+
+
+def _read_tier(value: object, handler: object) -> TierOptions:
+    """One entry of ``secondary``, read as the options that its type declares.  Raises :class:`Problems`."""
+    if isinstance(value, TierOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{shown(value)} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}")
+    if "type" not in value:
+        raise Problems([Problem(("type",), f"is missing; allowed are {', '.join(TIER_TYPES)}, or module.path:Name")])
+    try:
+        options = tier_definition(value["type"]).options
+    except ConfigError as error:
+        raise Problems([Problem(("type",), str(error))]) from error
+    refused = options.refused_words(value)
+    problems = [Problem((word,), f"is not supported by {value['type']} tiers: {reason}") for word, reason in refused.items()]
+    tier = None
+    try:
+        tier = options.model_validate({word: item for word, item in value.items() if word not in refused})
+        load_policy(tier.eviction)
+    except ValidationError as error:
+        problems += problems_of(error, options)
+    except ConfigError as error:
+        problems.append(Problem(("eviction",), str(error).removeprefix("eviction: ")))
+    except Exception as error:  # validators of a tier of one's own
+        problems.append(Problem((), f"its options cannot be checked: {type(error).__name__}: {error}"))
+    if tier is None or problems:
+        raise Problems(problems)
+    return tier
+
+
+SecondaryTier = SerializeAsAny[Annotated[TierOptions, WrapValidator(_read_tier)]]
+
+
+class PrimaryOptions(Strict):
+    """The CPU tier."""
+
+    capacity: Size
+    """Bytes of shared memory for rows."""
+    eviction: Annotated[str, AfterValidator(_known_policy)] = "lru"
+    """"lru", "arc" or ``module:Class``."""
+    promotion_share: Share = 0.5
+    """Largest share of the rows that blocks being brought in, or waiting for those who asked for them, may hold together."""
+    reservation_deadline: Duration = 30.0
+    """How long a block that was brought in waits for those who asked for it before it may be evicted."""
+
+
+class StackConfig(Strict):
+    """A whole stack: the primary tier, and the secondary tiers, fastest first.  Printing it masks secrets."""
+
+    primary: PrimaryOptions
+    secondary: tuple[SecondaryTier, ...] = ()
+    namespace: str = ""
+    """Keeps blocks apart that nothing else would: another value, another cache."""
+    salt: str = ""
+    """Like ``namespace``, but secret: it enters the fingerprint as a digest only."""
+    revision: Annotated[str, AfterValidator(_checked_revision)] | None = None
+    """Names the weights at the start, where ``namespace`` and the model's identity do not, as ``reset_cache(revision=...)`` does later."""
+    keep_secondary: bool = False
+    """Whether a reset leaves the blocks of the secondary tiers valid (only right if the weights never change under a reset)."""
+    events: bool = False
+    """Whether stored and removed blocks are announced (an engine can ask for it too)."""
+    mode: Literal["tiering", "simple"] = "tiering"
+    """"simple": a CPU pool that mirrors the GPU's, without secondary tiers (:mod:`tiering.simple`)."""
+    lazy_offload: bool = False
+    """In mode simple: store blocks when they are about to leave the GPU, instead of all when they are computed."""
+    open_deadline: Duration = 10.0
+    """How long the start may wait for tiers to open; one that takes longer joins when it is ready."""
+    reset_deadline: Duration = 0.05
+    """How long a reset may hold up the engine until the tiers' media have confirmed it; what takes longer goes on in the background."""
+    shutdown_deadline: Duration = 30.0
+    """How long a shutdown may wait for queued stores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("secondary"), Mapping):
+            raise Problems([Problem(("secondary",), "is a mapping; it must be a list of tiers, fastest first")])
+        return {**data, "secondary": ()} if isinstance(data, Mapping) and data.get("secondary", ()) is None else data
+
+    @model_validator(mode="after")
+    def _check_together(self) -> StackConfig:
+        problems = [
+            Problem(
+                ("secondary", index, "name"), f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own"
+            )
+            for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
+        ]
+        problems += [
+            Problem(("secondary", index, "name"), f"{PRIMARY_TIER!r} is the name of the primary tier; give this one another")
+            for index, tier in enumerate(self.secondary)
+            if tier.tier_name == PRIMARY_TIER
+        ]
+        places: list[str | None] = []
+        for index, tier in enumerate(self.secondary):
+            try:
+                places.append(tier_definition(tier.type).location(tier))
+            except Exception as error:  # a tier of one's own may raise anything
+                places.append(None)
+                problems.append(Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}"))
+        problems += [
+            Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
+            for index, other, place in _repeated(places)
+        ]
+        problems += [
+            Problem(
+                ("secondary", index), f"{place} is a part of {outer}, which is the place of secondary[{other}]; keep them apart"
+            )
+            for index, place in enumerate(places)
+            for other, outer in enumerate(places)
+            if place and outer and place != outer and outer.startswith("/") and Path(place).is_relative_to(outer)
+        ]
+        problems += self._check_mode()
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def _check_mode(self) -> list[Problem]:
+        if self.mode != "simple":
+            return [Problem(("lazy_offload",), "is for mode simple")] if self.lazy_offload else []
+        problems = [
+            Problem(("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering")
+            for index in range(len(self.secondary))
+        ]
+        unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
+        unused_primary = _changed(self.primary) - {"capacity"}
+        problems += [Problem((word,), "has no meaning in mode simple; leave it out") for word in sorted(unused)]
+        problems += [Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)]
+        return problems
+
+    def describe(self) -> str:
+        """The stack as YAML, as it is in effect, secrets masked."""
+        words: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
+        for tier, section in zip(self.secondary, words["secondary"], strict=True):
+            for word in tier.unsupported:
+                section.pop(word, None)
+        dumped = _map_text(masked("", words), escaped)
+        return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
+
+
+def _changed(part: Strict) -> set[str]:
+    """The words of ``part`` whose values are not the defaults."""
+    return {word for word, value in part if value != type(part).model_fields[word].default}
+
+
+def _map_text(value: object, change: Callable[[str], str]) -> object:
+    """``value``, plain data, with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_text(item, change) for key, item in value.items()}
+    return [_map_text(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
+    """(index, earlier index, value) of each value that stood before; None repeats nothing."""
+    first: dict[str, int] = {}
+    found: list[tuple[int, int, str]] = []
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        if value in first:
+            found.append((index, first[value], value))
+        first.setdefault(value, index)
+    return found
+
+
+def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackConfig:
+    """Read and validate a stack: the path of a YAML file, or what such a file would hold.  Opens nothing.
+
+    Raises :class:`ConfigError` with every problem found: the path of the field, its line, what is wrong and what is allowed.
+    """
+    source = read_source(stack)
+    problems = list(source.problems)
+    try:
+        config = StackConfig.model_validate(source.data)
+    except ValidationError as error:
+        known = {problem.path for problem in problems}
+        problems += [problem for problem in problems_of(error, StackConfig) if problem.path not in known]
+    except Exception as error:  # whatever else the code of a tier of one's own raises
+        problems.append(Problem((), f"cannot be checked: {type(error).__name__}: {error}"))
+    guard_logs()
+    if problems:
+        refuse(source.name, problems, source.lines)
+    return config

@@ -1,0 +1,93 @@
+"""Copies between the accelerator's KV cache and the primary rows: the handler contract, and the worker that holds the handlers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tiering.api.transfer import LoadStoreSpec, TransferSpec
+
+TransferType = tuple[str, str]
+"""("gpu", "cpu") or ("cpu", "gpu")."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """The end of one transfer. A value that is not known is None."""
+
+    job_id: int
+    """Id that the transfer was started with."""
+    success: bool
+    """True if all bytes were moved."""
+    transfer_size: int | None = None
+    """Bytes moved."""
+    transfer_time: float | None = None
+    """Seconds from start to end."""
+    transfer_type: TransferType | None = None
+    """Direction of the transfer."""
+
+
+class OffloadingHandler(ABC):
+    """Moves blocks in one direction. Called from the engine's thread; only :meth:`wait` and :meth:`shutdown` block it."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a transfer. False if it could not be started: no byte was moved, and no result follows."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that have ended since the last call, each once, failed ones included."""
+
+    @abstractmethod
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Block until these transfers have ended. Unknown ids are ignored; results are still returned later."""
+
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        """Run all later work of the engine after these transfers.
+
+        A device orders the work on its streams. Without a device, this waits for the transfers.
+        """
+        self.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Wait for running transfers, then release threads, streams and pins. May be called twice."""
+
+
+class OffloadingWorker:
+    """Routes transfers to handlers by (source spec class, destination spec class)."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler] = {}
+
+    def register_handler(self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler) -> None:
+        """Use ``handler`` for transfers from ``src_cls`` to ``dst_cls``."""
+        self._handlers[src_cls, dst_cls] = handler
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a transfer. False if it has no handler, or its handler could not start it."""
+        source, destination = spec
+        handler = self._handlers.get((type(source), type(destination)))
+        return handler is not None and handler.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers of all handlers that have ended since the last call."""
+        return [result for handler in self._unique() for result in handler.get_finished()]
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Block until these transfers have ended."""
+        for handler in self._unique():
+            handler.wait(job_ids)
+
+    def order_before_compute(self, job_ids: Collection[int]) -> None:
+        """Run all later work of the engine after these transfers."""
+        for handler in self._unique():
+            handler.order_before_compute(job_ids)
+
+    def shutdown(self) -> None:
+        """Shut all handlers down."""
+        for handler in self._unique():
+            handler.shutdown()
+
+    def _unique(self) -> list[OffloadingHandler]:
+        return list(dict.fromkeys(self._handlers.values()))

@@ -1,0 +1,282 @@
+"""The shape of vLLM's KV cache, read from its configuration, and the refusals of what this connector cannot do.
+
+Nothing here imports vLLM; its objects are read by attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.namespace import KVLayout
+from tiering.errors import ConfigError
+from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
+
+_REFUSED_KINDS = {
+    "mamba": "a state-space group keeps one state and no blocks per token, which cannot be offloaded block by block",
+    "chunked_local_attention": "only full-attention and sliding-window groups can be offloaded",
+    "encoder_only_attention": "only full-attention and sliding-window groups can be offloaded",
+    "cross_attention": "only full-attention and sliding-window groups can be offloaded",
+    "unknown": "its kind is not known",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """``group_bytes``: of an offloaded block without padding, all ranks side by side.  ``replicated``: all ranks hold the same KV."""
+
+    engine: EngineConfig
+    group_bytes: tuple[int, ...]
+    block_size_factor: int
+    replicated: bool
+    rank: int
+    replica: str | None
+    group_texts: tuple[str, ...]
+    kv_dtype: str
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], reports_requests: bool) -> None:
+    """Refuse, before anything is opened, what would not work.  Raises :class:`ConfigError`, saying what to change.
+
+    ``reports_requests``: whether this vLLM can be told which requests' loads failed (needed with several KV-cache groups).
+    """
+    parallel = vllm_config.parallel_config
+    check_role(vllm_config.kv_transfer_config)
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise ConfigError(
+            f"the engine spans {parallel.nnodes} hosts; the CPU tier is shared memory of one host: keep an engine's workers on one host"
+        )
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError("the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp")
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
+    if _cannot_continue(vllm_config):
+        raise ConfigError(
+            "vLLM's CPU kernels for latent attention (MLA) answer wrongly from KV that was computed earlier, wherever it comes from "
+            "(vLLM turns its own prefix caching off for them); run the model without this connector"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ConfigError("the model has no KV cache: there is nothing to offload; run it without this connector")
+    for index, group in enumerate(groups):
+        kind = kind_of(group.kv_cache_spec)
+        if kind in _REFUSED_KINDS:
+            raise ConfigError(
+                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; run the model without this connector"
+            )
+        if getattr(_first(group.kv_cache_spec), "rswa_window", None) is not None:
+            raise ConfigError(
+                f"KV-cache group {index} (reference sliding window): a running request gives up blocks in its middle, and what it "
+                "generates is computed from fewer tokens than the same text in a prompt; run the model without this connector"
+            )
+        if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
+            raise ConfigError(
+                f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector"
+            )
+        if getattr(group, "host_resident", False):
+            raise ConfigError(f"KV-cache group {index} ({kind}) lives in host memory already; run the model without this connector")
+    if len(groups) > 1 and not reports_requests:
+        raise ConfigError(
+            f"the model has {len(groups)} KV-cache groups; failed loads of such models can be reported to vLLM 0.30 and newer only"
+        )
+
+
+def check_role(transfer: Any) -> None:
+    """Raises :class:`ConfigError` unless the connector may both load and store."""
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"')
+
+
+def _cannot_continue(vllm_config: Any) -> bool:
+    """Whether vLLM's kernels cannot start from a prefix: its own prefix caching is off then."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    latent = bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
+    return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
+
+
+def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int) -> Geometry:
+    """What scheduler and workers must agree on.  Raises :class:`ConfigError` for a ``block_size`` that does not fit."""
+    parallel = vllm_config.parallel_config
+    context = int(getattr(parallel, "decode_context_parallel_size", 1))
+    groups = tuple(_group(vllm_config, group, kind_of, context) for group in kv_cache_config.kv_cache_groups)
+    world_size = int(parallel.world_size)
+    engine = EngineConfig(
+        block_sizes=tuple(group.gpu_block_size for group in groups),
+        hash_block_size=hash_block_size,
+        groups=groups,
+        world_size=world_size,
+        enable_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+    )
+    replicated = world_size > 1 and _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
+    factor = _factor(vllm_config.kv_transfer_config.kv_connector_extra_config.get("block_size"), groups)
+    segments = 1 if replicated else world_size
+    places = _places(kv_cache_config)
+    blocks = tuple(_block_bytes(group, places) for group in kv_cache_config.kv_cache_groups)
+    return Geometry(
+        engine=engine,
+        group_bytes=tuple(size * factor * segments for size in blocks),
+        block_size_factor=factor,
+        replicated=replicated,
+        rank=int(parallel.rank),
+        replica=_replica(parallel, engine.engine_id),
+        group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups)),
+        kv_dtype=_kv_dtype(vllm_config),
+    )
+
+
+def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> tuple[EngineConfig, KVCacheConfig]:
+    """The engine and its KV cache, of one worker, as the simple scheduler has them."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if hasattr(tensors[0], "layers"):  # vLLM 0.31 on: each tensor is a place in one allocation, of whose size it tells
+        layers = tuple(layer for tensor in tensors for layer in tensor.layers)
+        cache: tuple[KVCacheTensor, ...] = (KVCacheTensor(int(tensors[0].size), layers),)
+    else:
+        cache = tuple(KVCacheTensor(int(tensor.size), tuple(tensor.shared_by)) for tensor in tensors)
+    context = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+    engine = replace(geometry.engine, context_parallel_size=context)
+    return engine, KVCacheConfig(int(kv_cache_config.num_blocks), cache, engine.groups)
+
+
+def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether blocks that are allocated anew are zeroed before the connector hears of the step.
+
+    vLLM's second model runner zeroes them (where caches of several precisions share blocks) while it prepares the step; its first one
+    calls ``handle_preemptions`` before anything else.
+    """
+    prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return prepares_first and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:
+    """The layout as the namespace has it."""
+    parallel = vllm_config.parallel_config
+    return KVLayout(
+        kv_dtype=geometry.kv_dtype,
+        layer_names=tuple(name for group in geometry.engine.groups for name in group.layer_names),
+        groups=geometry.group_texts,
+        gpu_block_size=geometry.engine.block_sizes,
+        block_size_factor=geometry.block_size_factor,
+        group_bytes=geometry.group_bytes,
+        memory_order=memory_order,
+        parallel_sizes=(
+            ("tensor", int(parallel.tensor_parallel_size)),
+            ("pipeline", int(parallel.pipeline_parallel_size)),
+            ("decode_context", int(getattr(parallel, "decode_context_parallel_size", 1))),
+            ("context_interleave", int(getattr(parallel, "cp_kv_cache_interleave_size", 1))),
+            ("replicated", int(geometry.replicated)),
+        ),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        hash_seed=hash_seed,
+        hash_block_size=geometry.engine.hash_block_size,
+    )
+
+
+def _first(spec: Any) -> Any:
+    """The spec of a group's first layer."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
+    spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
+    first = _first(spec)
+    # Full attention may name a window too (hybrid manager off): all its blocks are kept then.
+    window = int(first.sliding_window) if "sliding" in kind else None
+    sharded = context if getattr(spec, "dcp_sharded", True) else 1
+    is_eagle = bool(getattr(group, "is_eagle_group", False))
+    return KVCacheGroup(
+        tuple(group.layer_names),
+        int(spec.block_size) * sharded,
+        window,
+        kind,
+        is_eagle=is_eagle,
+        retained_tokens=0 if window is None else int(getattr(first, "extra_retained_tokens", 0)),
+        volatile_tokens=_volatile_tokens(vllm_config, is_eagle),
+    )
+
+
+def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
+    """Of the computed tokens, how many of the last may be computed again.
+
+    Heads that predict several tokens begin a chunk of a prompt before the end of the last one; and in the layers of a head the last
+    accepted tokens are computed again when drafts after them were rejected.
+    """
+    ahead = max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
+    if is_eagle:
+        speculative = getattr(vllm_config, "speculative_config", None)
+        ahead = max(ahead, int(getattr(speculative, "num_speculative_tokens", None) or 0)) + 1
+    return ahead
+
+
+def _replica(parallel: Any, engine_id: str) -> str | None:
+    """The data-parallel rank, None without data parallelism.
+
+    Each replica of a dense model is configured as an engine of its own, of data-parallel size 1; that it is the first of several
+    shows in what vLLM appends to the engine ids of all of them.
+    """
+    index = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+    several = int(getattr(parallel, "data_parallel_size", 1)) > 1 or engine_id.endswith(f"_dp{index}")
+    return str(index) if several or index > 0 else None
+
+
+def _factor(block_size: Any, groups: tuple[KVCacheGroup, ...]) -> int:
+    # The spec refuses what does not divide; here only the quotient is of interest.
+    sizes = {group.gpu_block_size for group in groups}
+    if isinstance(block_size, int) and len(sizes) == 1:
+        return max(1, block_size // sizes.pop())
+    return 1
+
+
+def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
+    """Where each layer with KV of its own lies: layers at one place share it (they must not be counted twice in a group)."""
+    places: dict[str, tuple[int, int]] = {}
+    for number, tensor in enumerate(kv_cache_config.kv_cache_tensors):
+        if hasattr(tensor, "layers"):
+            places.update({layer: (number, index) for index, layer in enumerate(tensor.layers)})
+        else:
+            places.update(dict.fromkeys(tensor.shared_by, (number, 0)))
+    return places
+
+
+def _block_bytes(group: Any, places: dict[str, tuple[int, int]]) -> int:
+    pages: dict[object, int] = {}
+    for layer in group.layer_names:
+        if places and layer not in places:
+            continue  # it reads another layer's KV
+        place = places.get(layer, layer)
+        pages[place] = max(pages.get(place, 0), _page_bytes(group.kv_cache_spec, layer))
+    return sum(pages.values())
+
+
+def _page_bytes(spec: Any, layer: str) -> int:
+    layer_spec = spec.kv_cache_specs.get(layer, spec) if hasattr(spec, "kv_cache_specs") else spec
+    for word in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
+        size = getattr(layer_spec, word, None)
+        if isinstance(size, int):
+            return size
+    raise ConfigError(f"layer {layer}: the size of its pages is not known")
+
+
+def _all_ranks_alike(vllm_config: Any, kv_cache_config: Any, world_size: int, context: int) -> bool:
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is not None:
+        return context == 1 and int(replicas) == world_size
+    return context == 1 and bool(vllm_config.model_config.use_mla)
+
+
+def _kv_dtype(vllm_config: Any) -> str:
+    dtype = vllm_config.cache_config.cache_dtype
+    return str(vllm_config.model_config.dtype if dtype == "auto" else dtype).removeprefix("torch.")
+
+
+def _text(group: KVCacheGroup, found: Any) -> str:
+    spec = found.kv_cache_spec
+    words = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state", "cache_dtype_str")
+    first = _first(spec)
+    geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
+    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}"

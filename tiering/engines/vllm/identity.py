@@ -1,0 +1,76 @@
+"""The settings beside the weights that change KV, or its meaning, read from vLLM's configuration.
+
+vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts.  They do not cover the model, its
+weights, data types, layout or parallelism, which therefore belong to the namespace.  Nothing here imports vLLM; its
+objects are read by attribute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiering.engines.vllm.weights import meaning, plain
+
+
+def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
+    """The settings that change results or bytes, beside weights, data types and layout, as plain data."""
+    model = vllm_config.model_config
+    hf_config = meaning(plain(model.hf_config.to_dict()))
+    if isinstance(code := hf_config.get("auto_map"), dict):
+        hf_config["auto_map"] = _without_prefix(code, f"{model.model}--")
+    encoded = json.dumps(hf_config, sort_keys=True, default=str).encode()
+    found: dict[str, Any] = {
+        "engine": f"vllm {engine_version}",
+        "architectures": plain(getattr(model.hf_config, "architectures", None)),
+        "hf_config": hashlib.sha256(encoded).hexdigest(),
+        "hf_overrides": _describe(getattr(model, "hf_overrides", None)),
+        "quantization": _describe(getattr(model, "quantization", None)),
+        "quantization_config": _describe(getattr(model, "quantization_config", None)),
+        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+        "model_impl": str(getattr(model, "model_impl", "auto")),
+    }
+    if _rope_is_scaled(hf_config):
+        found["max_model_len"] = int(model.max_model_len)  # some scalings choose their factors by it
+    if getattr(model, "trust_remote_code", False) and getattr(model, "code_revision", None):
+        found["code_revision"] = str(model.code_revision)
+    if ahead := getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+        found["num_hash_lookahead_tokens"] = int(ahead)  # vLLM 0.33: tokens behind a block that its hash covers
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None:
+        found["speculative"] = str(getattr(speculative, "method", None))
+    return found
+
+
+def _without_prefix(code: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """``auto_map`` without the repository's name, which transformers puts in front of a model's own code."""
+    return {word: place.removeprefix(prefix) if isinstance(place, str) else place for word, place in code.items()}
+
+
+def _rope_is_scaled(hf_config: Mapping[str, Any]) -> bool:
+    text = json.dumps(hf_config, default=str)
+    return (
+        bool(re.search(r'"(rope_type|type)": "(dynamic|longrope|su|yarn|linear|llama3|mrope)', text)) or '"rope_scaling": {' in text
+    )
+
+
+def _describe(value: Any) -> Any:
+    """Plain data that changes whenever ``value`` does, as far as it can be told."""
+    if isinstance(value, Callable):  # type: ignore[arg-type]
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
+    return plain(value)
+
+
+def hash_seed(algorithm: str, environment_seed: str | None, default_seed: str) -> str:
+    """The seed of vLLM's block hashes; "random" if it differs from process to process.
+
+    ``environment_seed``: PYTHONHASHSEED.  ``default_seed``: what vLLM uses for cryptographic algorithms without it.
+    """
+    if environment_seed is not None:
+        return f"PYTHONHASHSEED={environment_seed}"
+    if algorithm.startswith("sha"):
+        return default_seed
+    return "random"

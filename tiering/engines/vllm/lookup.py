@@ -1,0 +1,90 @@
+"""Checks of the connector's configuration when vLLM looks up its class, before weights are loaded.
+
+vLLM builds its connectors after it has loaded the weights, and calls no earlier method of theirs that sees the
+configuration on every platform.  But it looks the class up while it builds its own configuration, in the front end's
+process.  The connector's configuration is then a local variable of the function that looks.  A wrong stack is refused
+there, and its message is the last line of the error.  A vLLM that looks classes up in another way finds nothing
+checked here; its connectors refuse when they are built.
+
+Nothing here imports vLLM; its objects are read by attribute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from tiering.engines.vllm.geometry import check_role
+from tiering.errors import ConfigError, TieringError
+from tiering.simple.selection import simple_options
+from tiering.spec import read_stack
+
+CONNECTOR = "TieringConnector"
+"""The class's name in vLLM's configuration."""
+
+_VARIABLE = "kv_transfer_config"
+"""The variable that holds the configuration in vLLM's functions which look connectors up."""
+_DEPTH = 8
+"""How many callers are looked at."""
+
+
+class StartupError(TieringError):
+    """vLLM cannot start with this connector in this way; the text says what to change.
+
+    It is no ValueError, because vLLM's configuration classes report a ValueError inside a text of their own.
+    """
+
+
+class LookupCheck:
+    """Checks each configuration once."""
+
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
+
+    def check(self, caller: FrameType | None) -> None:
+        """Check the configuration for which ``caller`` looks up the connector's class, if it has one.
+
+        Raises :class:`StartupError` for a wrong stack or role, and for a ``MultiConnector`` that names the connector
+        twice.
+        """
+        configs = list(_configs(caller))
+        if not configs or getattr(configs[0], "kv_connector", None) != CONNECTOR:
+            return
+        if any(_named_twice(config) for config in configs[1:]):
+            raise StartupError(
+                f"MultiConnector: names {CONNECTOR} more than once; write all tiers into one stack, which may have any number"
+            )
+        extra = getattr(configs[0], "kv_connector_extra_config", None)
+        if not isinstance(extra, Mapping):
+            return
+        known = json.dumps(extra, sort_keys=True, default=str)
+        if known in self._checked:
+            return
+        try:
+            check_role(configs[0])
+            if simple_options(extra) is None:
+                read_stack(extra)
+        except ConfigError as error:
+            raise StartupError(str(error)) from None
+        self._checked.add(known)
+
+
+def _configs(frame: FrameType | None) -> Iterator[Any]:
+    """The connector configurations among the callers' local variables, the innermost first, each once."""
+    before = None
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        found = frame.f_locals.get(_VARIABLE)
+        if found is not None and found is not before:
+            yield found
+        before = found if found is not None else before
+        frame = frame.f_back
+
+
+def _named_twice(config: Any) -> bool:
+    children: Iterable[Any] = (getattr(config, "kv_connector_extra_config", None) or {}).get("connectors") or ()
+    names = [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
+    return names.count(CONNECTOR) > 1

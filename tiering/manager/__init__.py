@@ -1,0 +1,1 @@
+"""The tiering manager: cascades, promotions, the search for prefixes, and requests."""

@@ -1,1 +1,0 @@
-"""Eviction policies, one per file, shared by the primary tier and by tiers of slots."""

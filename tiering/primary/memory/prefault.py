@@ -1,0 +1,125 @@
+"""Give every page of a mapping its memory now, in parallel, so that neither a step nor a later write pays for it or dies of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.errors import RegionError
+from tiering.primary.memory.room import format_bytes
+
+logger = logging.getLogger("kv_tiering.region")
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_CHUNK = 128 << 20
+_PROGRESS_SECONDS = 5.0
+
+# ctypes releases the GIL during the call; Python's own mmap.madvise does not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """0, or the error's number."""
+    while _libc.madvise(address, nbytes, advice):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            return number
+    return 0
+
+
+def _no_room(nbytes: int, error: OSError) -> RegionError:
+    return RegionError(
+        f"there is no memory for {format_bytes(nbytes)} of shared memory ({error.strerror}): something else took it since the start; "
+        "give the container more shared memory (docker: --shm-size) and memory, or lower primary.capacity"
+    )
+
+
+def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) -> None:
+    """For kernels before 5.14: reserve (so that nothing faults for lack of room later), then touch, without changing a byte."""
+    os.posix_fallocate(fd, start, stop - start)
+    int(rows[start : stop : mmap.PAGESIZE].max())
+
+
+def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) -> None:
+    """Populate ``flat``, which maps the file ``fd`` from its start, without changing it.  Returns when all pages are there.
+
+    Raises :class:`RegionError` if the memory is not to be had, or no thread to populate it.
+    """
+    address, nbytes = flat.ctypes.data, flat.nbytes
+    workers = threads or min(16, os.cpu_count() or 1)
+    # Huge pages are a gift where shared memory may use them; elsewhere the kernel refuses, and nothing is lost.
+    refused = _madvise(address, nbytes, _MADV_HUGEPAGE)
+    logger.debug("huge pages for the shared region: %s", os.strerror(refused) if refused else "asked for")
+
+    def populate(start: int) -> int:
+        stop = min(start + _CHUNK, nbytes)
+        number = _madvise(address + start, stop - start, _MADV_POPULATE_WRITE)
+        try:
+            if number == errno.EINVAL:
+                _reserve_and_touch(flat, fd, start, stop)
+            elif number:
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            raise _no_room(nbytes, error) from error
+        return stop - start
+
+    chunks = deque(range(0, nbytes, _CHUNK))
+    done: list[int] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            try:
+                start = chunks.popleft()
+            except IndexError:
+                return
+            try:
+                done.append(populate(start))
+            except BaseException as error:
+                failures.append(error)
+
+    started = reported = time.monotonic()
+    running = _start_threads(work, min(workers, len(chunks)))
+    for thread in running:
+        while thread.is_alive():
+            thread.join(_PROGRESS_SECONDS)
+            if time.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                logger.info("preparing the primary tier's memory: %s of %s", format_bytes(sum(done)), format_bytes(nbytes))
+    if failures:
+        raise failures[0]
+    logger.debug("prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, len(running))
+
+
+def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:
+    """Start up to ``count`` threads that run ``work``; fewer where the process may not have so many.
+
+    Raises :class:`RegionError` if not even one can be started.
+    """
+    running: list[threading.Thread] = []
+    for number in range(count):
+        thread = threading.Thread(target=work, name=f"kv-tiering-prefault-{number}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            if running:
+                logger.warning("preparing the primary tier's memory with %d of %d threads: %s", len(running), count, error)
+                break
+            raise RegionError(
+                f"no thread can be started to prepare the primary tier's memory ({error}); raise the limit on processes "
+                "(ulimit -u, docker: --pids-limit)"
+            ) from error
+        running.append(thread)
+    return running

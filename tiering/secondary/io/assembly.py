@@ -1,0 +1,67 @@
+"""The one place where the layers around a block store are stacked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tiering.block_store import BlockStore
+from tiering.secondary.contract import TierContext
+from tiering.secondary.io.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES, IoHost
+from tiering.secondary.io.layers.breaker import BreakerLayer, Breakers
+from tiering.secondary.io.layers.deadline import DeadlineLayer
+from tiering.secondary.io.layers.layer import moves_batches
+from tiering.secondary.io.layers.meter import MeterLayer
+from tiering.secondary.io.layers.retry import RetryLayer
+from tiering.secondary.io.pipeline import Pipeline
+from tiering.secondary.io.stats import IoStats
+from tiering.secondary.options import TierOptions
+
+
+def build_io_host(
+    store: BlockStore,
+    options: TierOptions,
+    context: TierContext,
+    *,
+    element_size: int = 2,
+    clock: Callable[[], float] | None = None,
+    sleep: Callable[[float], object] | None = None,
+) -> IoHost:
+    """The I/O side of one tier around ``store``: retry(breaker(deadline(meter(store)))), a pipeline, and ``options.max_inflight`` threads.
+
+    ``clock`` is the context's if left out; ``sleep`` a wait that ends early when the host is closed.  Nothing is opened or started.
+    Raises :class:`tiering.errors.ConfigError` for compression that the store or the installation cannot do.
+    """
+    clock = context.clock if clock is None else clock
+    stopping = threading.Event()
+    stats = IoStats()
+    breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
+    metered = MeterLayer(store, stats, clock=clock)
+    guarded = BreakerLayer(DeadlineLayer(metered, stats, clock=clock), breakers)
+    layered = RetryLayer(
+        guarded,
+        options.retries,
+        stats,
+        clock=clock,
+        sleep=stopping.wait if sleep is None else sleep,
+        stopping=stopping.is_set,
+    )
+    pipeline = Pipeline(
+        layered,
+        context.primary_view,
+        name=context.name,
+        breakers=breakers,
+        stats=stats,
+        clock=clock,
+        compress=options.compression == "zstd",
+        element_size=element_size,
+    )
+    return IoHost(
+        pipeline,
+        name=context.name,
+        threads=options.max_inflight,
+        clock=clock,
+        unit_bytes=BATCH_UNIT_BYTES if moves_batches(store) else SINGLE_UNIT_BYTES,
+        stopping=stopping,
+        news=context.news,
+    )

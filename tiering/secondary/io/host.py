@@ -1,0 +1,418 @@
+"""The I/O side of a tier: a few threads that run jobs in units, and the queues between them and the scheduler's thread.
+
+The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`, :meth:`IoHost.poll`).  A job
+is cut into units by the thread that first takes it up; all threads share its units, the head of the prefix first.
+Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side.  Tasks go before loads, loads before stores.
+
+Threads are daemons: one that hangs in a medium delays neither the others nor the end of the process.  While threads are stuck in
+units whose deadline has passed, others stand in for them, at most as many again; they leave when those come back.
+
+A thread that cannot be started (the process or its container may have no more of them) is tried again later.  Until one can be, jobs
+fail, and so do tasks, with a :class:`TemporaryStoreError`: whoever asked for a task tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from tiering.block_store import BlockStore, Done, Outcome
+from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.runtime.news import News
+from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.io.layers.breaker import BreakerOpenError
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
+from tiering.secondary.io.threads import ThreadStarter
+
+_log = logging.getLogger("kv_tiering.io")
+
+BATCH_UNIT_BYTES = 8 << 20
+"""Most bytes of one unit for media that move several blocks at once."""
+
+SINGLE_UNIT_BYTES = 1 << 20
+"""Most bytes of one unit for media that move one block after the other."""
+
+THREAD_RETRY_SECONDS = 0.1
+"""How long after an I/O thread could not be started it is tried again."""
+
+_LONGEST_WAIT = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _JobState:
+    """A job on the I/O side.  Guarded by the host's lock."""
+
+    job: IoJob
+    outcomes: list[Outcome]
+    unfinished: int = 1
+    begun: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """The blocks [start, stop) of a job; ``whole``: not cut up yet."""
+
+    state: _JobState
+    start: int
+    stop: int
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskDone:
+    task: IoTask
+    result: Any
+    error: BaseException | None
+
+
+_Queue: TypeAlias = deque[_Unit]
+
+
+@dataclass(slots=True)
+class _Queues:
+    tasks: deque[IoTask] = field(default_factory=deque)
+    loads: _Queue = field(default_factory=deque)
+    stores: _Queue = field(default_factory=deque)
+
+
+class IoHost:
+    """Runs the jobs and tasks of one tier.
+
+    Every job that is submitted is returned by :meth:`poll` exactly once, when nothing of it runs any more, whatever happened to it.
+    ``unit_bytes``: most bytes of a unit (a single block may be larger).  ``stopping`` is set when the host is closed.  Threads start
+    with the first job or task.  All methods are called from the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        name: str,
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        unit_bytes: int = BATCH_UNIT_BYTES,
+        stopping: threading.Event | None = None,
+        news: News | None = None,
+    ) -> None:
+        self.name = name
+        self.breakers = pipeline.breakers
+        self.stats = pipeline.stats
+        self.store: BlockStore = pipeline.store
+        """The store with its layers, for tasks."""
+        self.stopping = threading.Event() if stopping is None else stopping
+        """Set once the host is closed; long tasks look at it."""
+        self._pipeline = pipeline
+        self._clock = clock
+        self._unit_bytes = unit_bytes
+        self._num_threads = threads
+        self._threads: list[threading.Thread] = []
+        self._background: list[threading.Thread] = []
+        self._starter = ThreadStarter(name, clock)
+        self._start_due = float("-inf")
+        self._queues = _Queues()
+        # At least as many tokens as queued items: a thread that finds no item for its token goes on to the next.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._ended: deque[IoResult | _TaskDone] = deque()
+        self._news = threading.Event()
+        self._announce = (news or News()).announce
+        self._lock = threading.Lock()
+        self._submitted = 0
+        self._reported = 0
+        self._finished = 0
+        self._unexpected = RateLimit(LOG_PERIOD, clock)
+        self._hanging = RateLimit(LOG_PERIOD, clock)
+        self._running: dict[threading.Thread, float] = {}
+        """Deadlines of the units that are running."""
+        self._alive = 0
+
+    # ------------------------------------------------------------------------------------------------- the scheduler's thread
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that were submitted and not returned by :meth:`poll` yet."""
+        return self._submitted - self._reported
+
+    def submit(self, job: IoJob) -> None:
+        """Take up a job; returns at once."""
+        self._submitted += 1
+        unit = _Unit(_JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
+        if not job.keys:
+            self._fail(unit, None)
+        elif (refusal := self._refusal()) is not None:
+            self._fail(unit, refusal)
+        else:
+            queues = self._queues
+            (queues.loads if job.kind is IoKind.LOAD else queues.stores).append(unit)
+            self._tokens.put(None)
+
+    def run(self, task: IoTask) -> None:
+        """Take up a task; returns at once.  Its ``on_done`` is called from :meth:`poll`, also if no thread can be had for it."""
+        if (refusal := self._closed_error() if task.background else self._refusal()) is not None:
+            self._end(_TaskDone(task, None, refusal))
+        elif not task.background:
+            self._queues.tasks.append(task)
+            self._tokens.put(None)
+        else:
+            self._background = [thread for thread in self._background if thread.is_alive()]
+            started = self._starter.start(f"kv-{self.name}-{task.name}", lambda: self._run_task(task))
+            if isinstance(started, TemporaryStoreError):
+                self._end(_TaskDone(task, None, started))
+            else:
+                self._background.append(started)
+
+    def poll(self) -> list[IoResult]:
+        """The jobs that ended since the last call.  Calls ``on_done`` of the tasks that did."""
+        if self._queues.loads or self._queues.stores:
+            self._sweep()
+        results: list[IoResult] = []
+        while self._ended:
+            item = self._ended.popleft()
+            if isinstance(item, IoResult):
+                results.append(item)
+                continue
+            try:
+                item.task.on_done(item.result, item.error)
+            except Exception:
+                _log.exception("tier %s: what follows task %s failed", self.name, item.task.name)
+        self._reported += len(results)
+        return results
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until :meth:`poll` has something, at most ``timeout`` seconds of real time; whether it has."""
+        if not self._ended:
+            self._news.clear()
+            if not self._ended:
+                self._news.wait(timeout)
+        return bool(self._ended)
+
+    def drain(self, deadline: float) -> bool:
+        """Wait until no job runs or waits, at most until ``deadline``.  True if none does; their results are left to :meth:`poll`."""
+        for wait in self._waits(deadline):
+            self._sweep()
+            if self._finished == self._submitted:
+                return True
+            self._news.clear()
+            if self._finished != self._submitted:
+                self._news.wait(wait)
+        return self._finished == self._submitted
+
+    def discard(self) -> None:
+        """Fail every job, or part of one, that no thread has begun: nobody wants its blocks any more."""
+        while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
+            self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
+
+    def close(self, deadline: float) -> bool:
+        """Stop: what was not begun fails, what runs is waited for until ``deadline``.
+
+        True if no thread touches rows or the medium any more.  After False it may be called again.  The store is neither opened
+        nor closed by the host.
+        """
+        self.stopping.set()
+        for _ in self._threads:
+            self._tokens.put(None)
+        self._abandon()
+        threads = [*self._threads, *self._background]
+        for wait in self._waits(deadline):
+            threads = [thread for thread in threads if thread.is_alive()]
+            if not threads:
+                break
+            threads[0].join(wait)
+        if any(thread.is_alive() for thread in threads):
+            return False
+        self._abandon()
+        self._pipeline.release()
+        return True
+
+    def _closed_error(self) -> StoreError | None:
+        return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
+
+    def _refusal(self) -> StoreError | None:
+        """Why nothing can be taken up now: the host is closed, or it has no thread at all.  Starts threads."""
+        if (closed := self._closed_error()) is not None:
+            return closed
+        if not self._alive and self._clock() >= self._start_due:
+            self._add_threads(self._num_threads)
+        return None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
+
+    def _add_threads(self, count: int) -> None:
+        """Start up to ``count`` more I/O threads; the first that cannot be started is the last one tried."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for number in range(count):
+            with self._lock:
+                self._alive += 1
+            started = self._starter.start(f"kv-{self.name}-io-{number}", self._work)
+            if isinstance(started, TemporaryStoreError):
+                with self._lock:
+                    self._alive -= 1
+                self._start_due = self._clock() + THREAD_RETRY_SECONDS
+                return
+            self._threads.append(started)
+
+    def _stuck(self) -> int:
+        """Threads that have been in a unit since before its deadline."""
+        now = self._clock()
+        return sum([deadline <= now for deadline in list(self._running.values())])
+
+    def _waits(self, deadline: float) -> Iterator[float]:
+        """Lengths of waits until the clock, or as much real time as it promises, has reached ``deadline``; a last one of 0."""
+        begun = time.monotonic()
+        allowed = deadline - self._clock()
+        while (left := min(deadline - self._clock(), allowed - (time.monotonic() - begun))) > 0:
+            yield min(left, _LONGEST_WAIT)
+        yield 0.0
+
+    def _sweep(self) -> None:
+        """Fail what waits in vain: what a breaker keeps from the medium, and what is overdue (all threads may hang)."""
+        for kind, queue in ((IoKind.LOAD, self._queues.loads), (IoKind.STORE, self._queues.stores)):
+            if queue and not self.breakers.allows(kind):
+                while (unit := _take(queue)) is not None:
+                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
+        now = self._clock()
+        for queue in (self._queues.loads, self._queues.stores):
+            while (unit := self._take_overdue(queue, now)) is not None:
+                with self.stats.lock:
+                    self.stats.overdue += unit.stop - unit.start
+                self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
+        if self._alive and self._clock() >= self._start_due and not self.stopping.is_set():
+            stuck = min(self._stuck(), self._num_threads)
+            missing = self._num_threads + stuck - self._alive
+            if missing > 0:
+                if stuck and (count := self._hanging.admit(stuck)):
+                    _log.warning("tier %s: %d I/O thread(s) hang in the medium, starting others", self.name, count)
+                self._add_threads(missing)
+
+    def _take_overdue(self, queue: _Queue, now: float) -> _Unit | None:
+        try:
+            if queue[0].state.job.deadline > now:
+                return None
+            unit = queue.popleft()
+        except IndexError:
+            return None
+        if unit.state.job.deadline <= now:
+            return unit
+        # A thread took the overdue one in between: put this one back, with a token for the thread that found nothing meanwhile.
+        queue.appendleft(unit)
+        self._tokens.put(None)
+        return None
+
+    def _abandon(self) -> None:
+        while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
+            self._fail(unit, TemporaryStoreError(f"tier {self.name} is closing"))
+        while (task := _take(self._queues.tasks)) is not None:
+            self._end(_TaskDone(task, None, TemporaryStoreError(f"tier {self.name} is closing")))
+
+    # ------------------------------------------------------------------------------------------------------- the I/O threads
+
+    def _work(self) -> None:
+        while True:
+            self._tokens.get()
+            if self.stopping.is_set():
+                self._abandon()
+                return
+            try:
+                self._work_once()
+            except BaseException:
+                _log.exception("tier %s: an I/O thread met an error outside a job", self.name)
+            if self._alive > self._num_threads and self._leave():
+                return
+
+    def _leave(self) -> bool:
+        """Whether the calling thread is one too many, and ends."""
+        with self._lock:
+            if self._alive <= self._num_threads + self._stuck():
+                return False
+            self._alive -= 1
+            return True
+
+    def _work_once(self) -> None:
+        queues = self._queues
+        if (task := _take(queues.tasks)) is not None:
+            self._run_task(task)
+        elif (unit := self._take_unit(queues.loads)) is not None or (unit := self._take_unit(queues.stores)) is not None:
+            self._run_unit(unit)
+
+    def _take_unit(self, queue: _Queue) -> _Unit | None:
+        unit: _Unit | None = _take(queue)
+        if unit is None or not unit.whole:
+            return unit
+        job = unit.state.job
+        blocks = max(1, min(-(-unit.stop // self._num_threads), self._unit_bytes // max(1, max(job.sizes, default=1))))
+        units = [_Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
+        unit.state.unfinished = len(units)
+        queue.extendleft(units[:0:-1])
+        for _ in units[1:]:
+            self._tokens.put(None)
+        return units[0]
+
+    def _run_unit(self, unit: _Unit) -> None:
+        job = unit.state.job
+        thread = threading.current_thread()
+        begun = self._clock()
+        positions: Sequence[int] = range(unit.start, unit.stop)
+        try:
+            ordered = positions
+            if isinstance(job.places[unit.start], int):
+                ordered = sorted(positions, key=job.places.__getitem__)
+            self._running[thread] = job.deadline
+            outcomes = self._pipeline.run(job, ordered)
+        except BaseException as error:
+            if not isinstance(error, StoreError) and self._unexpected.admit():
+                _log.exception("tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.kind.value, len(positions))
+            forget_frames(error)
+            failure = error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
+            self._end_unit(unit, positions, [failure] * len(positions), begun)
+        else:
+            self._end_unit(unit, ordered, outcomes, begun)
+        finally:
+            self._running.pop(thread, None)
+
+    def _run_task(self, task: IoTask) -> None:
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = task.run()
+        except BaseException as error:
+            forget_frames(error)
+            failure = error
+        self._end(_TaskDone(task, result, failure))
+
+    # --------------------------------------------------------------------------------------------------------------- any thread
+
+    def _fail(self, unit: _Unit, error: StoreError | None) -> None:
+        """End a unit that no thread runs.  ``error`` None: it has no blocks."""
+        positions = range(unit.start, unit.stop)
+        self._end_unit(unit, positions, [error] * len(positions) if error is not None else [], self._clock())
+
+    def _end_unit(self, unit: _Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float) -> None:
+        state = unit.state
+        with self._lock:
+            for position, outcome in zip(positions, outcomes, strict=True):
+                state.outcomes[position] = outcome
+            state.begun = min(state.begun, begun)
+            state.unfinished -= 1
+            if state.unfinished:
+                return
+            self._finished += 1
+        job = state.job
+        moved = sum([size for size, outcome in zip(job.sizes, state.outcomes, strict=False) if outcome is Done.DONE])
+        self._end(IoResult(job, state.outcomes, moved, self._clock() - state.begun))
+
+    def _end(self, item: IoResult | _TaskDone) -> None:
+        self._ended.append(item)
+        self._news.set()
+        self._announce()
+
+
+def _take(queue: deque[Any]) -> Any:
+    """The head of ``queue``, or None if it is empty (another thread may have been faster)."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None

@@ -1,0 +1,1 @@
+"""One concern per layer around a block store."""

@@ -1,0 +1,270 @@
+"""A block's way between a primary row and a medium: framed and checksummed on the way out, verified and decoded on the way in.
+
+Works on units (some blocks of one job) on I/O threads.  Payloads go straight between the row and the medium; only compression needs
+scratch memory.  Nothing here holds the interpreter lock for long: bytes are only touched by numpy, xxhash, zstandard and the store.
+
+Media with aligned I/O are given the row up to the next multiple of their alignment.  The bytes between the block and that boundary are
+the row's padding: they are zeroed before a put, so that nothing of a larger block that had the row before gets onto the medium.
+(They belong to no block, so that this disturbs nobody who reads the row meanwhile.)
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome
+from tiering.errors import ConfigError, CorruptBlockError, OverdueError, PermanentStoreError, StoreError
+from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.io.codec import BlockCodec, load_zstandard
+from tiering.secondary.io.frame import (
+    HEADER_BYTES,
+    SEQUENCE,
+    Codec,
+    CorruptReason,
+    FrameError,
+    SequenceSource,
+    encode_header,
+    verify,
+    verify_raw,
+)
+from tiering.secondary.io.layers.breaker import BreakerOpenError, Breakers
+from tiering.secondary.io.layers.layer import innermost
+from tiering.secondary.io.messages import IoJob, IoKind
+from tiering.secondary.io.stats import IoStats
+
+_log = logging.getLogger("kv_tiering.io")
+
+LOG_PERIOD = 10.0
+"""Seconds between two log lines about refused blocks of one tier."""
+
+_SCRATCH_BYTES = 8 << 20
+
+
+class _HeaderPool:
+    """Page-aligned, zeroed header buffers."""
+
+    def __init__(self) -> None:
+        self._views: list[memoryview] = []
+        self._header_bytes = 0
+
+    def take(self, count: int, header_bytes: int) -> list[memoryview]:
+        if header_bytes != self._header_bytes or count > len(self._views):
+            memory = memoryview(mmap.mmap(-1, count * header_bytes))
+            self._views = [memory[start : start + header_bytes] for start in range(0, len(memory), header_bytes)]
+            self._header_bytes = header_bytes
+        return self._views[:count]
+
+
+class _ThreadBuffers(threading.local):
+    """What one I/O thread reuses.  Headers to be written and headers that were read do not share memory: the former end in zeros."""
+
+    def __init__(self) -> None:
+        self.put_headers = _HeaderPool()
+        self.get_headers = _HeaderPool()
+        self.scratch = memoryview(bytearray())
+        self.codec: BlockCodec | None = None
+
+
+class Pipeline:
+    """Runs units of jobs on ``store``, a store with its layers.  Called by several threads at once.
+
+    ``primary_view``: writable, of shape (num_rows, row_stride_bytes), uint8.  ``compress``: encode what is stored, where the store takes blocks of
+    any size; what is loaded is decoded whatever this says.  ``element_size``: bytes of a number in the cache.  Raises
+    :class:`ConfigError` for a view that is none of that, and if zstandard is needed and missing.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        primary_view: memoryview,
+        *,
+        name: str,
+        breakers: Breakers,
+        stats: IoStats,
+        clock: Callable[[], float],
+        compress: bool = False,
+        element_size: int = 2,
+        sequence: SequenceSource = SEQUENCE,
+    ) -> None:
+        rows = np.asarray(primary_view)
+        if rows.ndim != 2 or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:
+            raise ConfigError(f"tier {name}: the primary view is not a writable, contiguous uint8 buffer of two dimensions")
+        if compress:
+            if not store.variable_size:
+                raise ConfigError(f"tier {name}: compression: this medium has blocks of a fixed size, which would gain nothing")
+            load_zstandard()
+        self.store = store
+        self.breakers = breakers
+        self.stats = stats
+        self.name = name
+        self._medium = innermost(store)
+        self._compress = compress
+        self._element_size = element_size
+        self._clock = clock
+        self._sequence = sequence
+        self._num_rows, self._stride = rows.shape
+        self._address = rows.ctypes.data
+        self._memory = rows.reshape(-1).data
+        self._buffers = _ThreadBuffers()
+        self._refused = RateLimit(LOG_PERIOD, clock)
+
+    def release(self) -> None:
+        """Let go of the primary buffer, so that it can be unmapped.  No unit is running, and none follows."""
+        self._memory = memoryview(b"")
+        self._num_rows = 0
+
+    def run(self, job: IoJob, positions: Sequence[int]) -> list[Outcome]:
+        """Move the blocks at ``positions`` of ``job``; outcomes are co-indexed with ``positions``.
+
+        Raises :class:`PermanentStoreError` for a job that names rows or sizes which are not the primary tier's.
+        """
+        if not self.breakers.allows(job.kind):
+            return [BreakerOpenError(f"the tier takes no {job.kind.value}s for the time being")] * len(positions)
+        if job.deadline <= self._clock():
+            with self.stats.lock:
+                self.stats.overdue += len(positions)
+            return [OverdueError("the deadline passed while the job was waiting")] * len(positions)
+        rows = [job.rows[position] for position in positions]
+        sizes = [job.sizes[position] for position in positions]
+        if min(rows) < 0 or max(rows) >= self._num_rows or min(sizes) <= 0 or max(sizes) > self._stride:
+            raise PermanentStoreError(f"tier {self.name}: job {job.job_id} has rows or sizes outside the primary buffer")
+        if (self._address | self._stride) % self._medium.alignment:
+            raise PermanentStoreError(
+                f"tier {self.name}: rows are not aligned to the {self._medium.alignment} bytes the medium asks for"
+            )
+        unit = self._load if job.kind is IoKind.LOAD else self._store
+        outcomes = unit(job, positions, rows, sizes)
+        if len(outcomes) != len(positions):
+            raise PermanentStoreError(f"tier {self.name}: the store gave {len(outcomes)} outcomes for {len(positions)} blocks")
+        for outcome in outcomes:
+            if isinstance(outcome, StoreError):
+                forget_frames(outcome)
+        return outcomes
+
+    # ------------------------------------------------------------------------------------------------------------ store
+
+    def _store(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+        if self._compress and self._medium.alignment == 1:
+            return self._store_compressed(job, positions, rows, sizes)
+        alignment = self._medium.alignment
+        headers = self._buffers.put_headers.take(len(rows), self._medium.header_bytes)
+        sequence = self._sequence.take(len(rows))
+        blocks: list[BlockIO] = []
+        for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
+            start = row * self._stride
+            raw = self._memory[start : start + size]
+            encode_header(
+                header,
+                key=job.keys[position],
+                fingerprint=job.fingerprint,
+                sequence=sequence + len(blocks),
+                raw_length=size,
+                digest=xxh3_128_digest(raw),
+            )
+            if padding := -size % alignment:
+                np.frombuffer(self._memory[start + size : start + size + padding], np.uint8).fill(0)
+                raw = self._memory[start : start + size + padding]
+            blocks.append(BlockIO(job.keys[position], job.places[position], header, raw, job.deadline))
+        return self.store.put(blocks)
+
+    def _store_compressed(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+        slot = max(sizes)
+        batch = max(1, _SCRATCH_BYTES // slot)
+        buffers = self._buffers
+        headers = buffers.put_headers.take(min(batch, len(rows)), self._medium.header_bytes)
+        codec = self._codec()
+        if len(buffers.scratch) < slot * len(headers):
+            buffers.scratch = np.empty(slot * len(headers), np.uint8).data
+        outcomes: list[Outcome] = []
+        for first in range(0, len(rows), batch):
+            blocks: list[BlockIO] = []
+            for at in range(first, min(first + batch, len(rows))):
+                header, key, size = headers[len(blocks)], job.keys[positions[at]], sizes[at]
+                raw = self._memory[rows[at] * self._stride : rows[at] * self._stride + size]
+                scratch = buffers.scratch[slot * len(blocks) : slot * len(blocks) + size]
+                kind, length = codec.encode(raw, scratch)
+                encode_header(
+                    header,
+                    key=key,
+                    fingerprint=job.fingerprint,
+                    sequence=self._sequence.take(1),
+                    raw_length=size,
+                    digest=xxh3_128_digest(raw),
+                    codec=kind,
+                    stored_length=length,
+                )
+                payload = raw if kind is Codec.RAW else scratch[:length]
+                blocks.append(BlockIO(key, job.places[positions[at]], header, payload, job.deadline))
+            outcomes += self.store.put(blocks)
+        return outcomes
+
+    # ------------------------------------------------------------------------------------------------------------- load
+
+    def _load(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+        alignment = self._medium.alignment
+        blocks: list[BlockIO] = []
+        headers = self._buffers.get_headers.take(len(rows), self._medium.header_bytes)
+        for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
+            payload = self._memory[row * self._stride : row * self._stride + size + -size % alignment]
+            blocks.append(BlockIO(job.keys[position], job.places[position], header, payload, job.deadline))
+        outcomes = self.store.get(blocks)
+        refused: list[CorruptBlockError] = []
+        for at, outcome in enumerate(outcomes):
+            error = self._verify(blocks[at], sizes[at], job.fingerprint) if outcome is Done.DONE else outcome
+            if isinstance(error, StoreError):
+                outcomes[at] = error
+                if isinstance(error, CorruptBlockError):
+                    refused.append(error)
+        if refused:
+            with self.stats.lock:
+                self.stats.corrupt += len(refused)
+            if count := self._refused.admit(len(refused)):
+                _log.warning(
+                    "tier %s: %d block(s) on the medium were refused and count as misses; the last: %s",
+                    self.name,
+                    count,
+                    refused[-1],
+                )
+        return outcomes
+
+    def _verify(self, block: BlockIO, size: int, fingerprint: bytes) -> StoreError | None:
+        try:
+            header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=fingerprint, raw_length=size)
+            if self._medium.variable_size:
+                if block.filled != header.stored_length:
+                    raise FrameError(CorruptReason.LENGTH, block.key)
+            elif header.codec != Codec.RAW:
+                raise FrameError(CorruptReason.CODEC, block.key)
+            raw = block.payload[:size]
+            if header.codec != Codec.RAW:
+                self._codec().decode(header.codec, raw, header.stored_length, block.key)
+            verify_raw(header, raw, block.key)
+        except StoreError as error:
+            return error
+        except ConfigError as error:
+            return PermanentStoreError(str(error))
+        return None
+
+    def _codec(self) -> BlockCodec:
+        codec = self._buffers.codec
+        if codec is None:
+            codec = self._buffers.codec = BlockCodec(self._element_size)
+        return codec
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of ``error`` and its causes: they would keep views of the primary buffer alive as long as the outcome lives."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            pending += [link.__cause__, link.__context__]

@@ -1,1 +1,0 @@
-"""Layers around a block store: one concern each, same interface, stacked."""

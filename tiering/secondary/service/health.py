@@ -1,0 +1,135 @@
+"""Probes of a medium whose breaker is open: in the background, so that no request has to find out; each exercises what failed.
+
+When reads failed, blocks are read: those whose reads failed, and some others that the tier holds.  When writes failed, slots that hold
+nothing are written the way blocks are.  A medium whose places are names, or a tier without such blocks, is asked through its documents.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+from tiering.block_store import BlockIO, BlockStore, Done, Place
+from tiering.errors import DeviceError, StoreError, TemporaryStoreError
+from tiering.secondary.index.contract import TierIndex
+from tiering.secondary.io.layers.breaker import Breaker, BreakerState, is_medium_failure
+from tiering.secondary.io.layers.layer import innermost
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
+
+HEALTH_DOCUMENT = "health"
+_PROOF = b"written to see whether the medium answers\n"
+_PROBE_KEY = b"kv-tiering health probe"
+
+PROBE_BLOCKS = 8
+"""Blocks or slots that one probe asks for at most, one after another, until one of them answers."""
+
+
+class HealthCheck:
+    """Probes reads and writes whenever their breaker lets a probe through; one probe of each at a time.
+
+    ``store``: the medium, without layers.  ``block_bytes``: bytes of a block of each group.  ``on_bad_places``: called with places at
+    which the device reported an error while it was probed.  All methods are called on the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        index: TierIndex,
+        io: IoSide,
+        block_bytes: Sequence[int],
+        on_bad_places: Callable[[Sequence[Place]], None],
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._io = io
+        self._block_bytes = tuple(block_bytes)
+        self._on_bad_places = on_bad_places
+        self._reading = False
+        self._writing = False
+
+    def tick(self) -> None:
+        """Start the probes that are due."""
+        reads, writes = self._io.breakers.reads, self._io.breakers.writes
+        if reads.state is not BreakerState.CLOSED and not self._reading and reads.allows():
+            self._probe_reads(reads)
+        if writes.state is not BreakerState.CLOSED and not self._writing and writes.allows():
+            self._probe_writes(writes)
+
+    # -------------------------------------------------------------------------------------------------------------- reads
+
+    def _probe_reads(self, breaker: Breaker) -> None:
+        failed = breaker.failed_blocks[-PROBE_BLOCKS:]
+        if not breaker.admit():
+            return
+        self._reading = True
+        blocks = [*failed, *self._index.sample(PROBE_BLOCKS)]
+
+        def ended(result: None, error: BaseException | None) -> None:
+            self._reading = False
+            _record(breaker, error)
+
+        self._io.run(IoTask("health", lambda: self._read(blocks), ended, background=True))
+
+    def _read(self, blocks: Sequence[tuple[bytes, Place]]) -> None:
+        """I/O side: returns once one of ``blocks`` was answered for.  Raises the last error if none was."""
+        error: StoreError | None = None
+        for key, place in blocks:
+            (outcome,) = self._store.get([self._block(key, place)])
+            if not isinstance(outcome, StoreError) or not is_medium_failure(outcome):
+                return
+            error = outcome
+        if error is not None:
+            raise error
+        if self._store.read_document(HEALTH_DOCUMENT) not in {None, _PROOF}:
+            raise TemporaryStoreError(f"document {HEALTH_DOCUMENT} is not what was written")
+
+    # ------------------------------------------------------------------------------------------------------------- writes
+
+    def _probe_writes(self, breaker: Breaker) -> None:
+        if not breaker.admit():
+            return
+        self._writing = True
+        slots = self._index.borrow(PROBE_BLOCKS)
+        outcomes: dict[Place, Done | StoreError] = {}
+
+        def ended(result: None, error: BaseException | None) -> None:
+            self._writing = False
+            self._index.give_back([slot for slot in slots if outcomes.get(slot) is Done.DONE])
+            bad = [slot for slot, outcome in outcomes.items() if isinstance(outcome, DeviceError)]
+            if bad:
+                self._on_bad_places(bad)
+            _record(breaker, error)
+
+        self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended, background=True))
+
+    def _write(self, slots: Sequence[Place], outcomes: dict[Place, Done | StoreError]) -> None:
+        """I/O side: write zeros into ``slots`` until one write succeeds; ``outcomes`` tells of each.  Raises if none does."""
+        error: StoreError | None = None
+        for slot in slots:
+            (outcome,) = self._store.put([self._block(_PROBE_KEY, slot)])
+            outcomes[slot] = outcome
+            if not isinstance(outcome, StoreError):
+                return
+            error = outcome
+        if error is not None:
+            raise error
+        self._store.write_document(HEALTH_DOCUMENT, _PROOF)
+
+    def _block(self, key: bytes, place: Place) -> BlockIO:
+        """Buffers for one block, as the medium asks for them, filled with zeros."""
+        medium = innermost(self._store)
+        size = max(self._block_bytes)
+        if not medium.variable_size and key is not _PROBE_KEY and key[-1] < len(self._block_bytes):
+            size = self._block_bytes[key[-1]]
+        size += -size % medium.alignment
+        memory = memoryview(mmap.mmap(-1, medium.header_bytes + size + mmap.PAGESIZE))
+        start = medium.header_bytes + -medium.header_bytes % medium.alignment
+        return BlockIO(key, place, memory[: medium.header_bytes], memory[start : start + size])
+
+
+def _record(breaker: Breaker, error: BaseException | None) -> None:
+    if error is None:
+        breaker.record_success()
+    else:
+        breaker.record_failure(error)

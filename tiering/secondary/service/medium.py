@@ -1,0 +1,216 @@
+"""Opening a medium on the I/O side: the store, the namespace's parameters, and the reset epoch kept beside the blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from tiering.api.namespace import Namespace
+from tiering.block_store import BlockStore
+from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.secondary.service.epoch import PARAMETERS, EpochDocument, Target, epoch_document, parameters_document
+from tiering.secondary.service.nearest import tell_nearest
+
+logger = logging.getLogger("kv_tiering.tier")
+
+_MAX_DAMAGED = 100
+"""Damaged epoch documents that are stepped over on a shared medium before opening it fails."""
+
+_THREAD_RETRY_SECONDS = 0.01
+_THREAD_WAIT_SECONDS = 1.0
+"""How long closing waits before it tries again to start its thread."""
+
+
+class Medium:
+    """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time.
+
+    ``revision``: the text that names the weights, if the stack gives one.  ``shared``: others use the medium too, so no document of
+    theirs is ever replaced or removed.  ``writes``: whether the tier stores anything; one that does not must do with a medium that only
+    reads, until a reset.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: BlockStore,
+        namespace: Namespace,
+        *,
+        revision: str | None = None,
+        shared: bool = False,
+        writes: bool = True,
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._namespace = namespace
+        self._revision = revision
+        self._writes = writes
+        self._opened = False
+        self._common_epoch: bytes | None = None
+        self.shared = shared
+
+    def target(self, revision: str | None) -> Target:
+        """Where a reset goes: to the epoch of ``revision``, or to one that nobody else has.  Raises :class:`ConfigError`."""
+        if revision is not None:
+            named = self._namespace.revision_epoch(revision)
+            if self.shared:
+                return Target(named, revision)
+        return Target(self._namespace.next_epoch(), revision)
+
+    def enter(self, target: Target | None) -> Namespace:
+        """Open the store unless it is open, and return the namespace in the epoch that its blocks have, or in that of ``target``.
+
+        With a ``target`` (a reset) no process that starts later reads anything that was stored before, once this has returned.
+        An epoch that another process began by a reset is its own: a fresh one begins then, for this process and later ones.
+        Raises :class:`tiering.errors.StoreError`; may be called again then.
+        """
+        if not self._opened:
+            self._store.open()
+            self._opened = True
+        if target is not None and not self.shared:
+            # First of all: whatever else fails, what was stored before is foreign from here on.
+            self._begin(target)
+        known = self._check_parameters()
+        if target is not None:
+            namespace = target.namespace
+        elif not self.shared:
+            namespace = self._enter_own(known=known)
+        elif self._revision is not None:
+            namespace = self._namespace.revision_epoch(self._revision)
+        else:
+            namespace = self._enter_common(known=known)
+        if not known and self._writes:
+            # After the epoch: where there are parameters and no epoch, the epoch was lost.
+            self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
+        return namespace
+
+    def needs_lease(self, namespace: Namespace) -> bool:
+        """Whether blocks are stored in the epoch of ``namespace``, which has been entered, and no epoch document names it."""
+        return self.shared and self._writes and namespace.epoch != self._common_epoch
+
+    def forget(self) -> None:
+        """The store was closed: :meth:`enter` opens it again."""
+        self._opened = False
+
+    def close(self, timeout: float) -> None:
+        """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
+
+        def close() -> None:
+            try:
+                self._store.close()
+            except Exception:
+                logger.exception("tier %s: closing its store failed", self._name)
+
+        end = time.monotonic() + max(timeout, 0.0)
+        give_up = min(end, time.monotonic() + _THREAD_WAIT_SECONDS)
+        while True:
+            thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
+            try:
+                thread.start()
+                break
+            except RuntimeError as error:
+                # The process may have no more threads for the moment; the tier's own have just ended.
+                if time.monotonic() >= give_up:
+                    logger.error("tier %s: its store is left to the end of the process: %s", self._name, error)
+                    return
+            time.sleep(_THREAD_RETRY_SECONDS)
+        thread.join(max(end - time.monotonic(), 0.0))
+        if thread.is_alive():
+            logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
+
+    # ------------------------------------------------------------------------------------------------- a medium of our own
+
+    def _enter_own(self, *, known: bool) -> Namespace:
+        document = epoch_document(self._namespace)
+        stored = self._store.read_document(document)
+        found = None if stored is None else EpochDocument.parse(bytes(stored))
+        if found is not None and found.admits(self._namespace, self._revision):
+            return self._namespace.with_epoch(found.epoch)
+        if found is None:
+            self._tell_loss(document, missing=stored is None, known=known)
+        fresh = self._namespace.next_epoch()
+        if self._writes:
+            self._store.write_document(document, EpochDocument.of(fresh, self._revision, private=False).pack())
+        return fresh
+
+    def _begin(self, target: Target) -> None:
+        """Begin the epoch of ``target``.  The old document goes first: that works on a full disk, and blocks without one are foreign."""
+        document = epoch_document(self._namespace)
+        removed = True
+        try:
+            self._store.remove_document(document)
+        except StoreError as error:
+            removed = False
+            logger.warning("tier %s: document %s could not be removed for a reset: %s", self._name, document, error)
+        content = EpochDocument.of(target.namespace, target.revision, private=target.revision is None).pack()
+        try:
+            self._store.write_document(document, content)
+        except StoreError as error:
+            if not removed:
+                raise
+            logger.warning(
+                "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s", self._name, error
+            )
+
+    # ---------------------------------------------------------------------------------------------------- a shared medium
+
+    def _enter_common(self, *, known: bool) -> Namespace:
+        """The epoch that all have who start without a revision: the first document that is whole, made by whoever comes first.
+
+        Damaged documents stay where they are: another process may be able to read them.
+        """
+        for number in range(_MAX_DAMAGED):
+            document = epoch_document(self._namespace, number)
+            stored = self._store.read_document(document)
+            if stored is None:
+                if not self._writes:
+                    raise TemporaryStoreError(
+                        f"document {document} is missing: nothing was stored in this namespace yet, and this tier stores nothing itself"
+                    )
+                if known:
+                    self._tell_loss(document, missing=True, known=True)
+                fresh = EpochDocument.of(self._namespace.next_epoch(), None, private=False)
+                stored = self._store.create_document(document, fresh.pack())
+            for reread in (False, True):
+                if reread:
+                    stored = self._store.read_document(document)
+                found = None if stored is None else EpochDocument.parse(bytes(stored))
+                if found is not None and found.admits(self._namespace, None):
+                    self._common_epoch = found.epoch
+                    return self._namespace.with_epoch(found.epoch)
+            self._tell_loss(document, missing=stored is None, known=True)
+        raise PermanentStoreError(
+            f"{_MAX_DAMAGED} epoch documents of namespace {self._namespace.directory} are damaged; remove what is left of them"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- both
+
+    def _tell_loss(self, document: str, *, missing: bool, known: bool) -> None:
+        """Log that blocks which may be there are foreign.  ``known``: somebody has used the namespace before."""
+        if missing and not known:
+            logger.info("tier %s: the namespace is new here; its first epoch begins", self._name)
+        else:
+            logger.warning(
+                "tier %s: document %s is %s: a new epoch begins, and no block that was stored before is served",
+                self._name,
+                document,
+                "missing" if missing else "damaged",
+            )
+
+    def _check_parameters(self) -> bool:
+        """Whether the parameters are beside the blocks already.
+
+        A fingerprint that stands for two sets of parameters would mix two models' blocks: raises :class:`PermanentStoreError`.
+        """
+        document = parameters_document(self._namespace)
+        expected = self._namespace.parameters.encode()
+        stored = self._store.read_document(document)
+        if stored is None:
+            tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
+            return False
+        if bytes(stored) != expected:
+            raise PermanentStoreError(
+                f"document {document} holds other parameters than this engine's under the same fingerprint: it is damaged, or not ours; "
+                "inspect it, and remove it (and the blocks of this namespace) if it is not needed"
+            )
+        return True

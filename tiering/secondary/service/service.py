@@ -1,0 +1,152 @@
+"""Taking a tier into service: at start, after an outage, and in a new epoch after a reset; in the background, for ever."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+from tiering.api.namespace import Namespace
+from tiering.errors import InUseError, TieringError
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
+from tiering.secondary.options import BreakerOptions
+from tiering.secondary.service.epoch import Target
+from tiering.secondary.service.medium import Medium
+
+logger = logging.getLogger("kv_tiering.tier")
+
+
+IN_USE_SECONDS = 0.5
+"""About how long after a medium was in use by another process it is tried again: asking is cheap, and it may end at any time."""
+
+
+class Backoff:
+    """When to try again: after ``probe_after`` seconds, doubling to ``probe_max``, with jitter."""
+
+    def __init__(self, options: BreakerOptions) -> None:
+        self._options = options
+        self.failures = 0
+        self.due = 0.0
+
+    def failed(self, now: float, at_most: float = float("inf")) -> None:
+        """Another failure, at ``now``; the next try is ``at_most`` seconds later."""
+        delay = min(self._options.probe_after * 2 ** min(self.failures, 32), self._options.probe_max, at_most)
+        self.failures += 1
+        self.due = now + delay * random.uniform(0.8, 1.2)
+
+    def succeeded(self) -> None:
+        """Start over."""
+        self.failures = 0
+
+
+class TierService:
+    """Opens the medium and enters an epoch; owned by the scheduler's thread, works on the I/O side.
+
+    ``on_entered`` is called on the scheduler's thread each time an epoch has been entered.  A failure is logged once per outage.
+    """
+
+    attempting: bool
+    """Whether an attempt to open the medium, or to enter an epoch, is running on the I/O side."""
+    in_service: bool
+    """Whether the medium is open, and the present epoch is certain also after a restart."""
+
+    def __init__(
+        self,
+        name: str,
+        medium: Medium,
+        io: IoSide,
+        options: BreakerOptions,
+        clock: Callable[[], float],
+        on_entered: Callable[[Namespace], None],
+    ) -> None:
+        self._name = name
+        self._medium = medium
+        self._io = io
+        self._clock = clock
+        self._on_entered = on_entered
+        self._backoff = Backoff(options)
+        self._target: Target | None = None
+        self._borrowing = False
+        self._stopped = False
+        self._suspended = False
+        self.attempting = False
+        self.in_service = False
+
+    def start(self) -> None:
+        """Begin an attempt, unless one is running or nothing is to be done."""
+        if self.attempting or self.in_service or self._stopped or self._suspended:
+            return
+        self.attempting = True
+        target = self._target
+        self._io.run(IoTask("open", lambda: self._medium.enter(target), self._ended, background=not self._borrowing))
+
+    def leave(self, target: Target) -> None:
+        """Leave the present epoch for that of ``target`` (a reset).
+
+        A medium of our own is out of service until what was stored before is foreign to every later process.  On a shared one only this
+        process moves, so nothing needs to be written.
+        """
+        if self._medium.shared and self.in_service:
+            self._on_entered(target.namespace)
+            return
+        self.in_service = False
+        # An epoch that is not entered yet is as new as this one: nothing was stored since.
+        if self._target is None or self._target.revision != target.revision:
+            self._target = target
+        self.start()
+
+    def suspend(self) -> None:
+        """Leave service until :meth:`resume`: the medium is not the one that was opened."""
+        self.in_service = False
+        self._suspended = True
+
+    def resume(self, target: Target | None) -> None:
+        """The store is closed: open it again, and enter the epoch of ``target`` (None: that of the blocks that are there)."""
+        self._suspended = False
+        self._target = self._target or target
+        self._medium.forget()
+        self.start()
+
+    def tick(self, now: float) -> None:
+        """Try again when it is time."""
+        if not self.in_service and not self.attempting and self._backoff.failures and now >= self._backoff.due:
+            self.start()
+
+    def stop(self) -> None:
+        """Leave service for good."""
+        self._stopped = True
+        self.in_service = False
+
+    def _ended(self, entered: Namespace | None, error: BaseException | None) -> None:
+        self.attempting = False
+        borrowed, self._borrowing = self._borrowing, False
+        if self._stopped or self._suspended:
+            return
+        target = self._target
+        if entered is None:
+            if target is not None and not borrowed:
+                # There may have been no thread for it: those that move blocks exist already.
+                self._borrowing = True
+                self.start()
+                return
+            self._failed(error)
+        elif target is not None and entered.epoch != target.namespace.epoch:
+            self.start()
+        else:
+            if self._backoff.failures:
+                logger.info("tier %s: in service again after %d failed attempts", self._name, self._backoff.failures)
+            self._backoff.succeeded()
+            self._target = None
+            self.in_service = True
+            self._on_entered(entered)
+
+    def _failed(self, error: BaseException | None) -> None:
+        if not self._backoff.failures:
+            logger.error(
+                "tier %s: not in service: %s; the engine runs without it, and it comes back by itself when this is put right",
+                self._name,
+                error,
+                exc_info=None if isinstance(error, TieringError) else error,
+            )
+        self._backoff.failed(self._clock(), IN_USE_SECONDS if isinstance(error, InUseError) else float("inf"))

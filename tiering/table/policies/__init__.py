@@ -1,0 +1,1 @@
+"""One eviction policy per file."""

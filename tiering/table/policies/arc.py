@@ -1,0 +1,116 @@
+"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), in batches.
+
+T1 holds rows used once, T2 rows used again; B1 and B2 remember the keys that were evicted from them.  A key that returns while B1
+remembers it says that T1 is too small, one that B2 remembers the opposite; ``target`` is T1's adaptive size.  A batch of victims is
+taken from T1 as far as T1 exceeds its target, then from T2, and from the other list where one has only pinned rows left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.policies.recency import RecencyLog, StampClock
+
+
+class ARCEvictionPolicy(EvictionPolicy):
+    """Balances recency and frequency; a scan of blocks used once does not flush those used often."""
+
+    def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
+        super().__init__(num_rows, refs, keys)
+        self._clock = StampClock(num_rows)
+        self._t1 = RecencyLog(self._clock, refs)
+        self._t2 = RecencyLog(self._clock, refs)
+        self._in_t2: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self._b1: OrderedDict[bytes, None] = OrderedDict()
+        self._b2: OrderedDict[bytes, None] = OrderedDict()
+        self.target = 0.0
+
+    def insert(self, rows: Rows) -> None:
+        keys = self.keys[rows].tolist()
+        known = [key in self._b1 or key in self._b2 for key in keys]
+        if not any(known):
+            self._add(self._t1, rows)
+            return
+        for key, ghost in zip(keys, known, strict=True):
+            if ghost:
+                self._learn(key)
+        again = np.array(known)
+        self._in_t2[rows[again]] = True
+        self._add(self._t2, rows[again])
+        self._add(self._t1, rows[~again])
+
+    def touch(self, rows: Rows) -> None:
+        again = self._in_t2[rows]
+        if not again.all():
+            promoted = rows[~again]
+            self._t1.detach(promoted)
+            self._in_t2[promoted] = True
+            self._t2.size += len(promoted)
+        self._t2.append(rows)
+
+    def evict(self, count: int) -> Rows:
+        excess = self._t1.size - int(self.target)
+        first = self._t1.take(min(count, max(excess, 0)))
+        second = self._t2.take(count - len(first))
+        third = self._t1.take(count - len(first) - len(second))
+        self._bury(self._b1, first)
+        self._bury(self._b2, second)
+        self._bury(self._b1, third)
+        self._in_t2[second] = False
+        self._trim_ghosts()
+        return np.concatenate((first, second, third))
+
+    def remove(self, rows: Rows) -> None:
+        again = self._in_t2[rows]
+        self._t1.remove(rows[~again])
+        self._t2.remove(rows[again])
+        self._in_t2[rows] = False
+
+    def release(self, rows: Rows) -> None:
+        self._t1.release(rows)
+        self._t2.release(rows)
+
+    def order(self) -> Rows:
+        """T2 before T1, each from its most to its least recent."""
+        parts = []
+        for log in (self._t2, self._t1):
+            rows, stamps = log.live()
+            parts.append(rows[np.argsort(-stamps)])
+        return np.concatenate(parts)
+
+    def clear(self) -> None:
+        self._clock.stamps[:] = 0
+        self._in_t2[:] = False
+        self._t1.clear()
+        self._t2.clear()
+        self._b1.clear()
+        self._b2.clear()
+        self.target = 0.0
+
+    @staticmethod
+    def _add(log: RecencyLog, rows: Rows) -> None:
+        log.append(rows)
+        log.size += len(rows)
+
+    def _learn(self, key: bytes) -> None:
+        b1, b2 = len(self._b1), len(self._b2)
+        if key in self._b1:
+            self.target = min(float(self.num_rows), self.target + max(1.0, b2 / b1))
+            del self._b1[key]
+        else:
+            self.target = max(0.0, self.target - max(1.0, b1 / b2))
+            del self._b2[key]
+
+    def _bury(self, ghosts: OrderedDict[bytes, None], rows: Rows) -> None:
+        ghosts.update(dict.fromkeys(self.keys[rows].tolist()))
+
+    def _trim_ghosts(self) -> None:
+        """|T1| + |B1| stays within the number of rows, and all four lists within twice that."""
+        while self._b1 and self._t1.size + len(self._b1) > self.num_rows:
+            self._b1.popitem(last=False)
+        while self._b2 and self._t1.size + self._t2.size + len(self._b1) + len(self._b2) > 2 * self.num_rows:
+            self._b2.popitem(last=False)

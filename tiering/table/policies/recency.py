@@ -1,0 +1,220 @@
+"""A recency order over rows, in batches: the part that LRU-like policies share.
+
+Every use gives a row a new, larger stamp and appends (row, stamp) to a log; an entry is *live* while its stamp is the row's present
+one.  The least recent row is the first live entry.  A use costs an append; finding a victim costs reading entries that are dead,
+each once; a slow sweep over the log drops dead entries, two for each entry appended, so that the log stays within about twice the
+number of live rows and no single call is long.  All in arrays: nothing here is an object per row.
+
+A row that is pinned when it comes up as a victim is *parked*: it leaves the log, so that it is not looked at again and again, and
+comes back, as the least recent it was, when it is released.  The order is exact, pinned rows included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.table.policies.policy import RefCounts, Rows
+
+_CHUNK = 4096
+_NO_ROWS: Rows = np.empty(0, np.int64)
+
+Stamps = NDArray[np.int64]
+
+_COUNTING: Stamps = np.arange(_CHUNK)
+
+
+class StampClock:
+    """The stamps of all rows of a table, and the clock they come from; shared by the logs of one policy."""
+
+    __slots__ = ("now", "stamps")
+
+    def __init__(self, num_rows: int) -> None:
+        self.stamps: Stamps = np.zeros(num_rows, np.int64)
+        self.now = 1
+
+
+class _Chunk:
+    """A stretch of the log in the order of stamps; entries [start, end) are in use."""
+
+    __slots__ = ("end", "rows", "stamps", "start")
+
+    def __init__(self, rows: NDArray[np.int32], stamps: Stamps, end: int) -> None:
+        self.rows = rows
+        self.stamps = stamps
+        self.start = 0
+        self.end = end
+
+    @classmethod
+    def empty(cls) -> _Chunk:
+        return cls(np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.int64), 0)
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class RecencyLog:
+    """The rows of one list (LRU's only one, ARC's T1 or T2) in the order of their last use.
+
+    ``size`` counts the rows in the list, parked ones included.
+    """
+
+    __slots__ = ("_chunks", "_clock", "_parked", "_parked_rows", "_position", "_refs", "_returned", "_sweep", "size")
+
+    def __init__(self, clock: StampClock, refs: RefCounts) -> None:
+        self._clock = clock
+        self._refs = refs
+        self._parked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every row.  The stamps are the caller's to reset."""
+        self._chunks: list[_Chunk] = [_Chunk.empty()]
+        self._sweep = 0
+        self._position = 0
+        self._parked_rows = 0
+        self._parked[:] = False
+        self._returned: list[tuple[Rows, Stamps]] = []
+        self.size = 0
+
+    def append(self, rows: Rows) -> None:
+        """``rows`` are in the list (new, or moved to its end), the first the most recent."""
+        count = len(rows)
+        clock = self._clock
+        # Both ways around numpy's release of the interpreter lock (arange, and assignments by a reversed index), which would hand it
+        # to a tier's I/O threads in the middle of a step.
+        stamps = _COUNTING[:count] + clock.now if count <= _CHUNK else np.arange(clock.now, clock.now + count)
+        clock.now += count
+        rows = rows[::-1].copy()
+        if self._parked_rows:
+            self._unpark(rows)
+        clock.stamps[rows] = stamps
+        done = 0
+        while done < count:
+            tail = self._chunks[-1]
+            room = _CHUNK - tail.end
+            if room == 0:
+                self._chunks.append(_Chunk.empty())
+                continue
+            take = min(room, count - done)
+            tail.rows[tail.end : tail.end + take] = rows[done : done + take]
+            tail.stamps[tail.end : tail.end + take] = stamps[done : done + take]
+            tail.end += take
+            done += take
+        self._sweep += 2 * count
+        if self._sweep >= _CHUNK:
+            self._sweep_chunks()
+
+    def take(self, count: int) -> Rows:
+        """Remove and return up to ``count`` rows that are not pinned, the least recent first."""
+        taken: list[Rows] = []
+        missing = count
+        if self._returned:
+            rows = self._take_returned(missing)
+            taken.append(rows)
+            missing -= len(rows)
+        stamps = self._clock.stamps
+        while missing:
+            head = self._chunks[0]
+            if head.start == head.end:
+                if len(self._chunks) == 1:
+                    head.start = head.end = 0
+                    break
+                del self._chunks[0]
+                self._position = max(0, self._position - 1)
+                continue
+            stop = min(head.start + missing, head.end)
+            rows = head.rows[head.start : stop].astype(np.int64)
+            rows = rows[stamps[rows] == head.stamps[head.start : stop]]
+            head.start = stop
+            refs = self._refs[rows]
+            if refs.any():
+                pinned = rows[refs != 0]
+                self._parked[pinned] = True
+                self._parked_rows += len(pinned)
+                rows = rows[refs == 0]
+            taken.append(rows)
+            missing -= len(rows)
+        rows = taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else _NO_ROWS
+        stamps[rows] = 0
+        self.size -= len(rows)
+        return rows
+
+    def remove(self, rows: Rows) -> None:
+        """``rows`` leave the list; their stamps are cleared."""
+        if self._parked_rows:
+            self._unpark(rows)
+        self._clock.stamps[rows] = 0
+        self.size -= len(rows)
+
+    def release(self, rows: Rows) -> None:
+        """``rows`` are not pinned any more: those that were parked are candidates again, as old as they were."""
+        if self._parked_rows:
+            rows = rows[self._parked[rows]]
+            if len(rows):
+                self._parked[rows] = False
+                self._parked_rows -= len(rows)
+                self._returned.append((rows, self._clock.stamps[rows]))
+
+    def detach(self, rows: Rows) -> None:
+        """``rows`` move to another list, which stamps them anew."""
+        if self._parked_rows:
+            self._unpark(rows)
+        self.size -= len(rows)
+
+    def live(self) -> tuple[Rows, Stamps]:
+        """All rows of the list with their stamps, in no particular order."""
+        stamps = self._clock.stamps
+        parts: list[Rows] = [np.flatnonzero(self._parked)]
+        for rows, entry_stamps in self._returned:
+            parts.append(rows[stamps[rows] == entry_stamps])
+        for chunk in self._chunks:
+            rows = chunk.rows[chunk.start : chunk.end].astype(np.int64)
+            parts.append(rows[stamps[rows] == chunk.stamps[chunk.start : chunk.end]])
+        rows = np.concatenate(parts)
+        return rows, stamps[rows]
+
+    def _unpark(self, rows: Rows) -> None:
+        parked = rows[self._parked[rows]]
+        if len(parked):
+            self._parked[parked] = False
+            self._parked_rows -= len(parked)
+
+    def _take_returned(self, count: int) -> Rows:
+        rows = np.concatenate([part for part, _ in self._returned])
+        entry_stamps = np.concatenate([part for _, part in self._returned])
+        live = self._clock.stamps[rows] == entry_stamps
+        rows, entry_stamps = rows[live], entry_stamps[live]
+        free = self._refs[rows] == 0
+        pinned = rows[~free]
+        self._parked[pinned] = True
+        self._parked_rows += len(pinned)
+        rows, entry_stamps = rows[free], entry_stamps[free]
+        order = np.argsort(entry_stamps)
+        keep = order[count:]
+        self._returned = [(rows[keep], entry_stamps[keep])] if len(keep) else []
+        oldest: Rows = rows[order[:count]]
+        return oldest
+
+    def _sweep_chunks(self) -> None:
+        """Drop the dead entries of the next chunks, joining neighbours that fit into one; the last chunk is being appended to."""
+        stamps = self._clock.stamps
+        while self._sweep >= _CHUNK:
+            self._sweep -= _CHUNK
+            index = self._position
+            if index >= len(self._chunks) - 1:
+                self._position = 0
+                continue
+            chunk = self._chunks[index]
+            rows = chunk.rows[chunk.start : chunk.end]
+            entry_stamps = chunk.stamps[chunk.start : chunk.end]
+            live = stamps[rows] == entry_stamps
+            rows, entry_stamps = rows[live], entry_stamps[live]
+            before = self._chunks[index - 1] if index else None
+            if before is not None and len(before) + len(rows) <= _CHUNK:
+                rows = np.concatenate((before.rows[before.start : before.end], rows))
+                entry_stamps = np.concatenate((before.stamps[before.start : before.end], entry_stamps))
+                del self._chunks[index]
+                index -= 1
+            self._chunks[index] = _Chunk(rows, entry_stamps, len(rows))
+            self._position = index + 1

@@ -1,0 +1,55 @@
+"""The public API of people who write a tier: contracts, the generic tier, its indexes, and the options' vocabulary.
+
+A tier of one's own needs this module and :mod:`tiering` (whose errors it raises), and nothing else of the framework.
+``docs/writing-a-tier.md`` is the guide, ``examples/own_tier.py`` a whole tier, :mod:`tiering.testing` the conformance suites.
+"""
+
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
+from tiering.api.units import Duration, Share, Size
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import (
+    JobResult,
+    PrefixAnswer,
+    SecondaryTierManager,
+    TierContext,
+    TransferJob,
+)
+from tiering.secondary.definition import TierDefinition
+from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
+from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io.messages import IoResult, IoTask
+from tiering.secondary.options import TierOptions
+from tiering.secondary.stats import TierStats
+
+__all__ = [
+    "BlockIO",
+    "BlockStore",
+    "BlockTier",
+    "Done",
+    "Duration",
+    "IoResult",
+    "IoTask",
+    "JobResult",
+    "Namespace",
+    "OffloadKey",
+    "Outcome",
+    "Place",
+    "PrefixAnswer",
+    "Probe",
+    "SecondaryTierManager",
+    "Share",
+    "SharedIndex",
+    "Size",
+    "SlotIndex",
+    "StorePlan",
+    "StoreProbe",
+    "TierContext",
+    "TierDefinition",
+    "TierIndex",
+    "TierOptions",
+    "TierStats",
+    "TransferJob",
+]
