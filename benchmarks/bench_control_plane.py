@@ -1,8 +1,9 @@
 """CPU time of one scheduler step in the tiering manager, against a bare dict with an LRU order (no locks, no accounting, no tiers).
 
-A step: 64 blocks stored (the CPU tier is full, so 64 are evicted), 64 blocks hit, touched and loaded, one request of 64 keys that
-misses; batch calls, events off, a secondary tier that accepts everything and does nothing.  The floor does the same on an
-OrderedDict, in loops without a function call per block.  Keys are fresh random bytes, hits are equal but not identical objects.
+A step: 64 blocks stored (the CPU tier is full, so 64 are evicted), 64 blocks hit, touched and loaded, one request of 64
+keys that misses; batch calls, events off, a secondary tier that accepts everything and does nothing.  The floor does
+the same on an OrderedDict, in loops without a function call per block.  Keys are fresh random bytes, hits are equal but
+not identical objects.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ def run(bench: Bench) -> None:
             f"{num_rows:,} rows, {pinned:,} pinned",
             {
                 "bare dict + LRU": lambda subject=subject, turn=turn: microseconds_per_step(subject.floor.step, turn()),
-                "tiering manager": lambda subject=subject, turn=turn: microseconds_per_step(subject.manager_step, turn()),
+                "tiering manager": lambda subject=subject, turn=turn: microseconds_per_step(
+                    subject.manager_step, turn()
+                ),
             },
             repeats=9,
             unit="CPU µs/step",

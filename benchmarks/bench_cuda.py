@@ -1,8 +1,9 @@
 """Copies between a KV cache on a GPU and the pinned primary rows: GB/s both ways, beside what the bus allows.
 
-A job moves 64 blocks of 32 layers (2 MiB a block, or 256 KiB) between scattered GPU blocks and scattered rows.  Beside it: one bare
-copy of the same bytes between contiguous pinned and device memory, which is the bus's limit; and the same pages moved one by one, each
-with a copy of its own.  "Submit": what a job costs the engine's thread before the device has done anything.
+A job moves 64 blocks of 32 layers (2 MiB a block, or 256 KiB) between scattered GPU blocks and scattered rows.  Beside
+it: one bare copy of the same bytes between contiguous pinned and device memory, which is the bus's limit; and the same
+pages moved one by one, each with a copy of its own.  "Submit": what a job costs the engine's thread before the device
+has done anything.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None
         )
         submit = stats["CUDA copies"].extra["submit us/block"]
         bench.target(
-            f"{name}: against a bare copy", ratio(stats["CUDA copies"], stats["bare copy, contiguous"]), NEAR_THE_BUS, "min", "x"
+            f"{name}: against a bare copy",
+            ratio(stats["CUDA copies"], stats["bare copy, contiguous"]),
+            NEAR_THE_BUS,
+            "min",
+            "x",
         )
         bench.note(f"{name}: submitting takes the engine's thread {submit:.1f} us per block.")
     for handler in handlers.values():

@@ -1,14 +1,15 @@
 """What a local tier that works flat out costs the scheduler, against the same I/O done by a process of its own.
 
-The step is that of ``control_plane`` (100,000 rows, always evicting), on the main thread, in wall time.  Beside it a local tier
-moves verified 2 MiB blocks, loads and stores half and half, in jobs of 16, either in the same process, fed between the steps and
-not inside the measured time, or in a child process that was spawned, with rows and a directory of its own.  A tier in the process needs the
-interpreter lock, and does not move the same amount in the same time; hence the child is measured both flat out and held to the
-rate that the tier in the process reached last, and for the target what the child adds to a step is scaled to the rate of the
-tier in the process.  Two engines: one whose steps follow each other without a pause (its thread wants the interpreter all the
-time: the hardest case, and no real engine), and one that computes 5 ms between steps without the interpreter, as an engine that waits for its
-accelerator does.  "Blocked steps": those in which the scheduler's thread went to sleep, which nothing but the interpreter lock makes
-it do, per thousand; unlike wall times they hardly depend on what else the machine does.
+The step is that of ``control_plane`` (100,000 rows, always evicting), on the main thread, in wall time.  Beside it a
+local tier moves verified 2 MiB blocks, loads and stores half and half, in jobs of 16, either in the same process, fed
+between the steps and not inside the measured time, or in a child process that was spawned, with rows and a directory of
+its own.  A tier in the process needs the interpreter lock, and does not move the same amount in the same time; hence
+the child is measured both flat out and held to the rate that the tier in the process reached last, and for the target
+what the child adds to a step is scaled to the rate of the tier in the process.  Two engines: one whose steps follow
+each other without a pause (its thread wants the interpreter all the time: the hardest case, and no real engine), and
+one that computes 5 ms between steps without the interpreter, as an engine that waits for its accelerator does.
+"Blocked steps": those in which the scheduler's thread went to sleep, which nothing but the interpreter lock makes it
+do, per thousand; unlike wall times they hardly depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -316,7 +317,13 @@ def run(bench: Bench) -> None:
     child = Child(bench.directory / "child")
     try:
         _measure(bench, "steps without a pause", Engine(subject, 100 if bench.quick else 2000, _nothing), flow, child)
-        _measure(bench, "5 ms of computing between steps", Engine(subject, 20 if bench.quick else 150, _compute()), flow, child)
+        _measure(
+            bench,
+            "5 ms of computing between steps",
+            Engine(subject, 20 if bench.quick else 150, _compute()),
+            flow,
+            child,
+        )
     finally:
         flow.close()
         child.close()

@@ -1,9 +1,10 @@
 """The local tier on a real disk, through its index, frames, checksums and I/O threads, against bare I/O on the same disk.
 
-"tier": jobs submitted to the tier and collected; every block has a header and an xxh3-128, checked on loads; O_DIRECT; the tier is
-full, so that each store evicts.  "one file per block": an O_DIRECT write to a temporary name and a rename, into a new directory, no
-checksum, no sync.  "preadv loop": bare reads of the same slots.  All use a pool of threads; where several numbers of threads are
-measured, the best of each variant is compared.  Stores of one round are what the loads of the same round read.
+"tier": jobs submitted to the tier and collected; every block has a header and an xxh3-128, checked on loads; O_DIRECT;
+the tier is full, so that each store evicts.  "one file per block": an O_DIRECT write to a temporary name and a rename,
+into a new directory, no checksum, no sync.  "preadv loop": bare reads of the same slots.  All use a pool of threads;
+where several numbers of threads are measured, the best of each variant is compared.  Stores of one round are what the
+loads of the same round read.
 """
 
 from __future__ import annotations
@@ -84,10 +85,18 @@ class TierRun:
 
     def load(self, blocks_per_job: int = 16) -> None:
         work = self.work
-        self._run(np.arange(work.count, 2 * work.count), blocks_per_job, self.tier.submit_load, promotion=True, complete=True)
+        self._run(
+            np.arange(work.count, 2 * work.count), blocks_per_job, self.tier.submit_load, promotion=True, complete=True
+        )
 
     def _run(
-        self, rows: np.ndarray[Any, Any], size: int, submit: Callable[[TransferJob], None], *, promotion: bool, complete: bool
+        self,
+        rows: np.ndarray[Any, Any],
+        size: int,
+        submit: Callable[[TransferJob], None],
+        *,
+        promotion: bool,
+        complete: bool,
     ) -> None:
         for start in range(0, len(rows), size):
             keys, part = self.keys[start : start + size], rows[start : start + size]
@@ -202,7 +211,9 @@ def _large_blocks(bench: Bench, total: int) -> None:
     bench.target("load, 2 MiB, against a bare preadv loop", ratio(tier, loop), 0.9, "min", "x")
     bench.target("load, 2 MiB, CPU", tier.cpu, 0.20, "max", "s/GB")
     bench.target("one job of stores against many", ratio(jobs["one job"], jobs["many small jobs"]), 0.9, "min", "x")
-    bench.target("one job of loads against many", ratio(job_loads["one job"], job_loads["many small jobs"]), 0.9, "min", "x")
+    bench.target(
+        "one job of loads against many", ratio(job_loads["one job"], job_loads["many small jobs"]), 0.9, "min", "x"
+    )
 
 
 def _small_blocks(bench: Bench, total: int) -> None:
@@ -221,5 +232,9 @@ def _small_blocks(bench: Bench, total: int) -> None:
         for pool in pools.values():
             pool.shutdown()
     bench.target(
-        "store, 512 KiB, against one file per block", ratio(best(stores, "tier"), best(stores, "one file")), 2.0, "min", "x"
+        "store, 512 KiB, against one file per block",
+        ratio(best(stores, "tier"), best(stores, "one file")),
+        2.0,
+        "min",
+        "x",
     )

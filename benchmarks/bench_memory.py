@@ -1,7 +1,7 @@
 """Resident memory per block of the tiering manager over a full primary tier (the local tier's index: see slot_index).
 
-A child process fills the primary tier to a million blocks and goes on until as many again have been evicted; the growth of its
-resident size, keys included, is divided by the number of blocks.
+A child process fills the primary tier to a million blocks and goes on until as many again have been evicted; the growth
+of its resident size, keys included, is divided by the number of blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The object store tier against real servers on loopback: CPU seconds of this process per GB, and GB/s, at concurrency 8.
 
-Blocks of 2 MiB, uncompressed.  "tier" is everything between a primary row and the socket: frame, xxh3-128, layers, the question whether the
-object is there, and obstore.  Beside it: obstore alone (one buffer up; bytes down and copied into the row), and boto3 as it comes.
-The servers are processes of their own, their CPU does not count; but they share the machine, so that GB/s say more about them.
-rclone serves files in memory; Ceph RGW (skipped where it is not installed) keeps objects in memory.
+Blocks of 2 MiB, uncompressed.  "tier" is everything between a primary row and the socket: frame, xxh3-128, layers, the
+question whether the object is there, and obstore.  Beside it: obstore alone (one buffer up; bytes down and copied into
+the row), and boto3 as it comes. The servers are processes of their own, their CPU does not count; but they share the
+machine, so that GB/s say more about them. rclone serves files in memory; Ceph RGW (skipped where it is not installed)
+keeps objects in memory.
 """
 
 from __future__ import annotations
@@ -111,7 +112,11 @@ def run(bench: Bench) -> None:
     if ceph_rgw.installed():
         with ceph_rgw.serving() as ceph:
             # The processes are the context's to end; only where the server is, and its keys, are needed here.
-            measure(bench, "Ceph RGW", s3_server.S3Server(ceph.endpoint, ceph.access_key, ceph.secret_key, ceph.processes[0]))
+            measure(
+                bench,
+                "Ceph RGW",
+                s3_server.S3Server(ceph.endpoint, ceph.access_key, ceph.secret_key, ceph.processes[0]),
+            )
     else:
         bench.note(f"Ceph RGW was left out: not installed (apt-get install {' '.join(ceph_rgw.PACKAGES)})")
 
@@ -126,7 +131,9 @@ def measure(bench: Bench, name: str, server: s3_server.S3Server) -> None:
             f"{name}: put",
             {
                 "tier": lambda: work.put(lambda prefix: finish(host, work.job(IoKind.STORE, prefix, 0))),
-                "tier, check_existing: false": lambda: work.put(lambda prefix: finish(unasked, work.job(IoKind.STORE, prefix, 0))),
+                "tier, check_existing: false": lambda: work.put(
+                    lambda prefix: finish(unasked, work.job(IoKind.STORE, prefix, 0))
+                ),
                 "obstore": lambda: work.put(lambda prefix: spread(work, put_obstore(work, prefix))),
                 "boto3": lambda: work.put(lambda prefix: spread(work, put_boto3(work, prefix))),
             },
@@ -152,7 +159,10 @@ def measure(bench: Bench, name: str, server: s3_server.S3Server) -> None:
     bench.table(
         f"{name}: CPU s/GB",
         ("client", "put", "get"),
-        [(client, cpu(puts, client), cpu(gets, client)) for client in ("tier", "tier, check_existing: false", "obstore", "boto3")],
+        [
+            (client, cpu(puts, client), cpu(gets, client))
+            for client in ("tier", "tier, check_existing: false", "obstore", "boto3")
+        ],
     )
     bench.note(f"{name}: a question whether an object is there costs {(head['8 at a time'].cpu or 0) * 1e6:.0f} CPU µs")
 
@@ -214,7 +224,9 @@ def workload(server: s3_server.S3Server, count: int) -> Iterator[Workload]:
     s3_server.create_bucket(server, BUCKET)
     memory = np.zeros((2 * count, BLOCK_BYTES), np.uint8)
     memory[:count] = np.random.default_rng(7).integers(0, 256, (count, BLOCK_BYTES), np.uint8)
-    namespace = Namespace.build(ModelIdentity(name="bench", weights="0", dtype="bfloat16", layout="bench"), (BLOCK_BYTES,))
+    namespace = Namespace.build(
+        ModelIdentity(name="bench", weights="0", dtype="bfloat16", layout="bench"), (BLOCK_BYTES,)
+    )
     client = ObjectClient(
         BUCKET,
         config={

@@ -1,9 +1,10 @@
 """The simple scheduler, eager and lazy, beside the tiering manager without secondary tiers, on the mini engine with the same CPU memory.
 
-Users talk in several turns about documents; the GPU holds a part of their KV, the CPU pool about half of it (small) or all of it (large).
-Told per variant: TTFT p50 and p95; the CPU time that all calls of the connector's scheduler half take per engine step; the share of prompt tokens
-that did not have to be computed (what a preemption made compute again counts against it); bytes stored and loaded.  The tiering manager stores outputs as well
-here, as the simple scheduler does (``offload_prompt_only: false``).
+Users talk in several turns about documents; the GPU holds a part of their KV, the CPU pool about half of it (small) or
+all of it (large). Told per variant: TTFT p50 and p95; the CPU time that all calls of the connector's scheduler half
+take per engine step; the share of prompt tokens that did not have to be computed (what a preemption made compute again
+counts against it); bytes stored and loaded.  The tiering manager stores outputs as well here, as the simple scheduler
+does (``offload_prompt_only: false``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ BLOCK = 16
 BLOCK_BYTES = 4 * 2 * BLOCK * 2 * 16 * 4
 GPU_BLOCKS = 64
 SMALL, LARGE = 80, 300
-SHAPES = {False: Shape(documents=4, users=5, turns=3, document_tokens=400, answer_tokens=6), True: Shape(2, 2, 2, 100, 2)}
+SHAPES = {
+    False: Shape(documents=4, users=5, turns=3, document_tokens=400, answer_tokens=6),
+    True: Shape(2, 2, 2, 100, 2),
+}
 
 
 def engine_of(mode: str, cpu_blocks: int) -> Engine:
@@ -41,7 +45,13 @@ def engine_of(mode: str, cpu_blocks: int) -> Engine:
     options = EngineOptions(model=MODEL, num_blocks=GPU_BLOCKS, block_size=BLOCK, stack=stack)
     if mode == "tiering":
         return Engine(
-            EngineOptions(model=MODEL, num_blocks=GPU_BLOCKS, block_size=BLOCK, stack=stack, offload={"offload_prompt_only": False})
+            EngineOptions(
+                model=MODEL,
+                num_blocks=GPU_BLOCKS,
+                block_size=BLOCK,
+                stack=stack,
+                offload={"offload_prompt_only": False},
+            )
         )
     stack |= {"mode": "simple", "lazy_offload": mode == "lazy"}
     return SimpleEngine(options)

@@ -1,8 +1,9 @@
 """The index of a local tier: lookups against a bare dict, its memory, and a restart from a checkpoint, at a million blocks.
 
-Lookups: runs of 64 neighbouring keys, all held, by the batch call, against ``list(map(dict.__contains__, keys))`` on the same keys
-(equal to, but not identical with those in the table).  Memory: growth of the resident size while a million blocks are put in, the keys
-included.  Restart: from reading the file to the last block merged, the scheduler's steps in turn with the reading.
+Lookups: runs of 64 neighbouring keys, all held, by the batch call, against ``list(map(dict.__contains__, keys))`` on
+the same keys (equal to, but not identical with those in the table).  Memory: growth of the resident size while a
+million blocks are put in, the keys included.  Restart: from reading the file to the last block merged, the scheduler's
+steps in turn with the reading.
 """
 
 from __future__ import annotations
@@ -84,9 +85,15 @@ def _lookups(bench: Bench, index: SlotIndex, held: list[bytes]) -> None:
             index.lookup_prefix(keys, 0.0)
         return Sample((time.perf_counter() - begin) / len(runs) / RUN * 1e9)
 
-    stats = bench.compare("lookup, runs of 64 held keys", {"map(dict.__contains__)": bare, "SlotIndex": batch}, unit="ns per key")
+    stats = bench.compare(
+        "lookup, runs of 64 held keys", {"map(dict.__contains__)": bare, "SlotIndex": batch}, unit="ns per key"
+    )
     bench.target(
-        "lookup against map(dict.__contains__)", ratio(stats["SlotIndex"], stats["map(dict.__contains__)"]), 1.5, "max", "x"
+        "lookup against map(dict.__contains__)",
+        ratio(stats["SlotIndex"], stats["map(dict.__contains__)"]),
+        1.5,
+        "max",
+        "x",
     )
 
 

@@ -1,17 +1,17 @@
 """The harness that every benchmark uses: variants side by side, alternating, medians; results as a table, as Markdown and as JSON.
 
-A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench: Bench) -> None`` and a module docstring that says
-what is measured and against what.  Machines are noisy: absolute numbers say little, ratios within one run and CPU seconds a lot.
-Hence :meth:`Bench.compare` runs the variants in turn, round by round (the order rotates), and :func:`ratio` is the median over the
+A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench: Bench) -> None`` and a module docstring
+that says what is measured and against what.  Machines are noisy: absolute numbers say little, ratios within one run and
+CPU seconds a lot. Hence :meth:`Bench.compare` runs the variants in turn, round by round (the order rotates), and
+:func:`ratio` is the median over the
 rounds of the ratio within a round::
 
     def run(bench: Bench) -> None:
         stats = bench.compare("store, 2 MiB blocks", {
             "tier": lambda: timed(store_with_tier, nbytes=total),
             "one file per block": lambda: timed(store_files, nbytes=total),
-        }, unit="GB/s")
-        bench.target("store against one file per block", ratio(stats["tier"], stats["one file per block"]), 1.4, "min", "x")
-        bench.target("CPU of a store", stats["tier"].cpu, 0.22, "max", "s/GB")
+        }, unit="GB/s") bench.target("store against one file per block", ratio(stats["tier"], stats["one file per
+        block"]), 1.4, "min", "x") bench.target("CPU of a store", stats["tier"].cpu, 0.22, "max", "s/GB")
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def _summary(samples: Sequence[Sample]) -> Stats:
     extra: dict[str, float] = {}
     for word in samples[0].extra:
         extra[word] = statistics.median(sample.extra[word] for sample in samples)
-    return Stats(statistics.median(values), min(values), max(values), values, statistics.median(cpus) if cpus else None, extra)
+    return Stats(
+        statistics.median(values), min(values), max(values), values, statistics.median(cpus) if cpus else None, extra
+    )
 
 
 def show(value: Cell) -> str:
@@ -140,8 +142,8 @@ def show(value: Cell) -> str:
 class Bench:
     """What a benchmark module is given.
 
-    ``quick``: a smoke run, so use small sizes; the numbers mean little and are not written to the results file.  ``directory``: an
-    empty directory on a real disk, removed afterwards.
+    ``quick``: a smoke run, so use small sizes; the numbers mean little and are not written to the results file.
+    ``directory``: an empty directory on a real disk, removed afterwards.
     """
 
     def __init__(self, name: str, directory: Path, *, quick: bool = False, out: TextIO | None = None) -> None:
@@ -165,7 +167,8 @@ class Bench:
     ) -> dict[str, Stats]:
         """Run all variants ``repeats`` times in turn and return their statistics, after ``warmup`` rounds that do not count.
 
-        A variant returns the quantity to compare, in ``unit``.  A quick run does one round and no warm-up.  Adds a table.
+        A variant returns the quantity to compare, in ``unit``.  A quick run does one round and no warm-up.  Adds a
+        table.
         """
         rounds, skipped = (1, 0) if self.quick else (max(repeats, 1), warmup)
         names = list(variants)
@@ -183,7 +186,9 @@ class Bench:
         self._add_comparison(name, stats, unit, rounds)
         return stats
 
-    def target(self, name: str, value: float | None, limit: float, direction: Direction = "max", unit: str = "") -> None:
+    def target(
+        self, name: str, value: float | None, limit: float, direction: Direction = "max", unit: str = ""
+    ) -> None:
         """Declare what had to be reached: ``value`` at most (``max``) or at least (``min``) ``limit``."""
         self.targets.append(Target(name, float("nan") if value is None else value, limit, direction, unit))
 
@@ -221,7 +226,9 @@ def render(table: Table) -> str:
     """A table as Markdown, its columns aligned so that it reads well on a terminal too."""
     grid = [table.headers, *table.rows]
     widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.headers))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in grid]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in grid
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return f"\n**{table.title}**\n\n" + "\n".join(lines)
 
@@ -240,7 +247,7 @@ def render_targets(targets: Sequence[Target], *, judged: bool = True) -> str:
     return render(Table("Targets", ("target", "limit", "measured", ""), tuple(rows)))
 
 
-# ------------------------------------------------------------------------------------------------------------- the machine
+# ---------------------------------------------------------------------------------------------------------- the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +263,12 @@ class Machine:
     accelerator: str
 
     def __str__(self) -> str:
-        parts = [f"{self.cores} cores ({self.cpu})", f"{self.memory_gib:.0f} GiB", self.filesystem, f"Linux {self.kernel}"]
+        parts = [
+            f"{self.cores} cores ({self.cpu})",
+            f"{self.memory_gib:.0f} GiB",
+            self.filesystem,
+            f"Linux {self.kernel}",
+        ]
         parts += [f"Python {self.python}"] + [self.accelerator] * bool(self.accelerator)
         return ", ".join(parts)
 
@@ -293,7 +305,7 @@ def _filesystem(directory: Path) -> str:
     return f"{found[1]} on {found[0]}"
 
 
-# ------------------------------------------------------------------------------------------------------------- the results
+# ---------------------------------------------------------------------------------------------------------- the results
 
 
 @contextmanager
@@ -310,7 +322,9 @@ def write_json(bench: Bench, machine_: Machine, path: Path) -> None:
         "quick": bench.quick,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(machine_),
-        "results": {name: {variant: asdict(stat) for variant, stat in stats.items()} for name, stats in bench.results.items()},
+        "results": {
+            name: {variant: asdict(stat) for variant, stat in stats.items()} for name, stats in bench.results.items()
+        },
         "tables": [asdict(table) for table in bench.tables],
         "targets": [asdict(target) | {"ok": target.ok} for target in bench.targets],
         "notes": bench.notes,

@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
     """Run those of ``modules`` (name on the command line → module in this package) that ``argv`` asks for.
 
-    A module has ``run(bench)``, and ``lacks()`` if it cannot be run everywhere: what is missing here, or an empty string.
-    The exit code says whether all ran to the end (and, with --strict, reached their targets).
+    A module has ``run(bench)``, and ``lacks()`` if it cannot be run everywhere: what is missing here, or an empty
+    string. The exit code says whether all ran to the end (and, with --strict, reached their targets).
     """
     options = _arguments(prog, description, sorted(modules), argv)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -62,10 +62,16 @@ def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[
 def _arguments(prog: str, description: str, names: Sequence[str], argv: Sequence[str] | None) -> argparse.Namespace:
     out = HERE.parent / "build" / "bench"
     parser = argparse.ArgumentParser(
-        prog=prog, description=f"{description} Benchmarks: {', '.join(names)}", epilog=f"example: {prog} --only {names[0]}"
+        prog=prog,
+        description=f"{description} Benchmarks: {', '.join(names)}",
+        epilog=f"example: {prog} --only {names[0]}",
     )
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help="only these (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round: checks that they run; writes no results")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="NAME", default=names, help="only these (default: all)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, one round: checks that they run; writes no results"
+    )
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a target was missed")
     parser.add_argument("--out", type=Path, default=out, help="where JSON goes (default: build/bench)")
     parser.add_argument("--directory", type=Path, help="disk to measure (default: --out); use a real disk, not a tmpfs")

@@ -1,15 +1,16 @@
 """What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and without connector.
 
-A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs on command, one at
-a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of the very same code differ by some
-percent for as long as they live (where their memory happens to lie), so all are started anew several times, in another order each time,
-and "by start" tells how far the ratio moves with that alone.  Threads that wait for others of a parallel loop sleep
-(OMP_WAIT_POLICY=passive): by default they spin, and whatever else runs on their cores, the S3 server above all, would show as seconds of
-the engine.  CPU seconds are those of all threads of an engine, from before the requests arrive until its copies and tiers have nothing
-left to do.  The ratio is the median over the rounds of that within a round.  Everything that is computed is stored in every tier; the S3
-server (rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind of thread, and of the main
-thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their end.  What is in "other
-threads" is the engine's own arithmetic, and the S3 client's runtime.
+A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs
+on command, one at a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of
+the very same code differ by some percent for as long as they live (where their memory happens to lie), so all are
+started anew several times, in another order each time, and "by start" tells how far the ratio moves with that alone.
+Threads that wait for others of a parallel loop sleep (OMP_WAIT_POLICY=passive): by default they spin, and whatever else
+runs on their cores, the S3 server above all, would show as seconds of the engine.  CPU seconds are those of all threads
+of an engine, from before the requests arrive until its copies and tiers have nothing left to do.  The ratio is the
+median over the rounds of that within a round.  Everything that is computed is stored in every tier; the S3 server
+(rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind of thread, and of
+the main thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their
+end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
 """
 
 from __future__ import annotations
@@ -104,7 +105,12 @@ def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connectio
         bucket = server.make_bucket("kv-cache")
         local = {"type": "local", "path": str(disk), "capacity": "2GiB"}
         s3 = {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint}
-        stacks: dict[str, list[dict[str, Any]] | None] = {WITHOUT: None, "cpu": [], "cpu + local": [local], "cpu + s3": [s3]}
+        stacks: dict[str, list[dict[str, Any]] | None] = {
+            WITHOUT: None,
+            "cpu": [],
+            "cpu + local": [local],
+            "cpu + s3": [s3],
+        }
         context = multiprocessing.get_context("spawn")
         engines: dict[str, Connection] = {}
         for name in rotated(list(stacks), first):
@@ -170,7 +176,9 @@ def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environme
             written = {"cpu": engine.moved.get("gpu_to_cpu", 0)}
             if engine.connector is not None:
                 tiers = engine.connector.scheduler_half.get_stats()["tiers"]
-                written |= {name: int(counters["written_bytes"]) for name, counters in tiers.items() if name != PRIMARY_TIER}
+                written |= {
+                    name: int(counters["written_bytes"]) for name, counters in tiers.items() if name != PRIMARY_TIER
+                }
             pipe.send(Cost(cpu, spent, wall, written, dict(clock.seconds)))
 
 
@@ -236,9 +244,15 @@ def report(bench: Bench, starts: list[list[dict[str, Cost]]]) -> None:
         costs.append([*row, min(ratios), max(ratios), spread, statistics.median(cost.wall for cost in mine)])
         where.append([name, *(statistics.median(cost.threads.get(kind, 0.0) for cost in mine) for kind in kinds)])
         if name in LIMITS:
-            bench.target(f"CPU per token, {name}, against {WITHOUT}", statistics.median(ratios), LIMITS[name], "max", "x")
-    title = f"{PROMPTS} prompts of {LENGTH} tokens and {OUTPUTS} outputs each, {len(rounds)} rounds, {len(starts)} starts"
-    bench.table(title, ("engine", "CPU ms per token", "ratio", "lowest", "highest", "by start", "wall s per round"), costs)
+            bench.target(
+                f"CPU per token, {name}, against {WITHOUT}", statistics.median(ratios), LIMITS[name], "max", "x"
+            )
+    title = (
+        f"{PROMPTS} prompts of {LENGTH} tokens and {OUTPUTS} outputs each, {len(rounds)} rounds, {len(starts)} starts"
+    )
+    bench.table(
+        title, ("engine", "CPU ms per token", "ratio", "lowest", "highest", "by start", "wall s per round"), costs
+    )
     bench.table("Where: CPU s per round", ("engine", *kinds), where)
     dearest = {name: sorted(rounds[-1][name].calls.items(), key=lambda item: -item[1])[:4] for name in LIMITS}
     for name, methods in dearest.items():

@@ -62,7 +62,12 @@ def prompt(seed: int, length: int) -> list[int]:
 @contextmanager
 def running(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
     """An engine with ``stack`` behind it; None: without connector."""
-    settings = {"num_gpu_blocks_override": GPU_BLOCKS, "max_model_len": MAX_LEN, "max_num_batched_tokens": 2048, "max_num_seqs": 4}
+    settings = {
+        "num_gpu_blocks_override": GPU_BLOCKS,
+        "max_model_len": MAX_LEN,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 4,
+    }
     with engine(model, stack, **settings | options) as started:
         yield started
 
@@ -84,7 +89,9 @@ class Asked:
 _ids = itertools.count()
 
 
-def ask(running: Engine, tokens: list[int], max_tokens: int, tiers: Sequence[str] | None = None, load: bool = True) -> Asked:
+def ask(
+    running: Engine, tokens: list[int], max_tokens: int, tiers: Sequence[str] | None = None, load: bool = True
+) -> Asked:
     """Ask for ``max_tokens`` tokens; ``tiers``: the secondary tiers that the request may use (None: all)."""
     from vllm import SamplingParams
 

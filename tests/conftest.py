@@ -1,7 +1,7 @@
 """What holds for every test: it leaves nothing behind, it is repeatable, and it ends.
 
-After each test there may be no thread, child process or file in /dev/shm that was not there before it.  A fixture of a wider scope
-may own some (a server, say): what exists when the test's own fixtures are set up is not the test's.
+After each test there may be no thread, child process or file in /dev/shm that was not there before it.  A fixture of a
+wider scope may own some (a server, say): what exists when the test's own fixtures are set up is not the test's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ _FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet")
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 settings.register_profile(
-    "default", derandomize=True, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+    "default",
+    derandomize=True,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=60,
 )
 settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -86,7 +91,9 @@ def _in_use_elsewhere(name: str) -> bool:
         if int(process.name) in mine:
             continue
         try:
-            if path in (process / "maps").read_text() or any(str(fd.readlink()) == path for fd in (process / "fd").iterdir()):
+            if path in (process / "maps").read_text() or any(
+                str(fd.readlink()) == path for fd in (process / "fd").iterdir()
+            ):
                 return True
         except OSError:
             continue
@@ -113,8 +120,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
     threads, children, files, processes = _threads(), _children(), _shm_files(), _processes()
     yield
     problems = [f"thread {thread.name!r} still runs" for thread in _left_after(_threads, threads)]
-    problems += [f"child process {pid} is still there: {_command(pid).decode()!r}" for pid in _left_after(_children, children)]
-    problems += [f"/dev/shm/{name} was not removed" for name in _left_after(_shm_files, files) if not _in_use_elsewhere(name)]
+    problems += [
+        f"child process {pid} is still there: {_command(pid).decode()!r}" for pid in _left_after(_children, children)
+    ]
+    problems += [
+        f"/dev/shm/{name} was not removed" for name in _left_after(_shm_files, files) if not _in_use_elsewhere(name)
+    ]
     for process in _left_after(_processes, processes):
         problems.append(f"process {process.name!r} ({process.pid}) still runs, and was killed")
         process.kill()

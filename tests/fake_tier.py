@@ -20,7 +20,10 @@ class FakeOptions(TierOptions):
     ``divisor`` 0: a validator of its own raises; ``place_divisor`` 0: its location does.
     """
 
-    unsupported: ClassVar[Mapping[str, str]] = {"ttl": "this fake does not age", "compression": "this fake compresses nothing"}
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "ttl": "this fake does not age",
+        "compression": "this fake compresses nothing",
+    }
 
     path: str = ""
     opens: bool = True

@@ -30,10 +30,18 @@ def counting(log: list[str], name: str, values: list[float]):
 
 def test_variants_alternate_and_the_warm_up_does_not_count(bench):
     log: list[str] = []
-    stats = bench.compare("c", {"a": counting(log, "a", [99, 1, 2, 3]), "b": counting(log, "b", [99, 4, 5, 9])}, repeats=3)
+    stats = bench.compare(
+        "c", {"a": counting(log, "a", [99, 1, 2, 3]), "b": counting(log, "b", [99, 4, 5, 9])}, repeats=3
+    )
     assert log == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert (stats["a"].samples, stats["b"].samples) == ((1, 2, 3), (4, 5, 9))
-    assert (stats["b"].median, stats["b"].low, stats["b"].high, stats["b"].cpu, stats["b"].extra) == (5, 4, 9, 1.0, {"deep": 2.0})
+    assert (stats["b"].median, stats["b"].low, stats["b"].high, stats["b"].cpu, stats["b"].extra) == (
+        5,
+        4,
+        9,
+        1.0,
+        {"deep": 2.0},
+    )
 
 
 def test_a_ratio_is_taken_within_each_round():

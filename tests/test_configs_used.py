@@ -88,7 +88,10 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
     """Push everything else out of the primary tier."""
     rows = manager.primary_tier.num_rows
     for start in range(0, rows, ROWS):
-        keys = [make_offload_key((start + number + 1000).to_bytes(32, "big"), 0) for number in range(min(ROWS, rows - start))]
+        keys = [
+            make_offload_key((start + number + 1000).to_bytes(32, "big"), 0)
+            for number in range(min(ROWS, rows - start))
+        ]
         store(manager, keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), ctx)
 
 

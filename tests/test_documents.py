@@ -40,7 +40,9 @@ def examples(language: str) -> list[object]:
 
 @pytest.mark.parametrize("code", examples("python"))
 def test_python_in_a_document_runs(code):
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -59,7 +61,9 @@ def test_links_between_documents_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", SERVER], ids=lambda path: path.name)
 def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path):
-    given = [json.loads(text) for text in re.findall(r"--kv-transfer-config '(\{.*?\})'", path.read_text(), flags=re.DOTALL)]
+    given = [
+        json.loads(text) for text in re.findall(r"--kv-transfer-config '(\{.*?\})'", path.read_text(), flags=re.DOTALL)
+    ]
     assert given
     for config in given:
         known = vllm_offline.transfer_config(config["kv_connector_extra_config"]["config"])
@@ -110,7 +114,9 @@ def _words() -> set[str]:
 def quickstart(*arguments: str, code: str = "") -> str:
     """What the library example prints; ``code`` runs before it."""
     run = f"{code}\nimport runpy, sys\nsys.argv[1:] = {list(arguments)!r}\nrunpy.run_module('examples.library_quickstart', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -151,7 +157,15 @@ def test_the_programs_of_the_readme_pass_the_type_checker_as_a_users_would(tmp_p
         programs.append(tmp_path / f"readme_{number}.py")
         programs[-1].write_text(code)
     assert programs
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "--follow-imports=silent"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--follow-imports=silent",
+    ]
     command += [
         "--cache-dir",
         str(ROOT / ".mypy_cache" / "documents"),

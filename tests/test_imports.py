@@ -87,16 +87,16 @@ def test_conditions_of_production_are_typed_errors_and_not_asserts():
 
 
 def test_the_library_is_imported_without_torch_and_without_media():
-    code = (
-        "import sys, tiering; print(*[m for m in ('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client') if m in sys.modules])"
-    )
+    code = "import sys, tiering; print(*[m for m in ('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
 def test_what_is_public_is_sorted_and_there():
     assert list(tiering.__all__) == sorted(set(tiering.__all__))
-    assert all(getattr(tiering, name).__module__.startswith("tiering") for name in tiering.__all__ if name != "OffloadKey")
+    assert all(
+        getattr(tiering, name).__module__.startswith("tiering") for name in tiering.__all__ if name != "OffloadKey"
+    )
 
 
 def test_the_version_is_the_distributions():

@@ -62,9 +62,23 @@ def test_a_block_of_an_earlier_life_is_promoted() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("StackConfig", "ReqContext", "OffloadKey", "make_offload_key", "get_offload_block_hash", "get_offload_group_idx"),
+        *(
+            "StackConfig",
+            "ReqContext",
+            "OffloadKey",
+            "make_offload_key",
+            "get_offload_block_hash",
+            "get_offload_group_idx",
+        ),
         *("OffloadingManager", "OffloadingSpec", "SecondaryTierManager", "BlockStore", "TransferJob", "JobResult"),
-        *("TieringOffloadingManager", "ConfigError", "TieringError", "NotReadableError", "RegionError", "CorruptBlockError"),
+        *(
+            "TieringOffloadingManager",
+            "ConfigError",
+            "TieringError",
+            "NotReadableError",
+            "RegionError",
+            "CorruptBlockError",
+        ),
     ],
 )
 def test_what_the_specification_exports_is_exported(name: str) -> None:
@@ -76,4 +90,9 @@ def test_jobs_and_results_are_made_as_written() -> None:
     ctx = tiering.ReqContext("r1")
     job = tiering.TransferJob(job_id=1, keys=[], block_ids=np.arange(0), is_promotion=False, req_context=ctx)
     result = tiering.JobResult(job_id=1, success=True)
-    assert (job.is_promotion, result.successful_keys, result.transfer_bytes, result.transfer_time) == (False, None, None, None)
+    assert (job.is_promotion, result.successful_keys, result.transfer_bytes, result.transfer_time) == (
+        False,
+        None,
+        None,
+        None,
+    )

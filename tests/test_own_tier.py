@@ -65,7 +65,9 @@ def held(stack: object, model: ModelIdentity = MODEL) -> int:
         step_until_idle(manager)
         hits = manager.match_prefix(KEYS, CTX).hits
         spec = manager.prepare_load(KEYS[:hits], CTX)
-        assert np.array_equal(np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES], DATA[:hits])
+        assert np.array_equal(
+            np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES], DATA[:hits]
+        )
         manager.complete_load(KEYS[:hits], CTX)
         manager.on_request_finished(CTX)
     return hits
@@ -88,7 +90,9 @@ def test_a_block_altered_behind_its_back_is_a_miss(stack, tmp_path):
     with database:
         places = sorted(place for (place,) in database.execute("SELECT place FROM blocks"))
         (payload,) = database.execute("SELECT payload FROM blocks WHERE place = ?", (places[3],)).fetchone()
-        database.execute("UPDATE blocks SET payload = ? WHERE place = ?", (payload[:-1] + bytes([payload[-1] ^ 1]), places[3]))
+        database.execute(
+            "UPDATE blocks SET payload = ? WHERE place = ?", (payload[:-1] + bytes([payload[-1] ^ 1]), places[3])
+        )
     database.close()
     assert held(stack()) == 3
 
@@ -97,7 +101,7 @@ def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack, tmp_pa
     assert held(stack(path=str(tmp_path / "no such directory" / "kv.sqlite"))) == 0
 
 
-# ------------------------------------------------------------------------------------------------------- the shipped suites
+# --------------------------------------------------------------------------------------------------- the shipped suites
 
 
 class _Raw:

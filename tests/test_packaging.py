@@ -22,7 +22,9 @@ def test_the_source_distribution_has_every_file_that_the_repository_has(monkeypa
     egg_info = pytest.importorskip("setuptools.command.egg_info")
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a clone")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     monkeypatch.chdir(ROOT)
     manifest = egg_info.FileList()
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():
@@ -46,7 +48,9 @@ def test_torch_is_installed_only_where_it_is_asked_for():
 
 
 def test_what_documents_say_to_install_can_be_installed():
-    told = [word for path in DOCUMENTS for word in re.findall(r"pip install (?:--\S+ )*'?([^'\s]+)'?", path.read_text())]
+    told = [
+        word for path in DOCUMENTS for word in re.findall(r"pip install (?:--\S+ )*'?([^'\s]+)'?", path.read_text())
+    ]
     assert told
     extras = PROJECT["optional-dependencies"].keys()
     for what in told:

@@ -141,9 +141,22 @@ PASSWORDS = [
 @pytest.mark.parametrize("password", PASSWORDS)
 @pytest.mark.parametrize(
     "fails",
-    ["build", "build_config", "location", "open", "lookup", "submit_store", "get_finished", "shutdown", "badvalue", "badtype"],
+    [
+        "build",
+        "build_config",
+        "location",
+        "open",
+        "lookup",
+        "submit_store",
+        "get_finished",
+        "shutdown",
+        "badvalue",
+        "badtype",
+    ],
 )
-def test_a_password_of_a_tier_of_ones_own_is_shown_nowhere(password: str, fails: str, written: Callable[[], str]) -> None:
+def test_a_password_of_a_tier_of_ones_own_is_shown_nowhere(
+    password: str, fails: str, written: Callable[[], str]
+) -> None:
     words = {
         "endpoint": f"https://user:{password}@host.example:9000/{fails}",
         "dsn": f"host=db user=kv password={quote(password, safe='')}",
@@ -176,14 +189,19 @@ def test_a_password_of_a_tier_of_ones_own_is_shown_nowhere(password: str, fails:
 
 @pytest.mark.parametrize("kind", [*TIER_TYPES, TYPE])
 @pytest.mark.parametrize("form", ["{}", "https://user:{}@host/x?token={}", "${{PLANTED}}"])
-def test_a_secret_in_any_text_of_any_tier_is_not_repeated(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_in_any_text_of_any_tier_is_not_repeated(
+    kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PLANTED", f"https://user:{SENTINEL}@host/")
     words = [*tier_definition(kind).options.model_fields, "secret_key", "token", "passwrd_of_mine"]
     for word in words:
         plain = form == "{}"
         if plain and not masking.is_secret(word):
             continue  # nothing says that this is a secret
-        for value in (form.replace("{}", SENTINEL).replace("{{", "{").replace("}}", "}"), [form.replace("{}", SENTINEL)]):
+        for value in (
+            form.replace("{}", SENTINEL).replace("{{", "{").replace("}}", "}"),
+            [form.replace("{}", SENTINEL)],
+        ):
             section = {"type": kind, "no_such_word": 1, **({} if word == "type" else {word: value})}
             if word == "type":
                 section["type"] = value
@@ -193,9 +211,14 @@ def test_a_secret_in_any_text_of_any_tier_is_not_repeated(kind: str, form: str, 
 
 
 @pytest.mark.parametrize("name", ["DB_PASSWORD", "KV_TOKEN", "AWS_SECRET_ACCESS_KEY"])
-def test_a_variable_that_is_named_like_a_secret_is_masked_wherever_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_named_like_a_secret_is_masked_wherever_it_is_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, SENTINEL)
-    stack = {"primary": PRIMARY, "secondary": [{"type": "local", "path": f"relative/${{{name}}}/kv", "capacity": "1MiB"}]}
+    stack = {
+        "primary": PRIMARY,
+        "secondary": [{"type": "local", "path": f"relative/${{{name}}}/kv", "capacity": "1MiB"}],
+    }
     config = tiering.load_stack(stack)
     assert SENTINEL not in repr(config) + config.describe()
     with pytest.raises(tiering.ConfigError) as caught:
@@ -244,7 +267,9 @@ def test_a_record_that_cannot_be_formatted_is_left_to_the_handlers(monkeypatch: 
     logger.warning("%d blocks", "many")
 
 
-@pytest.mark.parametrize("piece", ["x", "//", "//:", "://a:b", "?", "&key", "token", "passw=", "a:", "a@", ".", "=", "://a@"])
+@pytest.mark.parametrize(
+    "piece", ["x", "//", "//:", "://a:b", "?", "&key", "token", "passw=", "a:", "a@", ".", "=", "://a@"]
+)
 def test_a_long_text_is_searched_in_time_that_grows_with_its_length_only(piece: str) -> None:
     """A search that grows with the square of the length would take hours, and the test would not end in its time."""
     assert mask_text(piece * (300_000 // len(piece)))

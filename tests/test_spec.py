@@ -47,7 +47,9 @@ def copies(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> Offload
 def make_spec() -> Iterator[Callable[..., TieringOffloadingSpec]]:
     specs: list[TieringOffloadingSpec] = []
 
-    def make(extra: dict[str, Any] | None = None, engine: EngineConfig = ENGINE, **options: Any) -> TieringOffloadingSpec:
+    def make(
+        extra: dict[str, Any] | None = None, engine: EngineConfig = ENGINE, **options: Any
+    ) -> TieringOffloadingSpec:
         options = {"model": MODEL, "group_bytes": (BLOCK_BYTES,), **options}
         specs.append(TieringOffloadingSpec(engine, {"config": STACK} if extra is None else extra, **options))
         return specs[-1]
@@ -90,7 +92,9 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"primary\.capacity"):
             make_spec({"config": {"primary": {"capacity": 1000}}}).get_manager()
 
-    def test_kv_caches_that_are_not_what_the_configuration_says(self, make_spec: Callable[..., TieringOffloadingSpec]) -> None:
+    def test_kv_caches_that_are_not_what_the_configuration_says(
+        self, make_spec: Callable[..., TieringOffloadingSpec]
+    ) -> None:
         spec = make_spec(group_bytes=(2 * BLOCK_BYTES,))
         with pytest.raises(ConfigError, match="the KV caches have blocks"):
             copies(spec, caches()[1])
@@ -127,7 +131,9 @@ class TestStack:
 
 class TestOneProcess:
     @pytest.mark.parametrize("worker_first", [True, False])
-    def test_both_sides_see_the_same_rows(self, make_spec: Callable[..., TieringOffloadingSpec], worker_first: bool) -> None:
+    def test_both_sides_see_the_same_rows(
+        self, make_spec: Callable[..., TieringOffloadingSpec], worker_first: bool
+    ) -> None:
         spec = make_spec()
         _, canonical = caches(fill=1.5)
         if worker_first:
@@ -192,7 +198,10 @@ def _store_one_block(manager: Any, *workers: OffloadingWorker) -> np.ndarray[Any
     output = manager.prepare_store([make_offload_key(b"h" * 32, 0)], ctx)
     spec = (GPULoadStoreSpec([3], [1], [0]), output.store_spec)
     assert all(worker.transfer_async(0, spec) for worker in workers)
-    assert all(until(lambda worker=worker: [result.success for result in worker.get_finished()] == [True]) for worker in workers)
+    assert all(
+        until(lambda worker=worker: [result.success for result in worker.get_finished()] == [True])
+        for worker in workers
+    )
     manager.complete_store(output.keys_to_store, ctx)
     manager.on_request_finished(ctx)
     row = np.array(np.asarray(manager.primary_tier.get_kv_memoryview())[int(output.store_spec.block_ids[0])])

@@ -11,7 +11,8 @@ import pytest
 class ThreadLimit:
     """Refuses to start threads while :attr:`refuse` says so.
 
-    ``refuse``: called with the name of each thread that is started (default: none is refused).  ``refused``: names of those refused.
+    ``refuse``: called with the name of each thread that is started (default: none is refused).  ``refused``: names of
+    those refused.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

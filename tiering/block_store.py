@@ -1,15 +1,16 @@
 """The contract of a medium: a :class:`BlockStore` moves framed blocks to and from places that it is told, and nothing else.
 
-A store keeps no index, takes no decision, and knows nothing of retries, checksums, compression or deadlines: those are layers
-(:mod:`tiering.secondary.io.layers`) with this same interface, written once.  It runs on the I/O side, called by several threads at
-once.
+A store keeps no index, takes no decision, and knows nothing of retries, checksums, compression or deadlines: those are
+layers (:mod:`tiering.secondary.io.layers`) with this same interface, written once.  It runs on the I/O side, called by
+several threads at once.
 
 What MUST hold, and what the conformance suite (:mod:`tiering.testing`) checks on every store:
 
-- A put is atomic: a reader sees the whole block or none of it (or bytes that the frame's checksum refuses); after it reported
-  DONE, the block survives the death of the process, for media that outlive it.
+- A put is atomic: a reader sees the whole block or none of it (or bytes that the frame's checksum refuses); after it
+  reported DONE, the block survives the death of the process, for media that outlive it.
 - A get fills the given buffers completely, or its outcome is ABSENT or an error.  It never returns short data as DONE.
-- Absence is not an error.  Errors are :class:`tiering.errors.TemporaryStoreError` or :class:`~tiering.errors.PermanentStoreError`.
+- Absence is not an error.  Errors are :class:`tiering.errors.TemporaryStoreError` or
+  :class:`~tiering.errors.PermanentStoreError`.
 - Outcomes are per block; one block's failure says nothing of another's.
 - No method holds the interpreter lock while it moves bytes.
 """
@@ -43,11 +44,11 @@ Outcome: TypeAlias = Done | StoreError
 class BlockIO:
     """One framed block on its way.
 
-    ``header``: ``store.header_bytes`` long, the frame's header followed by zeros; ``payload``: what follows it.  Both are writable,
-    contiguous memoryviews of format "B", aligned to ``store.alignment`` bytes; for a put they are only read.  ``payload`` may be a
-    primary row itself.  For a get, ``payload`` has the length to be filled; for stores with ``variable_size``, at least the
-    stored length, and ``filled`` is set to the payload bytes that were there.  ``deadline``: monotonic seconds, no attempt starts
-    after it.
+    ``header``: ``store.header_bytes`` long, the frame's header followed by zeros; ``payload``: what follows it.  Both
+    are writable, contiguous memoryviews of format "B", aligned to ``store.alignment`` bytes; for a put they are only
+    read.  ``payload`` may be a primary row itself.  For a get, ``payload`` has the length to be filled; for stores with
+    ``variable_size``, at least the stored length, and ``filled`` is set to the payload bytes that were there.
+    ``deadline``: monotonic seconds, no attempt starts after it.
     """
 
     key: bytes

@@ -1,7 +1,7 @@
 """The errors this project raises: what went wrong, and whether trying again can help.
 
-Every error is a :class:`TieringError`.  ``temporary`` is the only thing that code may decide on; the text is for people and
-says what to do.
+Every error is a :class:`TieringError`.  ``temporary`` is the only thing that code may decide on; the text is for people
+and says what to do.
 """
 
 from __future__ import annotations

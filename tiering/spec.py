@@ -26,18 +26,19 @@ _OWN_WORDS = frozenset({"config", "block_size", "sharer_wait", *_FLAGS})
 class TieringOffloadingSpec(OffloadingSpec):
     """Offloading to a stack of tiers.
 
-    ``extra_config`` says ``config``, the stack's YAML file or what it would hold; or it has the stack's own words beside the others:
-    ``offload_prompt_only``, ``block_size``, ``sharer_wait``, ``self_describing_kv_events``.
+    ``extra_config`` says ``config``, the stack's YAML file or what it would hold; or it has the stack's own words
+    beside the others: ``offload_prompt_only``, ``block_size``, ``sharer_wait``, ``self_describing_kv_events``.
 
-    The rows: an engine without ``engine_id`` is one process, in which one spec serves the scheduler and the (single) worker.  With an
-    ``engine_id``, the scheduler and each of ``world_size`` workers build a spec of their own, in whatever processes, and the rows
-    are shared memory of that name.
+    The rows: an engine without ``engine_id`` is one process, in which one spec serves the scheduler and the (single)
+    worker.  With an ``engine_id``, the scheduler and each of ``world_size`` workers build a spec of their own, in
+    whatever processes, and the rows are shared memory of that name.
 
-    ``group_bytes``: bytes of an offloaded block of each KV-cache group without padding, all ranks side by side; by default what the
-    model's :class:`KVLayout` says.  ``rank``: of the worker that this spec serves.  ``replicated``: all ranks hold the same KV.
-    ``replica`` tells data-parallel engines of one machine apart.
+    ``group_bytes``: bytes of an offloaded block of each KV-cache group without padding, all ranks side by side; by
+    default what the model's :class:`KVLayout` says.  ``rank``: of the worker that this spec serves.  ``replicated``:
+    all ranks hold the same KV. ``replica`` tells data-parallel engines of one machine apart.
 
-    Raises :class:`ConfigError`, before anything is opened, for a wrong stack, unknown words and sizes that do not fit together.
+    Raises :class:`ConfigError`, before anything is opened, for a wrong stack, unknown words and sizes that do not fit
+    together.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class TieringOffloadingSpec(OffloadingSpec):
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """The copies between ``kv_caches`` and the rows.
 
-        Raises :class:`ConfigError` if the caches' blocks are not as large as ``group_bytes`` says: scheduler and workers would
-        disagree about what a row holds.
+        Raises :class:`ConfigError` if the caches' blocks are not as large as ``group_bytes`` says: scheduler and
+        workers would disagree about what a row holds.
         """
         layout = RowLayout.of(kv_caches, self.block_size_factor, self._rank, self.engine.world_size, self._replicated)
         if layout.group_bytes != self.group_bytes:
@@ -152,7 +153,9 @@ def read_stack(extra: Mapping[str, Any]) -> StackConfig:
     config = extra.get("config")
     if config is None:
         if not inline:
-            raise ConfigError("config: missing; name the stack's YAML file, or write the stack (primary, secondary) in its place")
+            raise ConfigError(
+                "config: missing; name the stack's YAML file, or write the stack (primary, secondary) in its place"
+            )
         return load_stack(inline)
     if inline:
         raise ConfigError(f"{min(inline)}: is part of a stack, but config names one already; keep one of the two")
@@ -162,7 +165,9 @@ def read_stack(extra: Mapping[str, Any]) -> StackConfig:
 def _group_bytes(engine: EngineConfig, model: ModelIdentity, group_bytes: Sequence[int] | None) -> tuple[int, ...]:
     if group_bytes is None:
         if not isinstance(model.layout, KVLayout):
-            raise ConfigError("group_bytes: missing; the model's layout is a text, so the bytes of a block must be given")
+            raise ConfigError(
+                "group_bytes: missing; the model's layout is a text, so the bytes of a block must be given"
+            )
         group_bytes = model.layout.group_bytes
     if len(group_bytes) != len(engine.block_sizes) or not all(size > 0 for size in group_bytes):
         raise ConfigError(

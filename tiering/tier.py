@@ -1,7 +1,8 @@
 """The public API of people who write a tier: contracts, the generic tier, its indexes, and the options' vocabulary.
 
 A tier of one's own needs this module and :mod:`tiering` (whose errors it raises), and nothing else of the framework.
-``docs/writing-a-tier.md`` is the guide, ``examples/own_tier.py`` a whole tier, :mod:`tiering.testing` the conformance suites.
+``docs/writing-a-tier.md`` is the guide, ``examples/own_tier.py`` a whole tier, :mod:`tiering.testing` the conformance
+suites.
 """
 
 from tiering.api.keys import OffloadKey

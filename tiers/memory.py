@@ -131,7 +131,9 @@ class MemoryTier(BlockTier):
         slot_bytes = max(context.group_bytes) + store.header_bytes
         num_slots = options.capacity // slot_bytes
         if not num_slots:
-            raise ConfigError(f"tier {context.name}: capacity {options.capacity} is below one block of {slot_bytes} bytes")
+            raise ConfigError(
+                f"tier {context.name}: capacity {options.capacity} is below one block of {slot_bytes} bytes"
+            )
         watermarks = {"high_watermark": options.high_watermark, "low_watermark": options.low_watermark}
         super().__init__(context, options, store, SlotIndex(num_slots, eviction=options.eviction, **watermarks))
         self._recovered = False
@@ -156,13 +158,21 @@ class MemoryTier(BlockTier):
             if key is not None and isinstance(place, int) and place < self.index.num_slots:
                 newest.setdefault(key, (place, sequence))
         return _Found(
-            fingerprint, list(newest), [slot for slot, _ in newest.values()], [sequence for _, sequence in newest.values()]
+            fingerprint,
+            list(newest),
+            [slot for slot, _ in newest.values()],
+            [sequence for _, sequence in newest.values()],
         )
 
     def _recover(self, found: _Found | None, error: BaseException | None) -> None:
         empty = np.ones(self.index.num_slots, np.bool_)
         # A reset may have come between: what was found is of an older epoch then.
-        if found is not None and found.keys and self.namespace is not None and found.fingerprint == self.namespace.fingerprint:
+        if (
+            found is not None
+            and found.keys
+            and self.namespace is not None
+            and found.fingerprint == self.namespace.fingerprint
+        ):
             slots = np.array(found.slots, np.int64)
             empty[slots] = False
             self.announce_stored(self.index.merge(found.keys, slots, np.array(found.sequences, np.uint64)))

@@ -15,7 +15,9 @@ from examples.demo.story import ActFailed, Story
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where everything is written (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/demo"), help="where everything is written (default: %(default)s)"
+    )
     parser.add_argument("--plain", action="store_true", help="plain lines also on a terminal")
     options = parser.parse_args()
     display = Display(options.plain)
@@ -36,7 +38,9 @@ def main() -> int:
     held = all(check.held for check in story.checks)
     if held:
         story.tidy()
-    display.say(f"\n{'Everything held' if held else 'NOT everything held'}, in {seconds:.0f} s. The numbers are in {report}.")
+    display.say(
+        f"\n{'Everything held' if held else 'NOT everything held'}, in {seconds:.0f} s. The numbers are in {report}."
+    )
     return 0 if held else 1
 
 

@@ -26,8 +26,8 @@ from examples.mini_engine.tiers import copy_nothing
 class ActSettings:
     """What an act's process is told.
 
-    ``seen``: the file of block names that were computed before (read, and extended).  ``broken_loads``: loads copy nothing and claim
-    success.  ``log``: where the act's log goes.
+    ``seen``: the file of block names that were computed before (read, and extended).  ``broken_loads``: loads copy
+    nothing and claim success.  ``log``: where the act's log goes.
     """
 
     name: str
@@ -145,7 +145,9 @@ def perform(settings: ActSettings) -> ActResult:
 def main() -> int:
     """Read the settings, run, write the result."""
     settings = ActSettings.load(Path(sys.argv[1]))
-    logging.basicConfig(filename=settings.log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        filename=settings.log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     perform(settings).save(Path(settings.result))
     return 0
 

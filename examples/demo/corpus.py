@@ -12,7 +12,18 @@ from importlib import import_module
 from pathlib import Path
 
 MODULES = (
-    *("textwrap", "heapq", "shlex", "queue", "graphlib", "calendar", "difflib", "configparser", "contextlib", "functools"),
+    *(
+        "textwrap",
+        "heapq",
+        "shlex",
+        "queue",
+        "graphlib",
+        "calendar",
+        "difflib",
+        "configparser",
+        "contextlib",
+        "functools",
+    ),
     *("dataclasses", "csv", "statistics", "fractions", "tokenize", "gettext", "string", "tempfile", "pprint", "shutil"),
 )
 
@@ -30,7 +41,9 @@ def documents(count: int) -> list[Document]:
     """The first ``count`` modules that can be found.  ValueError if there are not so many."""
     found = [document for document in _find() if len(document.text) > 4000 and len(document.subjects) > 3]
     if len(found) < count:
-        message = f"only {len(found)} of the modules {', '.join(MODULES)} were found in this interpreter, {count} are needed"
+        message = (
+            f"only {len(found)} of the modules {', '.join(MODULES)} were found in this interpreter, {count} are needed"
+        )
         raise ValueError(message)
     return found[:count]
 

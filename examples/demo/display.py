@@ -53,13 +53,27 @@ class Display:
 
     def table(self, acts: list[ActResult], first: ActResult) -> None:
         """The acts side by side."""
-        header = ("", "TTFT p50", "p95", "computed", "again", *TIERS, "GPU→CPU", "CPU→GPU", "local r/w", "s3 r/w", "outputs")
+        header = (
+            "",
+            "TTFT p50",
+            "p95",
+            "computed",
+            "again",
+            *TIERS,
+            "GPU→CPU",
+            "CPU→GPU",
+            "local r/w",
+            "s3 r/w",
+            "outputs",
+        )
         rows = [_row(act, first) for act in acts]
         if self._console is not None:
             from rich.table import Table
 
             table = Table(
-                header_style="bold", caption="tokens computed, computed again, and hit per tier; MiB moved", caption_justify="left"
+                header_style="bold",
+                caption="tokens computed, computed again, and hit per tier; MiB moved",
+                caption_justify="left",
             )
             for index, title in enumerate(header):
                 table.add_column(title, justify="left" if index in {0, len(header) - 1} else "right", no_wrap=True)
@@ -129,7 +143,9 @@ class _PlainProgress(Progress):
             self._said = quarter
             print(f"   {sign['done']:>3} of {sign['total']} answers; {_loaded(self._last)}", flush=True)
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         return None
 
 
@@ -155,7 +171,9 @@ class _LiveProgress(Progress):
         self._bar.start()
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def update(self, sign: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ TIERS = ("gpu", "cpu", "local", "s3")
 class ActResult:
     """One act.  Times in seconds, counts in tokens, sizes in bytes.
 
-    ``answers``: "user/turn" → tokens; ``digests``: the same with a hash of all logits behind each token.  ``recomputed_tokens`` are
-    prompt tokens that were computed although the same engine, or the one before it, had computed their block already.
+    ``answers``: "user/turn" → tokens; ``digests``: the same with a hash of all logits behind each token.
+    ``recomputed_tokens`` are prompt tokens that were computed although the same engine, or the one before it, had
+    computed their block already.
     """
 
     name: str
@@ -86,7 +87,9 @@ class Check:
     seen: str
 
 
-def write_report(path: Path, acts: list[ActResult], controls: list[ActResult], checks: list[Check], seconds: float) -> None:
+def write_report(
+    path: Path, acts: list[ActResult], controls: list[ActResult], checks: list[Check], seconds: float
+) -> None:
     """Write ``report.json``."""
     held = {check.name: check.held for check in checks}
     report = {

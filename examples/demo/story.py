@@ -77,19 +77,22 @@ class Story:
         for data in ("s3", "local", "local of a new machine"):
             shutil.rmtree(self.directory / data, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------------------------- the acts
+    # --------------------------------------------------------------------------------------------------------- the acts
 
     def _play(
-        self, name: str, why: str, stack: dict[str, Any] | None, environment: dict[str, str] | None = None, seen: str | None = None
+        self,
+        name: str,
+        why: str,
+        stack: dict[str, Any] | None,
+        environment: dict[str, str] | None = None,
+        seen: str | None = None,
     ) -> ActResult:
         self.display.heading(f"Act {name}")
         self.display.say(why)
         result = self._run(name, stack, environment or {}, seen)
         self.acts.append(result)
         first = self.acts[0]
-        line = (
-            f"-> time to first token: median {result.ttft(0.5):.2f} s, 95% {result.ttft(0.95):.2f} s; {result.seconds:.0f} s in all"
-        )
+        line = f"-> time to first token: median {result.ttft(0.5):.2f} s, 95% {result.ttft(0.95):.2f} s; {result.seconds:.0f} s in all"
         if result is not first:
             cached = 1 - result.computed_tokens / result.prompt_tokens
             line += f"; {cached:.0%} of the prompts' tokens came from a cache; "
@@ -98,7 +101,12 @@ class Story:
         return result
 
     def _run(
-        self, name: str, stack: dict[str, Any] | None, environment: dict[str, str], seen: str | None, broken_loads: bool = False
+        self,
+        name: str,
+        stack: dict[str, Any] | None,
+        environment: dict[str, str],
+        seen: str | None,
+        broken_loads: bool = False,
     ) -> ActResult:
         """Run one act in a process of its own.  Raises :class:`ActFailed`."""
         place = self.directory / name.replace(" ", "-")
@@ -120,7 +128,9 @@ class Story:
         inherited = {word: value for word, value in os.environ.items() if not word.startswith("AWS_")}
         environment = inherited | environment | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         with (place / "errors").open("wb") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment
+            )
         watchdog = threading.Timer(ACT_TIMEOUT, process.kill)
         watchdog.start()
         try:
@@ -143,7 +153,7 @@ class Story:
             raise ActFailed(f"act {name} ended with code {code}; its last words (all of them are in {place}):\n{tail}")
         return ActResult.load(place / "result.json")
 
-    # ------------------------------------------------------------------------------------------------------ negative controls
+    # ------------------------------------------------------------------------------------------------ negative controls
 
     def _alter_blocks(self, workload: Workload, tiers: dict[str, Any], environment: dict[str, str]) -> None:
         self.display.heading("Attempt to cheat: altered blocks")
@@ -181,12 +191,14 @@ class Story:
         request.update_hashes(EngineOptions().block_size)
         return make_offload_key(request.block_hashes[block], 0)
 
-    # ------------------------------------------------------------------------------------------------------------- conclusions
+    # ------------------------------------------------------------------------------------------------------ conclusions
 
     def _conclude(self, first: ActResult) -> None:
         tiered = self.acts[1:]
         tokens = sum(map(len, first.answers.values()))
-        wrong = [f"act {act.name}: {', '.join(act.different_answers(first)[:3])}" for act in tiered if not act.same_as(first)]
+        wrong = [
+            f"act {act.name}: {', '.join(act.different_answers(first)[:3])}" for act in tiered if not act.same_as(first)
+        ]
         seen = (
             "; ".join(wrong)
             or f"{tokens} tokens in {len(first.answers)} answers, and the logits behind each of them to the last bit, in {len(tiered)} acts"
@@ -214,14 +226,20 @@ class Story:
         )
         self.checks = checks + self.checks
 
-    # ---------------------------------------------------------------------------------------------------------------- set-up
+    # ----------------------------------------------------------------------------------------------------------- set-up
 
     def _tiers(self, server: s3_server.S3Server, local: Path) -> dict[str, Any]:
         return {
             "primary": {"capacity": self.cpu_bytes},
             "secondary": [
                 {"type": "local", "path": str(local), "capacity": "256MiB", "segment_size": "32MiB"},
-                {"type": "s3", "bucket": BUCKET, "prefix": "demo/", "endpoint_url": server.endpoint, "region": "us-east-1"},
+                {
+                    "type": "s3",
+                    "bucket": BUCKET,
+                    "prefix": "demo/",
+                    "endpoint_url": server.endpoint,
+                    "region": "us-east-1",
+                },
             ],
         }
 

@@ -60,7 +60,10 @@ class Workload:
                 self.tokenizer.encode(f"# {texts[number % len(texts)].name}\n{texts[number % len(texts)].text}")[
                     : shape.document_tokens
                 ],
-                [question(texts[number % len(texts)], turn + number // len(texts) * shape.turns) for turn in range(shape.turns)],
+                [
+                    question(texts[number % len(texts)], turn + number // len(texts) * shape.turns)
+                    for turn in range(shape.turns)
+                ],
             )
             for number in range(shape.users)
         ]

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class EngineOptions:
     """How an engine is built.
 
-    ``num_blocks`` GPU blocks of ``block_size`` tokens; ``kv_first``: layout of the KV tensors (see :class:`PagedKV`); ``stack``: a
-    stack file or its content, None for no tiers; ``offload``: further extra configuration of the connector (``block_size``, ...).
+    ``num_blocks`` GPU blocks of ``block_size`` tokens; ``kv_first``: layout of the KV tensors (see :class:`PagedKV`);
+    ``stack``: a stack file or its content, None for no tiers; ``offload``: further extra configuration of the connector
+    (``block_size``, ...).
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -64,7 +65,9 @@ class Engine:
         model = options.model
         windows = tuple(model.window_of(layers[0]) for layers in model.groups)
         self.kv = KVCacheManager(options.num_blocks, options.block_size, windows, options.prefix_caching)
-        self.worker = Worker(model, options.num_blocks, options.block_size, kv_first=options.kv_first, device=options.device)
+        self.worker = Worker(
+            model, options.num_blocks, options.block_size, kv_first=options.kv_first, device=options.device
+        )
         self.tiers: Tiers | None = None
         if options.stack is not None:
             from examples.mini_engine.tiers import connect
@@ -111,7 +114,9 @@ class Engine:
             time.sleep(0.0002)  # only copies are going on: leave them the processor
         return [_output(request) for request in ended]
 
-    def run(self, requests: Sequence[Request], on_step: Callable[[list[Output]], None] | None = None) -> dict[str, Output]:
+    def run(
+        self, requests: Sequence[Request], on_step: Callable[[list[Output]], None] | None = None
+    ) -> dict[str, Output]:
         """Run ``requests`` together until all of them have ended; ``on_step`` is told what ended in each step."""
         for request in requests:
             self.add(request)
@@ -149,7 +154,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.shutdown()
 
 

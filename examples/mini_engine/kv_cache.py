@@ -1,7 +1,7 @@
 """The KV cache's book-keeping: a pool of blocks, which request holds which, and which prefix can be found again.
 
-As in vLLM: blocks of all groups come from one pool; a block that nobody uses keeps its content and its name until it is needed,
-least recently used first; block 0 is the *null block*, which stands where a window has passed.
+As in vLLM: blocks of all groups come from one pool; a block that nobody uses keeps its content and its name until it is
+needed, least recently used first; block 0 is the *null block*, which stands where a window has passed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class _Tables:
 class KVCacheManager:
     """Block tables of all requests, prefix caching and windows.  ``windows`` has one entry per group (None: full attention)."""
 
-    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None], prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: Sequence[int | None], prefix_caching: bool = True
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -121,7 +123,9 @@ class KVCacheManager:
 
     def find_prefix(self, request: Request) -> Prefix:
         """The longest cached prefix, which leaves at least one token to compute.  Takes nothing yet."""
-        limit = min(len(request.block_hashes), (request.num_tokens - 1) // self.block_size) if self.prefix_caching else 0
+        limit = (
+            min(len(request.block_hashes), (request.num_tokens - 1) // self.block_size) if self.prefix_caching else 0
+        )
         for length in range(self._full_hit(request, limit), 0, -1):
             blocks = tuple(self._group_hit(request, group, length) for group in range(len(self.windows)))
             if all(blocks):
@@ -133,12 +137,17 @@ class KVCacheManager:
     ) -> tuple[list[int], ...] | None:
         """Give ``request``, of which ``tokens`` are (or will be loaded) in the cache, room for ``new_tokens`` more.
 
-        Returns the ids of the new blocks per group, or None, and nothing changed but windows that slid on, if there is no room.
+        Returns the ids of the new blocks per group, or None, and nothing changed but windows that slid on, if there is
+        no room.
         """
         held = self._tables.get(request.request_id)
         if held is not None:
             self._slide(held, tokens)
-        before = held.blocks if held is not None else (prefix.blocks if prefix is not None else tuple([] for _ in self.windows))
+        before = (
+            held.blocks
+            if held is not None
+            else (prefix.blocks if prefix is not None else tuple([] for _ in self.windows))
+        )
         start = [self._first_needed(window, tokens) for window in self.windows]
         kept = [
             [block if index >= first else self.pool.null for index, block in enumerate(table)]
@@ -158,7 +167,9 @@ class KVCacheManager:
         for table, nulls, blocks in zip(held.blocks, passed, new, strict=True):
             table.extend([self.pool.null] * nulls)
             table.extend(blocks)
-        return tuple([0] * nulls + [block.block_id for block in blocks] for nulls, blocks in zip(passed, new, strict=True))
+        return tuple(
+            [0] * nulls + [block.block_id for block in blocks] for nulls, blocks in zip(passed, new, strict=True)
+        )
 
     def name_full_blocks(self, request: Request) -> None:
         """Let others find the blocks of ``request`` whose tokens all have their KV."""

@@ -1,9 +1,10 @@
 """A small transformer over a paged KV cache, with results that do not depend on batching.
 
-How that is done: every operation works on one *tile*, the tokens of one KV block of one sequence, and always has the same shape.
-The token at position p is row ``p % block_size`` of tile ``p // block_size``, whatever else is in the batch; rows that are not asked
-for are padding.  A row of a matrix product depends on no other row, and masked keys get a probability of exactly 0, so the bits of a
-token's KV and logits depend on the tokens before it and on nothing else.  (The price is that a decoded token costs a whole tile.)
+How that is done: every operation works on one *tile*, the tokens of one KV block of one sequence, and always has the
+same shape. The token at position p is row ``p % block_size`` of tile ``p // block_size``, whatever else is in the
+batch; rows that are not asked for are padding.  A row of a matrix product depends on no other row, and masked keys get
+a probability of exactly 0, so the bits of a token's KV and logits depend on the tokens before it and on nothing else.
+(The price is that a decoded token costs a whole tile.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.nn import functional
 class ModelConfig:
     """Shape and seed of the model.
 
-    ``sliding_window`` (tokens, None: full attention everywhere) applies to every second layer; the others keep full attention.
+    ``sliding_window`` (tokens, None: full attention everywhere) applies to every second layer; the others keep full
+    attention.
     """
 
     vocabulary: int = 4096
@@ -62,11 +64,13 @@ class LayerWeights:
 class PagedKV:
     """The KV cache: one tensor per layer of a group, shared by the layers of the other groups at the same place.
 
-    ``kv_first`` False: each tensor is (num_blocks, 2, block_size, kv_heads, head_dim); True: (2, num_blocks, ...).  A block id
-    belongs to one group at a time, so layers of different groups never touch the same block.
+    ``kv_first`` False: each tensor is (num_blocks, 2, block_size, kv_heads, head_dim); True: (2, num_blocks, ...).  A
+    block id belongs to one group at a time, so layers of different groups never touch the same block.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, kv_first: bool, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, kv_first: bool, device: torch.device
+    ) -> None:
         page = (block_size, config.kv_heads, config.head_dim)
         shape = (2, num_blocks, *page) if kv_first else (num_blocks, 2, *page)
         self.kv_first = kv_first
@@ -99,8 +103,8 @@ def _normalise(x: Tensor) -> Tensor:
 class Transformer:
     """The model: pre-norm layers, rotary positions, grouped-query attention, gated feed-forward.
 
-    The weights are random, made from ``config.seed`` so that attention is sharp and what it reads dominates: a wrong block anywhere
-    in the context changes what is said next.
+    The weights are random, made from ``config.seed`` so that attention is sharp and what it reads dominates: a wrong
+    block anywhere in the context changes what is said next.
     """
 
     def __init__(self, config: ModelConfig, device: str | torch.device = "cpu") -> None:
@@ -122,7 +126,9 @@ class Transformer:
         self.embedding = torch.randn(config.vocabulary, config.hidden, generator=generator).to(self.device)
         self.layers = [
             LayerWeights(
-                qkv=torch.cat((matrix(config.hidden, heads + kv_heads, gain=2.0), matrix(config.hidden, kv_heads)), dim=1),
+                qkv=torch.cat(
+                    (matrix(config.hidden, heads + kv_heads, gain=2.0), matrix(config.hidden, kv_heads)), dim=1
+                ),
                 out=matrix(heads, config.hidden, gain=6.0),
                 gate_up=matrix(config.hidden, 2 * config.feed_forward),
                 down=matrix(config.feed_forward, config.hidden),
@@ -143,8 +149,8 @@ class Transformer:
     def forward(self, cache: PagedKV, tokens: Sequence[int], start: int, tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute ``tokens``, which stand at positions from ``start``, of one sequence.
 
-        ``tables[g][i]`` is the block of group g that holds tile i (0 where a window has passed).  Reads the KV before ``start`` from
-        ``cache``, writes that of the tokens, and returns the logits after the last one, (vocabulary,).
+        ``tables[g][i]`` is the block of group g that holds tile i (0 where a window has passed).  Reads the KV before
+        ``start`` from ``cache``, writes that of the tokens, and returns the logits after the last one, (vocabulary,).
         """
         size, config = cache.block_size, self.config
         end = start + len(tokens)
@@ -192,7 +198,9 @@ class Transformer:
         hidden = key > query
         return hidden if window is None else hidden | (key <= query - window)
 
-    def _project(self, weights: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, weights: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         projected = (_normalise(x) @ weights.qkv).view(len(x), -1, config.head_dim)
         turned, value = projected.tensor_split((config.heads + config.kv_heads,), dim=1)

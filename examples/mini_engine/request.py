@@ -81,4 +81,6 @@ class Request:
         hashes = self.block_hashes
         while (len(hashes) + 1) * block_size <= self.num_tokens:
             first = len(hashes) * block_size
-            hashes.append(hash_block(hashes[-1] if hashes else ROOT_HASH, self.all_token_ids[first : first + block_size]))
+            hashes.append(
+                hash_block(hashes[-1] if hashes else ROOT_HASH, self.all_token_ids[first : first + block_size])
+            )

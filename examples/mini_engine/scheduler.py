@@ -1,8 +1,9 @@
 """The scheduler: which requests compute how many tokens in a step, and the scheduler half of the connector.
 
-Continuous batching with chunked prefill; when blocks run out, the youngest running request is preempted (it gives all its blocks back
-and starts again later).  The connector is called in vLLM's order: for each waiting request ``get_num_new_matched_tokens`` →
-allocation → ``update_state_after_alloc``; once per step ``build_connector_meta``; after the step ``update_connector_output``.
+Continuous batching with chunked prefill; when blocks run out, the youngest running request is preempted (it gives all
+its blocks back and starts again later).  The connector is called in vLLM's order: for each waiting request
+``get_num_new_matched_tokens`` → allocation → ``update_state_after_alloc``; once per step ``build_connector_meta``;
+after the step ``update_connector_output``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ class Scheduler:
     """Owns all requests and block tables."""
 
     def __init__(
-        self, kv: KVCacheManager, connector: SchedulerConnector | None = None, *, max_batch_tokens: int = 256, max_running: int = 8
+        self,
+        kv: KVCacheManager,
+        connector: SchedulerConnector | None = None,
+        *,
+        max_batch_tokens: int = 256,
+        max_running: int = 8,
     ) -> None:
         self.kv = kv
         self.connector = connector
@@ -90,7 +96,7 @@ class Scheduler:
         self._finished_ids: set[str] = set()
         self._delayed: dict[str, tuple[Request, set[str]]] = {}
 
-    # ------------------------------------------------------------------------------------------------------------- requests
+    # --------------------------------------------------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
         """Queue a request.  ValueError if it can never fit into the GPU's blocks."""
@@ -127,7 +133,7 @@ class Scheduler:
         self.kv.pool.reset()
         return self.connector.reset_cache() if self.connector is not None else True
 
-    # ------------------------------------------------------------------------------------------------------------- the step
+    # --------------------------------------------------------------------------------------------------------- the step
 
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes."""
@@ -235,7 +241,7 @@ class Scheduler:
             cached.resumed_req_ids.add(request.request_id)
         output.num_scheduled_tokens[request.request_id] = count
 
-    # ------------------------------------------------------------------------------------------------------- after the step
+    # --------------------------------------------------------------------------------------------------- after the step
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, int, float]], connector_output: ConnectorOutput

@@ -1,7 +1,8 @@
 """The simple scheduler under the engine: a CPU pool that mirrors the GPU's, without tiers behind it.
 
-The simple scheduler works on the engine's own block pool: it holds references there while copies run and, in its lazy mode, walks the free
-queue.  So the engine's pool is replaced by one that has these things under the names that vLLM's pool has.
+The simple scheduler works on the engine's own block pool: it holds references there while copies run and, in its lazy
+mode, walks the free queue.  So the engine's pool is replaced by one that has these things under the names that vLLM's
+pool has.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ class SimpleWorkerHalf(SimpleCPUOffloadWorker):
 
     replace_loads: ReplaceLoads | None = None
 
-    def make_handlers(self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout) -> Iterator[HandlerEntry]:
+    def make_handlers(
+        self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout
+    ) -> Iterator[HandlerEntry]:
         for source, destination, handler in super().make_handlers(kv_caches, rows, layout):
             if self.replace_loads is not None and issubclass(source, CPULoadStoreSpec):
                 handler = self.replace_loads(handler)
@@ -184,7 +187,11 @@ class SimpleEngine(Engine):
 
 
 def connect_simple(
-    worker: Worker, chosen: SimpleOptions, pool: MirroredPool, options: EngineOptions, replace_loads: ReplaceLoads | None = None
+    worker: Worker,
+    chosen: SimpleOptions,
+    pool: MirroredPool,
+    options: EngineOptions,
+    replace_loads: ReplaceLoads | None = None,
 ) -> SimpleTiers:
     """Build both halves for the engine of ``worker``."""
     config, cache = worker.model.config, worker.cache
@@ -208,7 +215,9 @@ def connect_simple(
         tuple(layer_name(layer) for layer, place in cache.layer_tensor.items() if place == number)
         for number in range(len(cache.tensors))
     ]
-    tensors = tuple(KVCacheTensor(tensor.nbytes, layers) for tensor, layers in zip(cache.tensors, shared_by, strict=True))
+    tensors = tuple(
+        KVCacheTensor(tensor.nbytes, layers) for tensor, layers in zip(cache.tensors, shared_by, strict=True)
+    )
     kv_cache = KVCacheConfig(options.num_blocks, tensors, groups)
     worker_half = SimpleWorkerHalf(engine, kv_cache, chosen.cpu_capacity_bytes)
     worker_half.replace_loads = replace_loads

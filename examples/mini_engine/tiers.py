@@ -86,14 +86,18 @@ def connect(
     return Tiers(OffloadingConnectorScheduler(spec), worker_half, block_bytes)
 
 
-def describe(worker: Worker, groups: tuple[KVCacheGroup, ...], factor: int, block_bytes: tuple[int, ...]) -> ModelIdentity:
+def describe(
+    worker: Worker, groups: tuple[KVCacheGroup, ...], factor: int, block_bytes: tuple[int, ...]
+) -> ModelIdentity:
     """What the engine's KV is: everything that changes the bytes of a block, or their meaning."""
     config, cache = worker.model.config, worker.cache
     heads = f"{config.kv_heads} KV heads of {config.head_dim}"
     layout = KVLayout(
         kv_dtype="float32",
         layer_names=tuple(name for group in groups for name in group.layer_names),
-        groups=tuple(f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {heads}" for group in groups),
+        groups=tuple(
+            f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {heads}" for group in groups
+        ),
         gpu_block_size=(cache.block_size,) * len(groups),
         block_size_factor=factor,
         group_bytes=block_bytes,

@@ -18,7 +18,9 @@ from tiers.local.store import LocalStore
 CAPACITY = 16 << 20
 GEOMETRY = Geometry.plan(CAPACITY, 64 << 10, 1 << 30)
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
-MODEL = ModelIdentity(name="org/model", weights=f"commit {COMMIT}", dtype="bfloat16", layout="test", overrides={"rope": 1})
+MODEL = ModelIdentity(
+    name="org/model", weights=f"commit {COMMIT}", dtype="bfloat16", layout="test", overrides={"rope": 1}
+)
 
 
 def namespace(model: ModelIdentity, salt: str = "") -> Namespace:
@@ -42,7 +44,7 @@ def test_a_name_counts_where_the_weights_are_only_named_too():
         assert namespace(replace(model, name="other")) != namespace(model)
 
 
-# ------------------------------------------------------------------------------------------------------ the nearest of others
+# ------------------------------------------------------------------------------------------------ the nearest of others
 
 
 @pytest.fixture

@@ -26,13 +26,28 @@ WORDS = sorted(
     }
 )
 
-# ------------------------------------------------------------------------------------------- anything that YAML can bring
+# ----------------------------------------------------------------------------------------- anything that YAML can bring
 
 texts = st.one_of(
     st.text(max_size=12),
     st.text(alphabet="${}:-A*&!<>[]\n\t\0\ud800~/", max_size=12),
     st.sampled_from(
-        ["${HOME}", "${", "$HOME", "10iB", "1GiB", "1e400", ".inf", "***", FAKE, "local", "s3", "memory", "lru", "simple"]
+        [
+            "${HOME}",
+            "${",
+            "$HOME",
+            "10iB",
+            "1GiB",
+            "1e400",
+            ".inf",
+            "***",
+            FAKE,
+            "local",
+            "s3",
+            "memory",
+            "lru",
+            "simple",
+        ]
     ),
 )
 scalars = st.one_of(
@@ -46,9 +61,13 @@ scalars = st.one_of(
     st.just(5000).map(lambda digits: 10**digits),
 )
 huge = st.just(5000).map(lambda digits: 10**digits)
-keys = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), texts, st.integers(-2, 2), st.none(), st.floats(0, 1), huge)
+keys = st.one_of(
+    st.sampled_from(WORDS), st.sampled_from(WORDS), texts, st.integers(-2, 2), st.none(), st.floats(0, 1), huge
+)
 anything = st.recursive(
-    scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=6)), max_leaves=20
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=6)),
+    max_leaves=20,
 )
 tiers = st.fixed_dictionaries(
     {"type": st.sampled_from([*TIER_TYPES, FAKE, "no_such:T", ":"])},
@@ -93,9 +112,55 @@ def from_file(content: bytes) -> None:
 
 
 TOKENS = [
-    *(b"primary", b"secondary", b"capacity", b"type", b"path", b"name", b"s3", b"local", b"memory", b"1MiB", b"bucket", b"mode"),
-    *(b": ", b"\n", b"\n  ", b"\n  - ", b"{", b"}", b"[", b"]", b", ", b"&a ", b"*a ", b"!!int ", b"!!bool ", b"!x ", b"<<: "),
-    *(b"'", b'"', b"${HOME}", b"${", b"$$", b"|", b">", b"#", b"%", b"@", b"---", b"...", b"\t", b"\0", b"\xff", b"\xed\xa0\x80"),
+    *(
+        b"primary",
+        b"secondary",
+        b"capacity",
+        b"type",
+        b"path",
+        b"name",
+        b"s3",
+        b"local",
+        b"memory",
+        b"1MiB",
+        b"bucket",
+        b"mode",
+    ),
+    *(
+        b": ",
+        b"\n",
+        b"\n  ",
+        b"\n  - ",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b", ",
+        b"&a ",
+        b"*a ",
+        b"!!int ",
+        b"!!bool ",
+        b"!x ",
+        b"<<: ",
+    ),
+    *(
+        b"'",
+        b'"',
+        b"${HOME}",
+        b"${",
+        b"$$",
+        b"|",
+        b">",
+        b"#",
+        b"%",
+        b"@",
+        b"---",
+        b"...",
+        b"\t",
+        b"\0",
+        b"\xff",
+        b"\xed\xa0\x80",
+    ),
     *(b'"\\ud800"', b'"\\0"', b"0x", b"1:30", b"2026-11-21", b"=", b"~", b"? ", b"\xef\xbb\xbf", b"\xee\x80\x80"),
 ]
 
@@ -109,7 +174,7 @@ def test_a_file_is_refused_with_a_config_error_or_is_a_stack(content):
     from_file(content)
 
 
-# ------------------------------------------------------------------------------------------------- every stack that is valid
+# -------------------------------------------------------------------------------------------- every stack that is valid
 
 names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,10}", fullmatch=True)
 free_text = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda text: not set("*@=") & set(text))
@@ -170,10 +235,16 @@ def valid_stacks(draw: st.DrawFn) -> StackConfig:
         required, optional = VALID[kind]
         section = draw(st.fixed_dictionaries(required, optional=optional))
         place = {"local": "path", "s3": "bucket"}.get(kind)
-        apart = {place: f"{section[place]}{index}x" if kind == "s3" else f"/tier{index}{section[place]}"} if place else {}
+        apart = (
+            {place: f"{section[place]}{index}x" if kind == "s3" else f"/tier{index}{section[place]}"} if place else {}
+        )
         share = {"share": f"{section['share']}{index}"} if "share" in section else {}
         secondary.append({**section, **apart, **share, "type": kind, "name": f"t{index}-{draw(names)}"[:32]})
-    primary = {"capacity": draw(sizes), "eviction": draw(st.sampled_from(["lru", "arc"])), "promotion_share": draw(shares)}
+    primary = {
+        "capacity": draw(sizes),
+        "eviction": draw(st.sampled_from(["lru", "arc"])),
+        "promotion_share": draw(shares),
+    }
     return written({**draw(st.fixed_dictionaries({}, optional=words)), "primary": primary, "secondary": secondary})
 
 

@@ -39,16 +39,33 @@ def local(**words: object) -> dict[str, object]:
     return tier("local", **{"path": "/cache", "capacity": "1GiB", **words})
 
 
-# -------------------------------------------------------------------------------------------------------- sizes, durations
+# ----------------------------------------------------------------------------------------------------- sizes, durations
 
 
 @pytest.mark.parametrize(
     "capacity",
-    ["10iB", "iB", "1.5.2GiB", "GiB", "0x10", "1e400", "1e3", "9" * 400 + "GiB", float("inf"), 1.5, True, None, [], b"1GiB"],
+    [
+        "10iB",
+        "iB",
+        "1.5.2GiB",
+        "GiB",
+        "0x10",
+        "1e400",
+        "1e3",
+        "9" * 400 + "GiB",
+        float("inf"),
+        1.5,
+        True,
+        None,
+        [],
+        b"1GiB",
+    ],
     ids=str_of,
 )
 def test_what_is_no_size_is_refused_with_examples(capacity):
-    assert "is not a size; write it like 8GiB, 500GB or a number of bytes" in refusal({"primary": {"capacity": capacity}})
+    assert "is not a size; write it like 8GiB, 500GB or a number of bytes" in refusal(
+        {"primary": {"capacity": capacity}}
+    )
 
 
 @pytest.mark.parametrize("capacity", [10**30, 10**5000, -(10**5000), "2EiB", "9" * 30, (1 << 60) + 1], ids=str_of)
@@ -61,12 +78,16 @@ def test_a_size_of_nothing_is_refused(capacity):
     assert "it should be greater than 0" in refusal({"primary": {"capacity": capacity}})
 
 
-@pytest.mark.parametrize(("text", "size"), [("1EiB", 1 << 60), ("9007199254740993", 2**53 + 1), ("1.5 kib", 1536), (" 5 b ", 5)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("1EiB", 1 << 60), ("9007199254740993", 2**53 + 1), ("1.5 kib", 1536), (" 5 b ", 5)]
+)
 def test_sizes_are_exact(text, size):
     assert load_stack({"primary": {"capacity": text}}).primary.capacity == size
 
 
-@pytest.mark.parametrize("duration", [float("inf"), float("nan"), 1e300, 10**400, "9999999d", 3650 * 86400 + 1], ids=str_of)
+@pytest.mark.parametrize(
+    "duration", [float("inf"), float("nan"), 1e300, 10**400, "9999999d", 3650 * 86400 + 1], ids=str_of
+)
 def test_a_duration_that_no_clock_can_wait_for_is_refused(duration):
     assert "is out of range; the longest duration is 3650d" in refusal({"primary": PRIMARY, "open_deadline": duration})
 
@@ -76,7 +97,7 @@ def test_numbers_that_no_machine_can_count_are_refused(word):
     assert f"secondary[0].{word}: " in refusal(tier(**{word: 10**5000}))
 
 
-# ------------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 @pytest.fixture
@@ -161,8 +182,12 @@ def test_a_path_that_cannot_be_is_refused(path):
         "{a: " * 5_000,
         "[" + "a, " * 200_000 + "]",
         "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\n"
-        + "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("bcdefg", "cdefgh", strict=True)),
-        "a: &a {x: 1}\n" + "".join(f"k{n}: &k{n} {{<<: [{', '.join([f'*k{n - 1}' if n else '*a'] * 9)}]}}\n" for n in range(9)),
+        + "".join(
+            f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+            for before, name in zip("bcdefg", "cdefgh", strict=True)
+        ),
+        "a: &a {x: 1}\n"
+        + "".join(f"k{n}: &k{n} {{<<: [{', '.join([f'*k{n - 1}' if n else '*a'] * 9)}]}}\n" for n in range(9)),
     ],
     ids=["depth", "mappings", "values", "aliases", "merges"],
 )
@@ -173,8 +198,26 @@ def test_yaml_that_grows_without_end_is_refused_at_once(write, text):
 @pytest.mark.parametrize(
     "value",
     [
-        *("!!bool x", "!!int ''", "!!int abc", "!!float ''", "!!null x", "9" * 5000, "!!timestamp x", "!!binary x", "!!set {a}"),
-        *("0001-01-01t00:00:00+23:59", "2001-99-99", "!!omap [a]", "{[a]: b}", "&a [*a]", '"\\uE0007\\uE001"', '"\\ud800"'),
+        *(
+            "!!bool x",
+            "!!int ''",
+            "!!int abc",
+            "!!float ''",
+            "!!null x",
+            "9" * 5000,
+            "!!timestamp x",
+            "!!binary x",
+            "!!set {a}",
+        ),
+        *(
+            "0001-01-01t00:00:00+23:59",
+            "2001-99-99",
+            "!!omap [a]",
+            "{[a]: b}",
+            "&a [*a]",
+            '"\\uE0007\\uE001"',
+            '"\\ud800"',
+        ),
     ],
 )
 def test_a_value_that_yaml_cannot_read_or_a_stack_cannot_use_is_refused(write, value):
@@ -196,15 +239,21 @@ def test_what_a_tiers_own_validators_raise_is_a_problem_of_its_section():
     assert "secondary[0]: its place cannot be told: ZeroDivisionError" in refusal(tier(place_divisor=0))
 
 
-# ------------------------------------------------------------------------------------------------------------------- paths
+# ---------------------------------------------------------------------------------------------------------------- paths
 
 
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("/cache/$HOME", "secondary[0].path: '/cache/$HOME' holds '$HOME', which would not be expanded; write ${HOME} or"),
+        (
+            "/cache/$HOME",
+            "secondary[0].path: '/cache/$HOME' holds '$HOME', which would not be expanded; write ${HOME} or",
+        ),
         ("$KV_DISK/kv", "write ${KV_DISK} or ${KV_DISK:-default}"),
-        ("/cache/${KV", "secondary[0].path: '/cache/${KV' holds an environment reference that is not closed; write ${NAME}"),
+        (
+            "/cache/${KV",
+            "secondary[0].path: '/cache/${KV' holds an environment reference that is not closed; write ${NAME}",
+        ),
         ("/cache/${A:-${B}}", "holds an environment reference that is not closed"),
         ("/cache/$${KV}", "secondary[0].path: '/cache/${KV}' holds '${', which would not be expanded"),
         ("/cache\0", "secondary[0].path: holds a NUL character"),
@@ -235,7 +284,7 @@ def test_other_files_are_checked_too(ca_file):
     assert "secondary[0].ca_file: " in refusal(tier("s3", bucket="abc", ca_file=ca_file))
 
 
-# ------------------------------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------------------------- words
 
 
 def test_eviction_ends_where_it_begins_unless_a_stack_says_otherwise():
@@ -266,10 +315,17 @@ def test_a_date_is_a_text(write):
     assert load_stack(write("primary: {capacity: 1MiB}\nnamespace: 2026-11-21\n")).namespace == "2026-11-21"
 
 
-@pytest.mark.parametrize("word", ["secret_key", "access_key", "token", "aws_access_key_id", "api_key", "password", "credentials"])
-@pytest.mark.parametrize("kind", [{"type": "s3", "bucket": "abc"}, {"type": "local", "path": "/cache", "capacity": "1GiB"}, {}])
+@pytest.mark.parametrize(
+    "word", ["secret_key", "access_key", "token", "aws_access_key_id", "api_key", "password", "credentials"]
+)
+@pytest.mark.parametrize(
+    "kind", [{"type": "s3", "bucket": "abc"}, {"type": "local", "path": "/cache", "capacity": "1GiB"}, {}]
+)
 def test_credentials_in_a_stack_are_told_where_they_belong(word, kind):
     section = [{**kind, word: "hunter2"}] if kind else []
     text = refusal({"primary": PRIMARY, "secondary": section, **({} if kind else {word: "hunter2"})})
-    assert "credentials are not written into a stack: the s3 tier finds its own in the environment, a profile or the" in text
+    assert (
+        "credentials are not written into a stack: the s3 tier finds its own in the environment, a profile or the"
+        in text
+    )
     assert "hunter2" not in text

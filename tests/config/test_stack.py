@@ -44,7 +44,9 @@ def no_region(monkeypatch):
 
 
 def stack(*tiers: dict[str, object], capacity: object = 16 * PAGE, **words: object) -> StackConfig:
-    sections = [{"type": "tests.fake_tier:FAKE_TIER", "name": f"tier{index}", **tier} for index, tier in enumerate(tiers)]
+    sections = [
+        {"type": "tests.fake_tier:FAKE_TIER", "name": f"tier{index}", **tier} for index, tier in enumerate(tiers)
+    ]
     return load_stack({"primary": {"capacity": capacity}, "secondary": sections, **words})
 
 
@@ -97,7 +99,12 @@ def test_tiers_are_built_in_order_with_what_they_need(built):
     with open_manager(stack({}, {}), (100, 200), MODEL, replica="dp1", enable_events=True) as manager:
         assert [tier.name for tier in manager.secondary_tiers] == ["tier0", "tier1"]
         context = built[1].context
-        assert (context.name, context.group_bytes, context.replica, context.enable_events) == ("tier1", (100, 200), "dp1", True)
+        assert (context.name, context.group_bytes, context.replica, context.enable_events) == (
+            "tier1",
+            (100, 200),
+            "dp1",
+            True,
+        )
         assert context.primary_view.shape == manager.primary_tier.get_kv_memoryview().shape
 
 
@@ -114,7 +121,7 @@ def test_every_tier_is_shut_down_with_the_manager(built):
     assert [tier.log for tier in built] == [["built", "opened", "shut down"]] * 2
 
 
-# --------------------------------------------------------------------------------------------------- checked before opening
+# ----------------------------------------------------------------------------------------------- checked before opening
 
 
 def refusal(stack: StackConfig, block_bytes: object = 100, model: ModelIdentity = MODEL) -> str:
@@ -126,7 +133,9 @@ def refusal(stack: StackConfig, block_bytes: object = 100, model: ModelIdentity 
 @pytest.mark.usefixtures("no_region")
 class TestNothingIsOpenedWhen:
     def test_the_primary_tier_does_not_hold_one_block(self, built):
-        assert "primary.capacity: 1024 bytes do not hold one block; a row takes 4096 bytes" in refusal(stack({}, capacity=1024))
+        assert "primary.capacity: 1024 bytes do not hold one block; a row takes 4096 bytes" in refusal(
+            stack({}, capacity=1024)
+        )
         assert built == []
 
     def test_a_secondary_tier_does_not_hold_one_block(self, built):
@@ -166,7 +175,7 @@ def test_a_region_of_the_callers_own_is_used_and_must_fit():
     region.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- opening and undo
+# ----------------------------------------------------------------------------------------------------- opening and undo
 
 
 def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog):
@@ -215,13 +224,18 @@ def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built):
         assert [tier.open_deadlines for tier in built] == [[104.0], [108.0]]
 
 
-# ------------------------------------------------------------------------------------------------------ told at the start
+# ---------------------------------------------------------------------------------------------------- told at the start
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
 @pytest.mark.parametrize("capacity", ["1PiB", "1EiB"])
 def test_a_capacity_of_more_blocks_than_can_be_kept_track_of_is_refused(tmp_path, kind, capacity):
-    section = {"type": kind, "name": "huge", "capacity": capacity, **({"path": str(tmp_path / "kv")} if kind == "local" else {})}
+    section = {
+        "type": kind,
+        "name": "huge",
+        "capacity": capacity,
+        **({"path": str(tmp_path / "kv")} if kind == "local" else {}),
+    }
     text = refusal(load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": [section]}))
     assert "secondary[0] (huge): room for " in text
     assert "blocks is more than a tier can keep track of (536870912): lower its capacity, or make blocks larger" in text
@@ -234,8 +248,9 @@ def test_tables_that_do_not_fit_into_memory_are_told_as_such(monkeypatch):
 
     section = load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
     monkeypatch.setattr("tiers.memory.SlotIndex", no_memory)
-    assert "secondary[0] (memory): its tables do not fit into memory: Unable to allocate 993. GiB; lower its capacity" in refusal(
-        section
+    assert (
+        "secondary[0] (memory): its tables do not fit into memory: Unable to allocate 993. GiB; lower its capacity"
+        in refusal(section)
     )
 
 
@@ -259,7 +274,8 @@ def sections(tmp_path: object, *kinds: str) -> StackConfig:
 def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog, tmp_path):
     (text,) = [text for text in warnings_of(caplog, sections(tmp_path, "local", "memory")) if "fastest first" in text]
     assert (
-        "secondary[0] (local) is on this machine and stands before secondary[1] (memory), which is in this process's memory" in text
+        "secondary[0] (local) is on this machine and stands before secondary[1] (memory), which is in this process's memory"
+        in text
     )
 
 
@@ -313,7 +329,12 @@ def test_a_process_that_may_have_no_more_threads_gets_a_region_error_and_no_bare
 
 
 def test_tiers_that_get_no_thread_at_the_start_join_when_they_do(thread_limit: ThreadLimit, tmp_path: Path) -> None:
-    local = {"type": "local", "path": str(tmp_path), "capacity": "1MiB", "breaker": {"probe_after": "1ms", "probe_max": "1ms"}}
+    local = {
+        "type": "local",
+        "path": str(tmp_path),
+        "capacity": "1MiB",
+        "breaker": {"probe_after": "1ms", "probe_max": "1ms"},
+    }
     thread_limit.refuse = lambda name: "prefault" not in name
     with open_manager(stack(local), PAGE, MODEL) as manager:
         assert manager.get_stats()["tiers"]["tier0"]["available"] == 0

@@ -34,7 +34,7 @@ def write(tmp_path: Path):  # type: ignore[no-untyped-def]
     return write
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def test_a_file_and_a_mapping_of_the_same_words_are_the_same_stack(write):
@@ -83,7 +83,9 @@ def test_a_stack_can_be_checked_against_a_json_schema():
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_stack_chooses_the_simple_scheduler_and_when_it_stores(write, lazy):
-    stack = load_stack(write(f"mode: simple\nlazy_offload: {str(lazy).lower()}\nevents: true\nprimary: {{capacity: 1MiB}}\n"))
+    stack = load_stack(
+        write(f"mode: simple\nlazy_offload: {str(lazy).lower()}\nevents: true\nprimary: {{capacity: 1MiB}}\n")
+    )
     assert (stack.mode, stack.lazy_offload, stack.events) == ("simple", lazy, True)
 
 
@@ -92,7 +94,7 @@ def test_the_mode_is_tiering_unless_a_stack_says_otherwise():
     assert (stack.mode, stack.lazy_offload) == ("tiering", False)
 
 
-# -------------------------------------------------------------------------------------------------------------- environment
+# ---------------------------------------------------------------------------------------------------------- environment
 
 
 def test_references_are_expanded_in_values_also_unquoted_within_braces(write, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_malformed_reference_is_refused():
     assert "namespace: ${1:} is not an environment reference" in refusal({"primary": PRIMARY, "namespace": "${1:}"})
 
 
-# ----------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -209,12 +211,17 @@ def test_every_problem_is_reported_at_once_with_its_line(write):
 
 def test_two_tiers_in_one_place_are_refused():
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "name": name, "path": "/cache"} for name in "ab"]}
-    assert "secondary[1]: shares the directory /cache with secondary[0]; two tiers cannot be in one place" in refusal(stack)
+    assert "secondary[1]: shares the directory /cache with secondary[0]; two tiers cannot be in one place" in refusal(
+        stack
+    )
 
 
 @pytest.mark.parametrize("paths", [("/cache", "/cache/s"), ("/cache/s", "/cache")])
 def test_a_tier_inside_another_ones_directory_is_refused(paths):
-    local = [{"type": "local", "name": name, "path": path, "capacity": "1GiB"} for name, path in zip("ab", paths, strict=True)]
+    local = [
+        {"type": "local", "name": name, "path": path, "capacity": "1GiB"}
+        for name, path in zip("ab", paths, strict=True)
+    ]
     assert "/cache/s is a part of /cache, which is the place of" in refusal({"primary": PRIMARY, "secondary": local})
     apart = [{**section, "path": path} for section, path in zip(local, ("/cache/s", "/cache/s2"), strict=True)]
     assert len(load_stack({"primary": PRIMARY, "secondary": apart}).secondary) == 2
@@ -227,10 +234,13 @@ def test_the_primary_tiers_name_is_not_for_another():
 
 def test_two_tiers_of_one_name_are_refused():
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "path": path} for path in ("/a", "/b")]}
-    assert "secondary[1].name: 'FAKE_TIER' is also the name of secondary[0]; give each tier a name of its own" in refusal(stack)
+    assert (
+        "secondary[1].name: 'FAKE_TIER' is also the name of secondary[0]; give each tier a name of its own"
+        in refusal(stack)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- YAML
+# ----------------------------------------------------------------------------------------------------------------- YAML
 
 
 def test_a_key_given_twice_is_refused_with_both_lines(write):
@@ -274,13 +284,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "stack.yaml")
 
 
-# ------------------------------------------------------------------------------------------------------------------ secrets
+# -------------------------------------------------------------------------------------------------------------- secrets
 
 SECRET = "hunter2-hunter2"
 
 
 @pytest.mark.parametrize(
-    "printed", [repr, str, StackConfig.describe, lambda stack: repr(stack.secondary), lambda stack: f"{stack.secondary[0]}"]
+    "printed",
+    [repr, str, StackConfig.describe, lambda stack: repr(stack.secondary), lambda stack: f"{stack.secondary[0]}"],
 )
 def test_secrets_are_masked_whenever_a_configuration_is_printed(printed):
     stack = load_stack(
@@ -305,6 +316,8 @@ def test_secrets_are_masked_whenever_a_configuration_is_printed(printed):
 
 
 def test_secrets_are_not_repeated_in_refusals():
-    text = refusal(tier(access_key=[SECRET], endpoint={"url": f"https://user:{SECRET}@store"}, capacity=f"https://u:{SECRET}@x"))
+    text = refusal(
+        tier(access_key=[SECRET], endpoint={"url": f"https://user:{SECRET}@store"}, capacity=f"https://u:{SECRET}@x")
+    )
     assert "secondary[0].access_key: *** is not allowed" in text
     assert text.count(SECRET) == 0

@@ -1,7 +1,7 @@
 """A router's index, and an engine over tiers whose events it hears: at every step it must know what each tier holds.
 
-The engine's scheduler is the mini engine's; the manager, the tiers and their indexes are real.  Only copies and media are doubles, which
-end late, out of order, and sometimes in failure.
+The engine's scheduler is the mini engine's; the manager, the tiers and their indexes are real.  Only copies and media
+are doubles, which end late, out of order, and sometimes in failure.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ BUCKET: TierName = ("STORAGE", "REMOTE", "bucket")
 class RouterIndex:
     """Who applies all events in their order: references per KV-cache group and hash, for each tier.
 
-    ``blocks``: the hashes that each block was announced with last, by its own hash; ``texts``: hash → (parent, tokens), as prompts have
-    them, which everything announced with tokens must agree with.  ``bare`` and ``described`` count announcements per group.
+    ``blocks``: the hashes that each block was announced with last, by its own hash; ``texts``: hash → (parent, tokens),
+    as prompts have them, which everything announced with tokens must agree with.  ``bare`` and ``described`` count
+    announcements per group.
     """
 
     def __init__(self, texts: Mapping[bytes, tuple[bytes | None, list[int]]]) -> None:
@@ -95,7 +96,9 @@ class RouterIndex:
 
     def check(self, tier: TierName, held: set[OffloadKey]) -> None:
         """Whether this is what the tier holds: the same blocks, and of hashes nothing beyond those of the blocks."""
-        assert set(self.blocks[tier]) == {(get_offload_group_idx(key), get_offload_block_hash(key)) for key in held}, tier
+        assert set(self.blocks[tier]) == {(get_offload_group_idx(key), get_offload_block_hash(key)) for key in held}, (
+            tier
+        )
         assert +self.references[tier] == Counter(name for block in self.blocks[tier].values() for name in block), tier
 
 
@@ -111,7 +114,9 @@ class Media:
 class LateIo(FakeIo):
     """Ends jobs at random, some blocks of them in failure."""
 
-    def __init__(self, store: FakeStore, clock: FakeClock, options: TierOptions, media: Media, rng: random.Random) -> None:
+    def __init__(
+        self, store: FakeStore, clock: FakeClock, options: TierOptions, media: Media, rng: random.Random
+    ) -> None:
         super().__init__(store, clock, options.breaker)
         self._media, self._rng = media, rng
 
@@ -119,7 +124,9 @@ class LateIo(FakeIo):
         self.run_tasks()
         for job in list(self.jobs):
             if self._rng.random() < chance:
-                outcomes = [self._end(job.kind, *block, job.fingerprint) for block in zip(job.keys, job.places, strict=True)]
+                outcomes = [
+                    self._end(job.kind, *block, job.fingerprint) for block in zip(job.keys, job.places, strict=True)
+                ]
                 self.finish(job.job_id, outcomes)
 
     def drain(self, deadline: float) -> bool:
@@ -156,7 +163,9 @@ class Disk(BlockTier):
         self.index.add_free(np.array([slot for slot in range(SLOTS) if slot not in mine], np.int64))
         self.index.begin_recovery()
         slots = np.array(list(mine), np.int64)
-        self.announce_stored(self.index.merge(list(mine.values()), slots, np.arange(1, len(slots) + 1, dtype=np.uint64)))
+        self.announce_stored(
+            self.index.merge(list(mine.values()), slots, np.arange(1, len(slots) + 1, dtype=np.uint64))
+        )
         self.index.end_recovery()
 
 
@@ -213,7 +222,10 @@ class EventWalk:
         for tier in tiers:
             assert tier.open(self.clock() + 1)
         self.scheduler = Scheduler(
-            KVCacheManager(24 * len(self.windows), BLOCK, self.windows), self.connector, max_batch_tokens=24, max_running=3
+            KVCacheManager(24 * len(self.windows), BLOCK, self.windows),
+            self.connector,
+            max_batch_tokens=24,
+            max_running=3,
         )
         self.worker = SimWorker(self.factor, self.rng, defaultdict(lambda: (0, "")), defaultdict(lambda: (0, "")))
 
@@ -261,8 +273,12 @@ class EventWalk:
             io.progress(0.4)
         self._read_texts()
         events = self.connector.take_events()
-        self.stored.update((event.medium, event.locality, event.ownership) for event in events if isinstance(event, BlockStored))
-        self.removed.update((event.medium, event.locality, event.ownership) for event in events if isinstance(event, BlockRemoved))
+        self.stored.update(
+            (event.medium, event.locality, event.ownership) for event in events if isinstance(event, BlockStored)
+        )
+        self.removed.update(
+            (event.medium, event.locality, event.ownership) for event in events if isinstance(event, BlockRemoved)
+        )
         self.index.apply(events)
         self.check()
 

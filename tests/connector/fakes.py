@@ -98,7 +98,9 @@ class FakeSchedulerOutput:
         self.num_scheduled_tokens[request.request_id] = tokens
         return self
 
-    def cached(self, request: FakeRequest, tokens: int, *block_ids: list[int], resumed: bool = False) -> FakeSchedulerOutput:
+    def cached(
+        self, request: FakeRequest, tokens: int, *block_ids: list[int], resumed: bool = False
+    ) -> FakeSchedulerOutput:
         cached = self.scheduled_cached_reqs
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(block_ids or None)
@@ -290,7 +292,9 @@ class FakeSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         return self.manager
 
-    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
         return iter(())
 
 
@@ -300,7 +304,9 @@ def make_spec(
     """A spec with one KV-cache group per window (None: full attention; one such group by default); ``extra`` as users write it."""
     windows = windows or (None,)
     groups = tuple(
-        KVCacheGroup((f"layer{index}",), gpu_block_size, window, "full_attention" if window is None else "sliding_window")
+        KVCacheGroup(
+            (f"layer{index}",), gpu_block_size, window, "full_attention" if window is None else "sliding_window"
+        )
         for index, window in enumerate(windows)
     )
     prefix_caching = bool(extra.pop("prefix_caching", True))

@@ -1,8 +1,9 @@
 """An engine whose memory is simulated block by block, to prove that no KV is ever wrong however copies and steps interleave.
 
-The scheduler, block pool and prefix cache are the mini engine's; instead of tensors, each GPU block and each primary row holds the
-name of what was written into it.  Copies are as late as they can be: a store reads, and a load writes, when it ends.  Before a
-request computes, all it attends to must be there; whatever the manager calls readable must hold what its key says.
+The scheduler, block pool and prefix cache are the mini engine's; instead of tensors, each GPU block and each primary
+row holds the name of what was written into it.  Copies are as late as they can be: a store reads, and a load writes,
+when it ends.  Before a request computes, all it attends to must be there; whatever the manager calls readable must hold
+what its key says.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class Simulation:
     half_resets = 0.02
     """How often the tiers are reset, and the engine's cache is not."""
 
-    def __init__(self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool) -> None:
+    def __init__(
+        self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool
+    ) -> None:
         self.rng = random.Random(seed)
         self.windows, self.factor = windows, factor
         self.epoch = 0
@@ -264,7 +267,7 @@ class Simulation:
         self.received = {name: count for name, count in self.received.items() if name not in done}
         return ConnectorOutput(None, done, invalid, None, report)
 
-    # ------------------------------------------------------------------------------------------------------------ computing
+    # -------------------------------------------------------------------------------------------------------- computing
 
     def _name(self, request: Request, group: int, index: int, end: int) -> str:
         """What block ``index`` of a request holds when ``end`` tokens are computed."""
@@ -303,16 +306,22 @@ class Simulation:
 
     def _is_full(self, request: Request, group: int, index: int, found: Content) -> bool:
         """A loaded block is full where the engine goes back a token."""
-        return index < len(request.block_hashes) and found[1] == make_offload_key(request.block_hashes[index], group).hex()
+        return (
+            index < len(request.block_hashes) and found[1] == make_offload_key(request.block_hashes[index], group).hex()
+        )
 
-    def _load_elsewhere(self, worker: SimWorker, request: Request, start: int, end: int, tables: tuple[list[int], ...]) -> None:
+    def _load_elsewhere(
+        self, worker: SimWorker, request: Request, start: int, end: int, tables: tuple[list[int], ...]
+    ) -> None:
         """The other connector fills blocks from now on; it may fail at any of them, on any worker."""
         filled = start // BLOCK + (self.rng.randrange((end - start) // BLOCK) if self.rng.random() < 0.2 else end)
         for group, table in enumerate(tables):
             for index in range(start // BLOCK, min(end // BLOCK, len(table))):
                 if table[index]:
                     good = index < filled
-                    worker.gpu[table[index]] = (self.epoch, self._name(request, group, index, end)) if good else (-1, "garbage")
+                    worker.gpu[table[index]] = (
+                        (self.epoch, self._name(request, group, index, end)) if good else (-1, "garbage")
+                    )
                     if not good:
                         worker.invalid.add(table[index])
         worker.received.add(request.request_id)
@@ -325,7 +334,7 @@ class Simulation:
                 sampled[name] = (sum(request.all_token_ids) % 3, 0, self.now)
         return sampled
 
-    # ------------------------------------------------------------------------------------------------------------- checking
+    # --------------------------------------------------------------------------------------------------------- checking
 
     def _check_readable(self) -> None:
         for key, row in self.manager.rows.items():
@@ -334,7 +343,9 @@ class Simulation:
                 for worker in self.workers:
                     epoch, name = worker.rows[row, group, self.factor - 1]
                     if (epoch, name) != (self.epoch, key.hex()):
-                        raise WrongKVError(f"row {row} is to hold {key.hex()} of epoch {self.epoch}, holds {name} of {epoch}")
+                        raise WrongKVError(
+                            f"row {row} is to hold {key.hex()} of epoch {self.epoch}, holds {name} of {epoch}"
+                        )
 
     def _check_end(self) -> None:
         assert not self.scheduler.has_work()

@@ -49,7 +49,9 @@ def test_a_wrong_wait_is_refused(value: object) -> None:
         make_scheduler(sharer_wait=value)
 
 
-@pytest.mark.parametrize(("window", "size", "blocks"), [(8, 4, 2), (5, 4, 1), (6, 4, 2), (1, 4, 0), (9, 8, 1), (128, 16, 8)])
+@pytest.mark.parametrize(
+    ("window", "size", "blocks"), [(8, 4, 2), (5, 4, 1), (6, 4, 2), (1, 4, 0), (9, 8, 1), (128, 16, 8)]
+)
 def test_a_window_covers_the_tokens_that_the_next_one_sees(window: int, size: int, blocks: int) -> None:
     (group,) = build_groups(make_spec(window, gpu_block_size=size))
     assert group.window_blocks == blocks

@@ -44,7 +44,9 @@ def reset_with(engine_pool: SimpleNamespace | None) -> OffloadingConnectorSchedu
     return scheduler
 
 
-@pytest.mark.parametrize("engine_pool", [pool(cached=ids(4)), pool(used=ids(4)), None], ids=["cached", "in use", "no access"])
+@pytest.mark.parametrize(
+    "engine_pool", [pool(cached=ids(4)), pool(used=ids(4)), None], ids=["cached", "in use", "no access"]
+)
 class TestWhatIsFound:
     def test_is_not_stored_nor_what_is_computed_on_top_of_it(self, engine_pool: SimpleNamespace | None) -> None:
         scheduler = reset_with(engine_pool)
@@ -63,7 +65,9 @@ class TestWhatIsFound:
             table = [*ids(4), *ids(6, 21)][: found // 4] + ids(15, 31)
             assert not run_prompt(scheduler, other, table[:15], computed=found).reqs_to_store
 
-    def test_is_not_stored_when_another_one_was_preempted_and_finds_it_again(self, engine_pool: SimpleNamespace | None) -> None:
+    def test_is_not_stored_when_another_one_was_preempted_and_finds_it_again(
+        self, engine_pool: SimpleNamespace | None
+    ) -> None:
         scheduler = reset_with(engine_pool)
         request = prompt(40)
         jobs = [order.job_id for order in run_prompt(scheduler, request, ids(10), computed=16).reqs_to_store.values()]
@@ -75,7 +79,9 @@ class TestWhatIsFound:
         scheduler = reset_with(engine_pool)
         first = run_prompt(scheduler, prompt(40), ids(10))
         assert stored(first)[0].block_ids.tolist() == ids(10)
-        scheduler.update_connector_output(finished(first.reqs_to_store["r1"].job_id, failed=[first.reqs_to_store["r1"].job_id]))
+        scheduler.update_connector_output(
+            finished(first.reqs_to_store["r1"].job_id, failed=[first.reqs_to_store["r1"].job_id])
+        )
         again = run_prompt(scheduler, prompt(44, "r2"), [*ids(10), 21], computed=40)
         assert stored(again, "r2")[0].block_ids.tolist() == [*ids(10), 21]
 

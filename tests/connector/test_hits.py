@@ -104,7 +104,10 @@ class TestTheLastBlock:
         request = prompt(32)
         keys = request.keys(factor=2)
         for held_before in (True, False):
-            fast, slow = FakeTier("fast", held={keys[1]}), FakeTier("slow", held=set() if held_before else set(keys[1:3]))
+            fast, slow = (
+                FakeTier("fast", held={keys[1]}),
+                FakeTier("slow", held=set() if held_before else set(keys[1:3])),
+            )
             rig = Rig(8, [fast, slow])
             if held_before:
                 rig.store([keys[2]])
@@ -163,7 +166,11 @@ class TestBlocksOfUnequalSizes:
             search.drop(group, missing)
             for computed in (0, 4, 12):
                 end = search.hit(computed)
-                assert end <= computed or not self._needs(search.groups[group], computed, end, missing), (kind, computed, end)
+                assert end <= computed or not self._needs(search.groups[group], computed, end, missing), (
+                    kind,
+                    computed,
+                    end,
+                )
 
     @staticmethod
     def _needs(group: OffloadGroup, computed: int, end: int, block: int) -> bool:
@@ -266,7 +273,8 @@ class TestWhatNoHitCanUse:
         assert scheduler.get_num_new_matched_tokens(again, 0) == (32, True)
 
     @pytest.mark.parametrize(
-        "groups", [(full(4), window(4, 8)), (full(12), window(8, 2)), (window(4, 8), window(8, 2)), (full(8), window(4, 8))]
+        "groups",
+        [(full(4), window(4, 8)), (full(12), window(8, 2)), (window(4, 8), window(8, 2)), (full(8), window(4, 8))],
     )
     def test_is_nothing_where_every_block_is_in_some_window(self, groups: tuple[KVCacheGroup, ...]) -> None:
         assert all(group.usable(np.arange(8)) is None for group in build_groups(spec_of(*groups)))

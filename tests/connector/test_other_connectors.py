@@ -29,13 +29,20 @@ FILLED = 24
 
 
 def load_elsewhere(
-    scheduler: OffloadingConnectorScheduler, request: FakeRequest, block_ids: Sequence[int], *, found: int = 0, filled: int = FILLED
+    scheduler: OffloadingConnectorScheduler,
+    request: FakeRequest,
+    block_ids: Sequence[int],
+    *,
+    found: int = 0,
+    filled: int = FILLED,
 ) -> OffloadingConnectorMetadata:
     """The step in which another connector loads the tokens up to ``filled`` synchronously, and the rest of the prompt is computed."""
     scheduler.get_num_new_matched_tokens(request, found)
     scheduler.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), 0)
     request.num_computed_tokens = filled
-    meta = scheduler.build_connector_meta(FakeSchedulerOutput().new(request, request.num_tokens - filled, list(block_ids)))
+    meta = scheduler.build_connector_meta(
+        FakeSchedulerOutput().new(request, request.num_tokens - filled, list(block_ids))
+    )
     request.num_computed_tokens = request.num_tokens
     return meta
 
@@ -235,7 +242,10 @@ def test_what_is_offered_at_the_end_of_a_request_is_judged_too(reported_first: b
 def test_requests_that_have_none_of_the_blocks_go_on_as_before() -> None:
     scheduler, manager = make_scheduler(offload_prompt_only=False)
     request, other = prompt(40), FakeRequest("r2", list(range(100, 140)))
-    jobs = [job_of(load_elsewhere(scheduler, request, ids(10))), job_of(run_prompt(scheduler, other, ids(10, 31)), "r2")]
+    jobs = [
+        job_of(load_elsewhere(scheduler, request, ids(10))),
+        job_of(run_prompt(scheduler, other, ids(10, 31)), "r2"),
+    ]
     scheduler.update_connector_output(finished(*jobs, invalid_block_ids={3}))
     assert readable(manager) == set(other.keys())
     other.append(*range(4))
@@ -289,6 +299,9 @@ def test_blocks_of_requests_that_ended_long_ago_say_nothing() -> None:
     for _ in range(STEPS_IN_FLIGHT + 1):
         idle_step(scheduler)
     other = FakeRequest("r2", list(range(200, 236)))
-    jobs = [job_of(run_prompt(scheduler, other, ids(9, 31)), "r2"), job_of(load_elsewhere(scheduler, prompt(40), ids(10)))]
+    jobs = [
+        job_of(run_prompt(scheduler, other, ids(9, 31)), "r2"),
+        job_of(load_elsewhere(scheduler, prompt(40), ids(10))),
+    ]
     scheduler.update_connector_output(finished(*jobs, invalid_block_ids={3}))
     assert readable(manager) == set(other.keys())

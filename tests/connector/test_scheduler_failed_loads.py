@@ -87,7 +87,9 @@ class TestFailedLoad:
         request = prompt(40)
         manager.hold(request.keys()[:8])
         job = start_load(scheduler, request, ids(8), computed=computed).reqs_to_load["r1"].job_id
-        scheduler.update_connector_output(finished(job, failed=[job], invalid_block_ids={failed_block}, finished_recving={"r1"}))
+        scheduler.update_connector_output(
+            finished(job, failed=[job], invalid_block_ids={failed_block}, finished_recving={"r1"})
+        )
         return scheduler, manager, request
 
     def test_releases_what_it_held(self) -> None:

@@ -219,7 +219,9 @@ class TestStreamingSessions:
         assert blocks_of(self.resume(scheduler, request, ids(8))) == [5, 6]
 
     @pytest.mark.parametrize("prompt_only", [True, False])
-    def test_name_a_block_by_the_token_that_it_holds_and_not_by_the_one_that_was_discarded(self, prompt_only: bool) -> None:
+    def test_name_a_block_by_the_token_that_it_holds_and_not_by_the_one_that_was_discarded(
+        self, prompt_only: bool
+    ) -> None:
         scheduler, manager = make_scheduler(offload_prompt_only=prompt_only)
         request = prompt(15)
         run_prompt(scheduler, request, ids(4))

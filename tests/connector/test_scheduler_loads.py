@@ -272,7 +272,9 @@ class TestPolicies:
         manager.hold(request.keys())
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
 
-    def test_a_wrong_policy_neither_loads_nor_stores_and_the_engine_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_wrong_policy_neither_loads_nor_stores_and_the_engine_goes_on(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(32, kv_transfer_params={"kv_tiering": {"lod": False}})
         manager.hold(request.keys()[:4])

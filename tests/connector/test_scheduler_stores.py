@@ -107,7 +107,10 @@ class TestWhichBlocks:
         assert stored(first)[0].block_ids.tolist() == ids(border)
         assert stored(second)[0].block_ids.tolist() == ids(16 - border, border + 1)
         assert stored(second)[0].block_indices == (border,)
-        assert manager.offered == [request.keys(factor=factor)[: border // factor], request.keys(factor=factor)[border // factor :]]
+        assert manager.offered == [
+            request.keys(factor=factor)[: border // factor],
+            request.keys(factor=factor)[border // factor :],
+        ]
 
     def test_a_hash_block_smaller_than_a_gpu_block(self) -> None:
         scheduler, manager = make_scheduler(gpu_block_size=8, hash_block_size=4)

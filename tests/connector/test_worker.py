@@ -50,7 +50,9 @@ class FakeHandler(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         ended, self.ended = self.ended, []
         return [
-            TransferResult(job_id, False) if job_id in self.fail else TransferResult(job_id, True, 100, 0.5, ("cpu", "gpu"))
+            TransferResult(job_id, False)
+            if job_id in self.fail
+            else TransferResult(job_id, True, 100, 0.5, ("cpu", "gpu"))
             for job_id in ended
         ]
 
@@ -80,7 +82,9 @@ class Spec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         raise AssertionError
 
-    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
         self.canonical = kv_caches
         if self.handler is None:
             yield from make_handlers(kv_caches, self.rows.data, RowLayout.of(kv_caches))
@@ -139,10 +143,12 @@ def reports(worker: OffloadingConnectorWorker) -> Report:
     return Report(received, unfilled, worker.build_connector_worker_meta(), stats)
 
 
-# -------------------------------------------------------------------------------------------------------- when things start
+# ---------------------------------------------------------------------------------------------------- when things start
 
 
-def test_a_step_s_stores_start_with_the_next_step_before_its_loads(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_a_step_s_stores_start_with_the_next_step_before_its_loads(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_store={"a": store(1)}, reqs_to_load={"b": load(2)}))
     assert handler.log == ["start 2"]
     step(worker, meta(reqs_to_load={"c": load(3)}))
@@ -164,13 +170,17 @@ def test_a_flush_starts_what_is_deferred_and_waits_for_the_named_jobs_only(
     assert handler.running == [1]
 
 
-def test_without_a_flush_nothing_is_waited_for_nor_started_early(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_without_a_flush_nothing_is_waited_for_nor_started_early(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_store={"a": store(1)}))
     worker.handle_preemptions(meta())
     assert handler.log == []
 
 
-def test_a_drain_starts_what_is_deferred_and_ends_everything(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_a_drain_starts_what_is_deferred_and_ends_everything(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_store={"a": store(1)}, reqs_to_load={"b": load(2)}))
     worker.drain()
     assert handler.log == ["start 2", "start 1", "wait 1", "wait 2"]
@@ -196,7 +206,9 @@ def test_copies_that_no_device_can_order_are_waited_for() -> None:
     assert rows.rows[5, :16].tolist() == list(range(80, 96))
 
 
-def test_jobs_that_ended_before_the_flush_are_no_trouble(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_jobs_that_ended_before_the_flush_are_no_trouble(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_load={"a": load(1)}))
     handler.end(1)
     report = step(worker, meta(jobs_to_flush=frozenset({1, 77})))
@@ -221,7 +233,7 @@ def test_a_job_ordered_twice_runs_once(worker: OffloadingConnectorWorker, handle
     assert handler.log == ["start 1"]
 
 
-# ----------------------------------------------------------------------------------------------------------------- reports
+# -------------------------------------------------------------------------------------------------------------- reports
 
 
 def test_a_load_that_ends_is_received_once_and_reported_to_the_scheduler(
@@ -236,7 +248,9 @@ def test_a_load_that_ends_is_received_once_and_reported_to_the_scheduler(
     assert step(worker) == Report(set(), set(), None, None)
 
 
-def test_a_store_that_ends_is_reported_and_is_no_reception(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_a_store_that_ends_is_reported_and_is_no_reception(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_store={"a": store(1)}))
     step(worker)
     handler.end(1)
@@ -245,7 +259,9 @@ def test_a_store_that_ends_is_reported_and_is_no_reception(worker: OffloadingCon
     assert report.meta == OffloadingWorkerMetadata({1: 1}, set())
 
 
-def test_several_loads_of_a_request_are_received_together(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_several_loads_of_a_request_are_received_together(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_load={"a": load(1)}))
     step(worker, meta(reqs_to_load={"a": load(2)}))
     handler.end(2)
@@ -261,10 +277,12 @@ def test_transfers_are_counted_once(worker: OffloadingConnectorWorker, handler: 
     assert step(worker).stats is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- failures
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failed_load_names_exactly_its_blocks_and_is_received(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_a_failed_load_names_exactly_its_blocks_and_is_received(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     handler.fail = {1}
     step(worker, meta(reqs_to_load={"a": load(1, 3, 4), "b": load(2, 5)}))
     handler.end(1, 2)
@@ -304,7 +322,9 @@ def test_a_hit_that_is_gone_is_reported_in_the_same_step(worker: OffloadingConne
     assert report.meta is None
 
 
-def test_a_hit_that_has_shrunk_is_reported_with_the_rest_of_it(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_a_hit_that_has_shrunk_is_reported_with_the_rest_of_it(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     report = step(worker, meta(reqs_to_load={"a": load(1, 2)}, failed_loads={"a": [3]}))
     assert (report.received, report.unfilled) == (set(), set())
     handler.end(1)
@@ -328,7 +348,7 @@ def test_results_of_unknown_jobs_are_logged_and_ignored(
     assert "nobody ordered" in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------- registration and end
+# ------------------------------------------------------------------------------------------------- registration and end
 
 
 def test_the_number_of_blocks_an_engine_says_is_used(handler: FakeHandler) -> None:
@@ -350,7 +370,9 @@ def test_registering_twice_is_refused(worker: OffloadingConnectorWorker) -> None
         worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
 
 
-def test_shutdown_waits_for_what_runs_and_starts_nothing(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+def test_shutdown_waits_for_what_runs_and_starts_nothing(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
     step(worker, meta(reqs_to_load={"a": load(1)}, reqs_to_store={"b": store(2)}))
     worker.shutdown()
     worker.shutdown()

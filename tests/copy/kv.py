@@ -22,12 +22,16 @@ def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 def block_first(seed: int = 1) -> dict[str, torch.Tensor]:
     """(num_blocks, heads, tokens, 2 * head size), bfloat16, each layer on its own."""
-    return {name: fill(torch.empty(NUM_BLOCKS, 2, 4, 10, dtype=torch.bfloat16), seed + i) for i, name in enumerate(LAYERS)}
+    return {
+        name: fill(torch.empty(NUM_BLOCKS, 2, 4, 10, dtype=torch.bfloat16), seed + i) for i, name in enumerate(LAYERS)
+    }
 
 
 def split_kv(seed: int = 1) -> dict[str, torch.Tensor]:
     """(2, num_blocks, tokens, heads, head size), float16, each layer on its own."""
-    return {name: fill(torch.empty(2, NUM_BLOCKS, 4, 2, 5, dtype=torch.float16), seed + i) for i, name in enumerate(LAYERS)}
+    return {
+        name: fill(torch.empty(2, NUM_BLOCKS, 4, 2, 5, dtype=torch.float16), seed + i) for i, name in enumerate(LAYERS)
+    }
 
 
 def split_kv_blocks_outside(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -46,7 +50,9 @@ def one_storage(seed: int = 1) -> dict[str, torch.Tensor]:
 
 def padded(seed: int = 1) -> dict[str, torch.Tensor]:
     """Pages of 24 of 40 bytes: the rest of each is padding."""
-    return {name: fill(torch.empty(NUM_BLOCKS, 40, dtype=torch.uint8), seed + i)[:, :24] for i, name in enumerate(LAYERS)}
+    return {
+        name: fill(torch.empty(NUM_BLOCKS, 40, dtype=torch.uint8), seed + i)[:, :24] for i, name in enumerate(LAYERS)
+    }
 
 
 def interleaved(seed: int = 1) -> dict[str, torch.Tensor]:

@@ -29,7 +29,9 @@ def test_a_block_s_pages_are_exactly_that_block_s_bytes(layout: str) -> None:
         canonical.tensors[ref.tensor_idx].tensor[5, : ref.page_size_bytes] ^= 0x55
     for name, tensor in tensors.items():
         blocks = next(dim for dim, size in enumerate(tensor.shape) if size % NUM_BLOCKS == 0)
-        changed = (tensor.view(torch.uint8) != before[name].view(torch.uint8)).movedim(blocks, 0).reshape(NUM_BLOCKS, -1)
+        changed = (
+            (tensor.view(torch.uint8) != before[name].view(torch.uint8)).movedim(blocks, 0).reshape(NUM_BLOCKS, -1)
+        )
         assert changed[5].all(), name
         assert not changed[:5].any(), name
         assert not changed[6:].any(), name

@@ -173,7 +173,9 @@ def test_rows_are_pinned_and_unpinned_on_the_device_of_the_kv_cache() -> None:
     assert api.current_device is None
 
 
-def test_a_device_that_is_gone_does_not_keep_the_other_direction_from_shutting_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_gone_does_not_keep_the_other_direction_from_shutting_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     api = FakeCuda()
     copies = handler(api)
 
@@ -229,7 +231,9 @@ class Refusal(enum.IntEnum):
     out_of_memory = 2
 
 
-@pytest.mark.parametrize(("answer", "warns"), [(Status.success, False), (Refusal.out_of_memory, True), (ValueError("2"), True)])
+@pytest.mark.parametrize(
+    ("answer", "warns"), [(Status.success, False), (Refusal.out_of_memory, True), (ValueError("2"), True)]
+)
 def test_an_answer_of_cuda_may_be_any_kind_of_enum(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: Any, warns: bool
 ) -> None:
@@ -289,7 +293,9 @@ def test_a_direction_that_cannot_be_had_leaves_nothing_of_the_other(monkeypatch:
             log.append("shut down")
 
     monkeypatch.setattr(cuda, "CudaCopyHandler", Handler)
-    on_gpu = cast("Any", SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 1)))]))
+    on_gpu = cast(
+        "Any", SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 1)))])
+    )
     with pytest.raises(ConfigError, match="no device memory"):
         list(make_handlers(on_gpu, np.zeros((1, 8), np.uint8).data, RowLayout(((8,),))))
     assert log == ["built", "shut down"]
@@ -327,7 +333,9 @@ def test_a_round_trip_on_a_real_device(factor: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_computed_after_a_store_cannot_reach_it_on_a_real_device() -> None:
-    cache = canonicalize({"l0": torch.full((64, 1 << 20), 7, dtype=torch.uint8, device="cuda")}, [KVCacheGroup(("l0",), 16)], 64)
+    cache = canonicalize(
+        {"l0": torch.full((64, 1 << 20), 7, dtype=torch.uint8, device="cuda")}, [KVCacheGroup(("l0",), 16)], 64
+    )
     layout = RowLayout.of(cache)
     region = SharedRegion.create(64, layout.row_bytes)
     (_, _, store), (_, _, load) = make_handlers(cache, region.view, layout)

@@ -28,11 +28,15 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Makes handlers whose chunks are so small that every test with a few blocks has several."""
     handlers: list[OffloadingHandler] = []
 
-    def build(kv_caches: CanonicalKVCaches, rows: np.ndarray, layout: RowLayout, direction: Direction) -> OffloadingHandler:
+    def build(
+        kv_caches: CanonicalKVCaches, rows: np.ndarray, layout: RowLayout, direction: Direction
+    ) -> OffloadingHandler:
         if request.param == "host":
             handlers.append(HostCopyHandler(kv_caches, rows, layout, direction, threads=2))
         else:
-            handlers.append(CudaCopyHandler(kv_caches, PinnedRows(rows, FakeCuda()), layout, direction, staging_bytes=1000))
+            handlers.append(
+                CudaCopyHandler(kv_caches, PinnedRows(rows, FakeCuda()), layout, direction, staging_bytes=1000)
+            )
         return handlers[-1]
 
     monkeypatch.setattr(host, "_CHUNK_BYTES", 300)
@@ -58,7 +62,9 @@ def store_spec(
     return GPULoadStoreSpec(blocks, sizes, indices or [0] * len(sizes)), CPULoadStoreSpec(rows)
 
 
-def load_spec(blocks: list[int], rows: list[int], sizes: list[int] | None = None, indices: list[int] | None = None) -> TransferSpec:
+def load_spec(
+    blocks: list[int], rows: list[int], sizes: list[int] | None = None, indices: list[int] | None = None
+) -> TransferSpec:
     gpu, cpu = store_spec(blocks, rows, sizes, indices)
     return cpu, gpu
 
@@ -67,7 +73,7 @@ def snapshot(kv_caches: CanonicalKVCaches) -> list[np.ndarray]:
     return [tensor.tensor.numpy().copy() for tensor in kv_caches.tensors]
 
 
-# -------------------------------------------------------------------------------------------------------------- round trip
+# ----------------------------------------------------------------------------------------------------------- round trip
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
@@ -129,7 +135,9 @@ def test_groups_have_rows_of_their_own(make: Make) -> None:
     assert rows[6, :80].tobytes() == kv.gpu_block(cache, 0, 4)
     assert rows[7, :40].tobytes() == kv.gpu_block(cache, 1, 9)
     other = kv.two_groups(seed=1000)
-    result = run(make(other, rows, layout, Direction.LOAD), load_spec([8, 1, 2], [5, 6, 7], sizes=[2, 1], indices=[4, 0]))
+    result = run(
+        make(other, rows, layout, Direction.LOAD), load_spec([8, 1, 2], [5, 6, 7], sizes=[2, 1], indices=[4, 0])
+    )
     assert (result.transfer_size, result.transfer_type) == (2 * 80 + 40, ("cpu", "gpu"))
     assert kv.gpu_block(other, 0, 8) == kv.gpu_block(cache, 0, 3)
     assert kv.gpu_block(other, 1, 2) == kv.gpu_block(cache, 1, 9)
@@ -153,7 +161,8 @@ def test_replicated_kv_is_written_by_rank_0_and_read_by_all(make: Make) -> None:
     layouts = [RowLayout.of(cache, 1, rank, 2, replicated=True) for rank, cache in enumerate(caches)]
     rows = kv.make_rows(layouts[0])
     results = [
-        run(make(cache, rows, layout, Direction.STORE), store_spec([6], [4])) for cache, layout in zip(caches, layouts, strict=True)
+        run(make(cache, rows, layout, Direction.STORE), store_spec([6], [4]))
+        for cache, layout in zip(caches, layouts, strict=True)
     ]
     assert [result.success for result in results] == [True, True]
     assert [result.transfer_size for result in results] == [layouts[0].group_bytes[0], None]
@@ -167,7 +176,7 @@ def test_an_empty_transfer_ends_like_any_other(make: Make) -> None:
     assert run(make(cache, kv.make_rows(layout), layout, Direction.LOAD), load_spec([], [])).success
 
 
-# ----------------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 def test_each_result_is_handed_out_once_also_if_nobody_waited(make: Make) -> None:
@@ -199,7 +208,7 @@ def test_results_have_size_time_and_type(make: Make) -> None:
     assert result.transfer_type == ("gpu", "cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------- failures
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
@@ -248,7 +257,7 @@ def test_rows_that_are_too_small_are_refused(make: Make) -> None:
         make(cache, np.zeros((4, layout.row_bytes - 1), np.uint8), layout, Direction.STORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- the way to them
+# ------------------------------------------------------------------------------------------------------ the way to them
 
 
 def test_make_handlers_serves_a_worker_both_ways() -> None:
@@ -272,7 +281,8 @@ def test_a_device_that_nothing_copies_from_is_refused() -> None:
     layout = RowLayout.of(cache)
     rows = kv.make_rows(layout)
     meta = CanonicalKVCaches(
-        tuple(type(tensor)(tensor.tensor.to("meta"), tensor.page_size_bytes) for tensor in cache.tensors), cache.group_data_refs
+        tuple(type(tensor)(tensor.tensor.to("meta"), tensor.page_size_bytes) for tensor in cache.tensors),
+        cache.group_data_refs,
     )
     with pytest.raises(ConfigError, match="meta"):
         next(make_handlers(meta, rows.data, layout))

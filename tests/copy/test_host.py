@@ -135,7 +135,9 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_a_machine_that_starts_no_more_threads_does_not_fail_a_transfer_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_starts_no_more_threads_does_not_fail_a_transfer_half_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handler = blocked()
     no_more_threads(monkeypatch)
     assert handler.transfer_async(1, spec())

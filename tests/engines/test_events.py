@@ -51,7 +51,9 @@ def test_fields_that_a_release_has_are_told() -> None:
 
 
 def test_fields_in_another_order_are_told_by_their_names() -> None:
-    convert = EventConverter(module(("medium", "session_id", "ownership", "block_hashes"), ("ownership", "block_hashes")))
+    convert = EventConverter(
+        module(("medium", "session_id", "ownership", "block_hashes"), ("ownership", "block_hashes"))
+    )
     assert vars(convert(STORED)) == {"medium": "STORAGE", "ownership": "s3", "block_hashes": [b"a"]}
     assert vars(convert(REMOVED)) == {"ownership": "s3", "block_hashes": [b"a"]}
 

@@ -18,7 +18,12 @@ from tiering.engines.vllm.weights import digest_of_files, draft_identity, weight
 from tiering.errors import ConfigError
 
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
-CONFIG = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000, "_name_or_path": "org/model", "transformers_version": "5.0"}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "rope_theta": 10000,
+    "_name_or_path": "org/model",
+    "transformers_version": "5.0",
+}
 AUTO = SimpleNamespace(load_format="auto")
 
 
@@ -42,7 +47,9 @@ def write_snapshot(cache: Path, name: str = "org--model", commit: str = COMMIT) 
 def model(path: object, **words: Any) -> Any:
     """vLLM's configuration of a model."""
     config = SimpleNamespace(to_dict=lambda: dict(CONFIG), architectures=CONFIG["architectures"], _commit_hash=None)
-    return SimpleNamespace(**{"model": str(path), "revision": None, "hf_config": config, "seed": 0, "max_model_len": 4096, **words})
+    return SimpleNamespace(
+        **{"model": str(path), "revision": None, "hf_config": config, "seed": 0, "max_model_len": 4096, **words}
+    )
 
 
 def known_commit(commit: str) -> Any:
@@ -58,7 +65,13 @@ def test_the_same_files_under_another_path_or_through_a_link_are_the_same_model(
     shutil.copytree(first, tmp_path / "copy")
     (tmp_path / "link").symlink_to(first)
     (tmp_path / "above").symlink_to(tmp_path)
-    paths = [first, tmp_path / "copy", tmp_path / "link", tmp_path / "above" / "first", tmp_path / "copy" / ".." / "first"]
+    paths = [
+        first,
+        tmp_path / "copy",
+        tmp_path / "link",
+        tmp_path / "above" / "first",
+        tmp_path / "copy" / ".." / "first",
+    ]
     assert len({identity(path) for path in paths}) == 1
 
 
@@ -140,7 +153,7 @@ def test_a_loader_that_may_find_weights_elsewhere_is_refused(tmp_path):
         weights_identity(model(path), SimpleNamespace(load_format="tensorizer"))
 
 
-# ----------------------------------------------------------------------------------------------------------- draft, overrides
+# ----------------------------------------------------------------------------------------------------- draft, overrides
 
 
 def test_a_draft_is_known_by_its_weights_too_and_by_its_name_if_need_be(tmp_path):
@@ -165,7 +178,12 @@ def said(path: str, dictionary: dict[str, Any], **words: Any) -> dict[str, Any]:
 
 def test_a_configuration_says_the_same_by_name_and_by_path():
     by_name = {**CONFIG, "auto_map": {"AutoModel": "org/model--modeling.Model"}, "text_config": {"_name_or_path": "x"}}
-    by_path = {**CONFIG, "auto_map": {"AutoModel": "modeling.Model"}, "_name_or_path": "/a", "text_config": {"_name_or_path": "y"}}
+    by_path = {
+        **CONFIG,
+        "auto_map": {"AutoModel": "modeling.Model"},
+        "_name_or_path": "/a",
+        "text_config": {"_name_or_path": "y"},
+    }
     assert said("org/model", by_name) == said("/a", by_path)
 
 
@@ -178,4 +196,6 @@ def test_what_changes_results_is_in_the_overrides():
     ]
     digests = {json.dumps(said("org/model", {**CONFIG, **change})) for change in changed}
     assert len(digests) == len(changed)
-    assert said("org/model", CONFIG, num_hash_lookahead_tokens=1) != said("org/model", CONFIG, num_hash_lookahead_tokens=0)
+    assert said("org/model", CONFIG, num_hash_lookahead_tokens=1) != said(
+        "org/model", CONFIG, num_hash_lookahead_tokens=0
+    )

@@ -85,7 +85,7 @@ def run(path: str, how: str, pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ----------------------------------------------------------------------------------------------------------------- the manager
+# ---------------------------------------------------------------------------------------------------------- the manager
 
 
 def use_manager(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingManager) -> None:
@@ -117,7 +117,10 @@ def use_manager(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingMana
 def run_manager(path: str, region: str, pipe: Connection) -> None:
     """A manager with rows in /dev/shm for a worker that has not come yet; a child uses all of it.  Sends what became of both."""
     stack = load_stack(
-        {"primary": {"capacity": 32 * 8192}, "secondary": [{"type": "local", "path": path, "capacity": "8MiB", "required": True}]}
+        {
+            "primary": {"capacity": 32 * 8192},
+            "secondary": [{"type": "local", "path": path, "capacity": "8MiB", "required": True}],
+        }
     )
     rows = SharedRegion.open_shared(region, 32, 8192, sides=2)
     model = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="fork")

@@ -1,7 +1,7 @@
 """The engine that the kill loop kills: a whole stack through the public API, storing, loading and resetting until it dies.
 
-What a block contains depends on its number and on the weights that computed it.  A process starts with weights 0, as its identity says;
-a reset comes with other ones.
+What a block contains depends on its number and on the weights that computed it.  A process starts with weights 0, as
+its identity says; a reset comes with other ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from tiering import ModelIdentity, OffloadKey, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+from tiering import (
+    ModelIdentity,
+    OffloadKey,
+    ReqContext,
+    TieringOffloadingManager,
+    load_stack,
+    make_offload_key,
+    open_manager,
+)
 from tiering.primary.memory.region import SharedRegion
 from tiering.testing.frames import random_bytes
 
@@ -59,7 +67,9 @@ class Child:
         )
         rows = SharedRegion.open_shared(region, ROWS, max(GROUP_BYTES), sides=2)
         self.worker = SharedRegion.open_shared(region, ROWS, max(GROUP_BYTES), sides=2)
-        self.manager: TieringOffloadingManager = open_manager(stack, GROUP_BYTES, MODEL, region=rows, enable_events=True)
+        self.manager: TieringOffloadingManager = open_manager(
+            stack, GROUP_BYTES, MODEL, region=rows, enable_events=True
+        )
         self.weights = 0
         self._requests = 0
 
@@ -120,8 +130,8 @@ def run(
 ) -> None:
     """Store until told to stop, or killed.
 
-    Sends ("checked", missing of ``held``, wrong of ``held`` and ``others``) first, then ("stored" or "removed", numbers) as the disk
-    tier reports them, ("reset", weights) before a reset, and ("wrong", numbers) if there are any.
+    Sends ("checked", missing of ``held``, wrong of ``held`` and ``others``) first, then ("stored" or "removed",
+    numbers) as the disk tier reports them, ("reset", weights) before a reset, and ("wrong", numbers) if there are any.
     """
     rng = random.Random(seed)
     child = Child(path, region, durability)

@@ -1,7 +1,8 @@
 """Everything that can fail does, at once and repeatably from a seed, and no output shows it.
 
-Copies that are refused, fail half way, or happen as late as they may; a medium in memory that throttles, hangs, flips bits, truncates
-and swaps; a disk that is full, reports errors and returns other sectors; aborts, preemptions, new weights and a restart meanwhile.
+Copies that are refused, fail half way, or happen as late as they may; a medium in memory that throttles, hangs, flips
+bits, truncates and swaps; a disk that is full, reports errors and returns other sectors; aborts, preemptions, new
+weights and a restart meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class BadCopies(OffloadingHandler):
     A transfer that was waited for happens then; any other at some later question for results.
     """
 
-    def __init__(self, inner: OffloadingHandler, dice: random.Random, scribble: Callable[[LoadStoreSpec], None]) -> None:
+    def __init__(
+        self, inner: OffloadingHandler, dice: random.Random, scribble: Callable[[LoadStoreSpec], None]
+    ) -> None:
         self.inner = inner
         self.dice = dice
         self.scribble = scribble
@@ -109,7 +112,15 @@ def bad_copies(monkeypatch: pytest.MonkeyPatch) -> list[BadCopies]:
 def random_options(dice: random.Random, path: Path) -> EngineOptions:
     model = replace(SMALL, sliding_window=dice.choice([None, None, 12, 17, 20]))
     factor = dice.choice([1, 1, 2, 4])
-    faults = {"TEMPORARY": 0.06, "PERMANENT": 0.03, "BIT_FLIP": 0.06, "TRUNCATE": 0.04, "SWAP": 0.06, "TORN": 0.05, "DELAY": 0.05}
+    faults = {
+        "TEMPORARY": 0.06,
+        "PERMANENT": 0.03,
+        "BIT_FLIP": 0.06,
+        "TRUNCATE": 0.04,
+        "SWAP": 0.06,
+        "TORN": 0.05,
+        "DELAY": 0.05,
+    }
     small = {"attempts": 2, "backoff": "1ms", "backoff_max": "2ms"}
     secondary: list[dict[str, Any]] = [
         {
@@ -140,7 +151,10 @@ def random_options(dice: random.Random, path: Path) -> EngineOptions:
         max_batch_tokens=dice.choice([20, 64]),
         max_running=dice.choice([2, 6]),
         stack={
-            "primary": {"capacity": dice.choice([12, 40]) * one_row(model, factor=factor), "eviction": dice.choice(["lru", "arc"])},
+            "primary": {
+                "capacity": dice.choice([12, 40]) * one_row(model, factor=factor),
+                "eviction": dice.choice(["lru", "arc"]),
+            },
             "secondary": secondary,
             "reset_deadline": "300ms",
             "shutdown_deadline": "2s",

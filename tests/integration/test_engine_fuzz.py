@@ -25,7 +25,11 @@ def random_options(dice: random.Random, path: Path) -> EngineOptions:
     if dice.random() < 0.5:
         secondary.append({"type": "local", "path": str(path / "local"), "capacity": "8MiB", "segment_size": "2MiB"})
     if dice.random() < 0.5:
-        chaos: dict[str, Any] = {"type": "tests.mini_engine.chaos_tier:CHAOS_TIER", "name": "chaos", "seed": dice.randrange(1000)}
+        chaos: dict[str, Any] = {
+            "type": "tests.mini_engine.chaos_tier:CHAOS_TIER",
+            "name": "chaos",
+            "seed": dice.randrange(1000),
+        }
         chaos |= {"puts": FAULTS, "gets": FAULTS, "retries": {"attempts": 2, "backoff": "1ms", "backoff_max": "2ms"}}
         secondary.append(chaos)
     rows = dice.choice([3, 12, 40, 120])
@@ -62,7 +66,9 @@ def play(dice: random.Random, engine: Engine, model: ModelConfig, *, may_change_
             asked = [
                 (
                     request,
-                    None if request.output and request.status is not Status.FINISHED else (weights if request.output else model),
+                    None
+                    if request.output and request.status is not Status.FINISHED
+                    else (weights if request.output else model),
                 )
                 for request, weights in asked
             ]

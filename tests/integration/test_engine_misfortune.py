@@ -30,7 +30,9 @@ MEMORY = {"type": "memory", "capacity": "16MiB"}
 
 @MODELS
 def test_preemption_while_storing_and_loading(model: Any) -> None:
-    with Engine(options(num_blocks=30 if model is SMALL else 50, model=model, stack=stack(200, MEMORY, model=model))) as engine:
+    with Engine(
+        options(num_blocks=30 if model is SMALL else 50, model=model, stack=stack(200, MEMORY, model=model))
+    ) as engine:
         preemptions = 0
         for turn in range(3):
             outputs = ask_all(engine, PROMPTS, f"turn {turn}", max_tokens=24, at_once=6)
@@ -156,7 +158,15 @@ def test_the_comparison_fails_if_one_block_of_a_load_is_wrong() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @MODELS
 def test_faults_of_a_medium_do_not_show(model: Any, seed: int) -> None:
-    faults = {"TEMPORARY": 0.1, "PERMANENT": 0.05, "BIT_FLIP": 0.1, "TRUNCATE": 0.05, "SWAP": 0.1, "TORN": 0.1, "DELAY": 0.1}
+    faults = {
+        "TEMPORARY": 0.1,
+        "PERMANENT": 0.05,
+        "BIT_FLIP": 0.1,
+        "TRUNCATE": 0.05,
+        "SWAP": 0.1,
+        "TORN": 0.1,
+        "DELAY": 0.1,
+    }
     chaos = {
         "type": "tests.mini_engine.chaos_tier:CHAOS_TIER",
         "name": "chaos",

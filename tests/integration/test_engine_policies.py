@@ -17,7 +17,10 @@ MEMORY = {"type": "memory", "capacity": "16MiB"}
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """Two secondary tiers, and no prefix cache on the GPU: what comes back comes from the tiers."""
-    stack = {"primary": {"capacity": 100 * one_row()}, "secondary": [{**MEMORY, "name": "near"}, {**MEMORY, "name": "far"}]}
+    stack = {
+        "primary": {"capacity": 100 * one_row()},
+        "secondary": [{**MEMORY, "name": "near"}, {**MEMORY, "name": "far"}],
+    }
     with Engine(options(stack=stack, prefix_caching=False)) as made:
         yield made
 
@@ -65,7 +68,8 @@ def test_only_the_leading_tokens_are_loaded(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "held"), [(["far"], {"near": 0, "far": 9}), ([], {"near": 0, "far": 0}), (["unknown"], {"near": 0, "far": 0})]
+    ("tiers", "held"),
+    [(["far"], {"near": 0, "far": 9}), ([], {"near": 0, "far": 0}), (["unknown"], {"near": 0, "far": 0})],
 )
 def test_only_the_named_tiers_get_blocks(engine: Engine, tiers: list[str], held: dict[str, int]) -> None:
     ask(engine, "first", tiers=tiers)

@@ -159,7 +159,9 @@ def test_large_offloaded_blocks_with_unaligned_starts(kind: str, factor: int, tm
             tokens = [PROMPTS[0], prompt(length, length, shared=8), PROMPTS[1]]
             outputs = ask_all(engine, tokens, f"{length}", at_once=1)
             assert wrong_answers(outputs, tokens) == []
-            unaligned += sum(output.loaded_tokens > 0 and output.gpu_hit_tokens % (8 * factor) > 0 for output in outputs)
+            unaligned += sum(
+                output.loaded_tokens > 0 and output.gpu_hit_tokens % (8 * factor) > 0 for output in outputs
+            )
         assert engine.loaded_bytes > 0
     assert unaligned > 0
 

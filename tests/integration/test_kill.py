@@ -44,7 +44,16 @@ class Loop:
         ours, theirs = self._context.Pipe()
         held = list(self.stored)[-NEWEST:]
         others = self.rng.sample(self.others, min(OTHERS, len(self.others)))
-        arguments = (str(self.path), self.region, self.rng.randrange(1 << 30), durability, self._first, held, others, theirs)
+        arguments = (
+            str(self.path),
+            self.region,
+            self.rng.randrange(1 << 30),
+            durability,
+            self._first,
+            held,
+            others,
+            theirs,
+        )
         self._first += 1_000_000
         process = self._context.Process(target=kill_child.run, args=arguments)
         process.start()

@@ -126,7 +126,9 @@ class Rig:
         self.buffer = np.zeros((rows, 16), np.uint8)
         self.primary = CPUPrimaryTierOffloadingManager(memoryview(self.buffer), enable_events=True)
         self.tiers = list(tiers)
-        self.manager = TieringOffloadingManager(self.primary, self.tiers, enable_events=True, clock=self.clock, **options)  # type: ignore[arg-type]
+        self.manager = TieringOffloadingManager(
+            self.primary, self.tiers, enable_events=True, clock=self.clock, **options
+        )  # type: ignore[arg-type]
         self.ctx = self.request("r1")
 
     def request(self, req_id: str, **params: object) -> ReqContext:

@@ -1,7 +1,7 @@
 """``lookup`` and ``match_prefix`` mean the same, whatever state the manager is in.
 
-Two managers are led through the same random history; then one is asked about a key, the other about the prefix of that key alone.
-They must give the same answer, and do the same: bring in the same blocks, from the same tier, or none.
+Two managers are led through the same random history; then one is asked about a key, the other about the prefix of that
+key alone. They must give the same answer, and do the same: bring in the same blocks, from the same tier, or none.
 """
 
 from __future__ import annotations
@@ -107,12 +107,16 @@ def answer_of(match: tuple[int, bool]) -> bool | None:
     who=asker,
     key=st.sampled_from(KEYS),
 )
-def test_one_key(least: tuple[int, int], wishes: list[Any], history: list[tuple[str, int, Any]], who: int, key: OffloadKey) -> None:
+def test_one_key(
+    least: tuple[int, int], wishes: list[Any], history: list[tuple[str, int, Any]], who: int, key: OffloadKey
+) -> None:
     asked, matched = Twin(least, wishes), Twin(least, wishes)
     for step in history:
         asked.apply(step)
         matched.apply(step)
-    assert asked.rig.manager.lookup(key, asked.asker[who]) is answer_of(matched.rig.manager.match_prefix([key], matched.asker[who]))
+    assert asked.rig.manager.lookup(key, asked.asker[who]) is answer_of(
+        matched.rig.manager.match_prefix([key], matched.asker[who])
+    )
     assert asked.state() == matched.state()
 
 

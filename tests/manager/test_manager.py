@@ -11,7 +11,7 @@ from tiering.api.transfer import CPULoadStoreSpec
 from tiering.errors import ConfigError, NotReadableError
 from tiering.secondary.contract import JobResult
 
-# ----------------------------------------------------------------------------------------------------------------- cascade
+# -------------------------------------------------------------------------------------------------------------- cascade
 
 
 def test_every_stored_block_is_offered_to_all_tiers_and_pinned_until_each_has_reported() -> None:
@@ -95,7 +95,7 @@ def test_keys_that_admission_wants_later_are_cascaded_while_resident() -> None:
     assert [list(job.keys) for job in tier.stores] == [make_keys(0)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- lookup
+# --------------------------------------------------------------------------------------------------------------- lookup
 
 
 def test_finished_jobs_are_collected_at_most_once_per_step_by_lookups() -> None:
@@ -185,7 +185,7 @@ def test_a_request_may_be_limited_to_some_tiers() -> None:
     assert other.calls("submit_store")
 
 
-# ------------------------------------------------------------------------------------------------------------- promotion
+# ------------------------------------------------------------------------------------------------------------ promotion
 
 
 def test_promotions_are_one_batched_job_per_tier_and_request_at_the_end_of_the_step() -> None:
@@ -384,7 +384,7 @@ def test_a_fill_for_a_request_that_has_finished_belongs_to_nobody() -> None:
     assert [job.req_context.req_id for job in fast.stores] == [""]
 
 
-# -------------------------------------------------------------------------------------------------------------- deadlines
+# ------------------------------------------------------------------------------------------------------------ deadlines
 
 
 def test_an_overdue_promotion_is_a_miss_at_once_and_its_rows_stay_away_until_the_job_is_reported() -> None:
@@ -404,7 +404,10 @@ def test_an_overdue_promotion_is_a_miss_at_once_and_its_rows_stay_away_until_the
 
 def test_at_the_deadline_a_request_goes_on_with_the_leading_blocks_that_have_arrived() -> None:
     keys = make_keys(0, 3)
-    fast, slow = FakeTier("fast", held={keys[0]}, load_deadline=3.0), FakeTier("slow", held=set(keys[1:]), load_deadline=3.0)
+    fast, slow = (
+        FakeTier("fast", held={keys[0]}, load_deadline=3.0),
+        FakeTier("slow", held=set(keys[1:]), load_deadline=3.0),
+    )
     rig = Rig(8, [fast, slow])
     assert rig.manager.match_prefix(keys, rig.ctx) == PrefixMatch(3, True)
     rig.step()
@@ -447,7 +450,7 @@ def test_an_overdue_load_counts_against_the_tiers_share_until_it_is_reported() -
     assert rig.manager.match_prefix(keys[2:], rig.request("r3")) == PrefixMatch(2, True)
 
 
-# ---------------------------------------------------------------------------------------------------- requests, misbehaviour
+# ----------------------------------------------------------------------------------------------- requests, misbehaviour
 
 
 def test_tiers_learn_that_a_request_finished_only_when_no_more_cascades_can_follow() -> None:
@@ -532,7 +535,7 @@ def test_job_ids_grow() -> None:
     assert ids == sorted(set(ids))  # type: ignore[type-var]
 
 
-# ------------------------------------------------------------------------------------------------------- reset, shutdown
+# ------------------------------------------------------------------------------------------------------ reset, shutdown
 
 
 def test_after_a_reset_nothing_old_is_served_and_late_loads_are_worthless() -> None:
@@ -639,7 +642,7 @@ def test_at_shutdown_every_tier_gets_its_turn_even_if_one_raises_and_it_happens_
     assert len(healthy.calls("drain")) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------ events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 def test_events_come_in_an_order_that_a_consumer_can_apply() -> None:

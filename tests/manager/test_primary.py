@@ -46,7 +46,9 @@ def test_a_block_is_pending_until_its_store_is_complete(primary: CPUPrimaryTierO
     assert primary.match_prefix([key], CTX) == (1, False)
 
 
-def test_a_failed_store_frees_its_rows_and_leaves_readable_blocks_alone(primary: CPUPrimaryTierOffloadingManager) -> None:
+def test_a_failed_store_frees_its_rows_and_leaves_readable_blocks_alone(
+    primary: CPUPrimaryTierOffloadingManager,
+) -> None:
     held, new = make_keys(1), make_keys(2)
     store(primary, held)
     prepare(primary, held + new)
@@ -169,7 +171,9 @@ def test_a_reset_forgets_everything_and_quarantines_what_is_busy(primary: CPUPri
     assert primary.table.free == 2
 
 
-def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(primary: CPUPrimaryTierOffloadingManager) -> None:
+def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(
+    primary: CPUPrimaryTierOffloadingManager,
+) -> None:
     key = make_keys(1)
     prepare(primary, key, ReqContext("old"))
     primary.reset_cache()
@@ -180,7 +184,9 @@ def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(p
     assert primary.lookup(key[0], CTX) is True
 
 
-def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(primary: CPUPrimaryTierOffloadingManager) -> None:
+def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(
+    primary: CPUPrimaryTierOffloadingManager,
+) -> None:
     keys = make_keys(0, 4)
     prepare(primary, keys)
     assert primary.take_events() == []

@@ -1,8 +1,9 @@
 """The manager against a model, in random order: nobody ever reads a block that is not the one asked for.
 
-Rows have real content: (key number, epoch).  Every writer scribbles over its rows when it may begin to write and puts the right content
-there when it succeeds; every reader checks on entering and on leaving.  The epoch goes up at each reset: what is read must carry the
-present one.  The model also knows who writes and who reads each row, so that two never meet.
+Rows have real content: (key number, epoch).  Every writer scribbles over its rows when it may begin to write and puts
+the right content there when it succeeds; every reader checks on entering and on leaving.  The epoch goes up at each
+reset: what is read must carry the present one.  The model also knows who writes and who reads each row, so that two
+never meet.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ KEYS = make_keys(0, UNIVERSE)
 NUMBER = {key: number for number, key in enumerate(KEYS)}
 GARBAGE = 255
 
-prefixes = st.builds(lambda start, length: KEYS[start : start + length], st.integers(0, UNIVERSE - 1), st.integers(1, 6))
+prefixes = st.builds(
+    lambda start, length: KEYS[start : start + length], st.integers(0, UNIVERSE - 1), st.integers(1, 6)
+)
 
 
 choices = st.integers(0, 2**16)
@@ -83,7 +86,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.new_request()
 
-    # ------------------------------------------------------------------------------------------------------------- model
+    # ------------------------------------------------------------------------------------------------------------ model
 
     def _fill(self, keys: list[bytes], rows: np.ndarray, epoch: int) -> None:
         self.buffer[rows, 0] = [NUMBER[key] for key in keys]
@@ -92,7 +95,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _request(self, choice: int) -> ReqContext:
         return self.requests[sorted(self.requests)[choice % len(self.requests)]]
 
-    # ------------------------------------------------------------------------------------------------------------- rules
+    # ------------------------------------------------------------------------------------------------------------ rules
 
     @rule()
     def new_request(self) -> None:
@@ -212,7 +215,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.tiers[tier].contents.update(dict.fromkeys(keys, self.epoch))
 
     @precondition(lambda self: self.requests)
-    @rule(choice=choices, tier=st.integers(0, 1), keys=prefixes, wait=st.sampled_from([0.0, 0.0, 6.0, 12.0]), arrive=st.booleans())
+    @rule(
+        choice=choices,
+        tier=st.integers(0, 1),
+        keys=prefixes,
+        wait=st.sampled_from([0.0, 0.0, 6.0, 12.0]),
+        arrive=st.booleans(),
+    )
     def promote(self, choice: int, tier: int, keys: list[bytes], wait: float, arrive: bool) -> None:
         """The whole way of a promotion in one rule, since single rules find it rarely: ask, submit, perhaps too late, arrive."""
         ctx = self._request(choice)
@@ -261,7 +270,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not self.table.readable
         self.epoch += 1
 
-    # -------------------------------------------------------------------------------------------------------- invariants
+    # ------------------------------------------------------------------------------------------------------- invariants
 
     def _assert_unused(self, rows: np.ndarray) -> None:
         busy: set[int] = set()

@@ -79,7 +79,9 @@ GATED, SILENT = _definition(GatedTier), _definition(SilentTier)
 
 
 def opened(*sections: dict[str, object]) -> tiering.TieringOffloadingManager:
-    return tiering.open_manager(tiering.load_stack({"primary": {"capacity": "1MiB"}, "secondary": list(sections)}), BLOCK, MODEL)
+    return tiering.open_manager(
+        tiering.load_stack({"primary": {"capacity": "1MiB"}, "secondary": list(sections)}), BLOCK, MODEL
+    )
 
 
 def gated(kind: str = "GATED") -> tuple[tiering.TieringOffloadingManager, GatedTier]:
@@ -186,7 +188,7 @@ def test_a_wait_does_not_spin(pieces: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert tier.steps <= pieces + 2
 
 
-# --------------------------------------------------------------------------------------------------------------- one thread
+# ----------------------------------------------------------------------------------------------------------- one thread
 
 
 def on_another_thread(call: Callable[[], object]) -> BaseException | None:
@@ -222,7 +224,9 @@ CTX = tiering.ReqContext("r1")
         lambda manager: tiering.wait_for_prefix(manager, KEYS, CTX),
     ],
 )
-def test_a_second_thread_is_told_what_to_do_and_changes_nothing(call: Callable[[tiering.TieringOffloadingManager], object]) -> None:
+def test_a_second_thread_is_told_what_to_do_and_changes_nothing(
+    call: Callable[[tiering.TieringOffloadingManager], object],
+) -> None:
     with opened() as manager:
         store(manager)
         before = manager.get_stats()

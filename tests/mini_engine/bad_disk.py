@@ -14,7 +14,11 @@ from tiering.testing.device import FaultyDevice
 from tiers.local.options import LocalOptions
 from tiers.local.tier import LocalTier
 
-_ERRORS = {"read": (errno.EIO, errno.EAGAIN), "write": (errno.ENOSPC, errno.EIO, errno.EAGAIN), "allocate": (errno.ENOSPC,)}
+_ERRORS = {
+    "read": (errno.EIO, errno.EAGAIN),
+    "write": (errno.ENOSPC, errno.EIO, errno.EAGAIN),
+    "allocate": (errno.ENOSPC,),
+}
 
 
 class BadDisk(FaultyDevice):

@@ -37,7 +37,9 @@ def result(output: Output) -> tuple[list[int], list[int]]:
 
 def reference(tokens: Sequence[int], max_tokens: int = 8, **changes: Any) -> tuple[list[int], list[int]]:
     """The result of one prompt, computed alone in one piece by a fresh engine without any cache."""
-    return _reference(tuple(tokens), max_tokens, options(max_batch_tokens=100_000, prefix_caching=False, **changes).model)
+    return _reference(
+        tuple(tokens), max_tokens, options(max_batch_tokens=100_000, prefix_caching=False, **changes).model
+    )
 
 
 @functools.cache
@@ -52,7 +54,9 @@ def one_row(model: ModelConfig = SMALL, block_size: int = 8, factor: int = 1) ->
     return -(-layers * 2 * block_size * model.kv_heads * model.head_dim * 4 * factor // 4096) * 4096
 
 
-def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], name: str, max_tokens: int = 8, at_once: int = 2) -> list[Output]:
+def ask_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], name: str, max_tokens: int = 8, at_once: int = 2
+) -> list[Output]:
     """Ask ``prompts``, ``at_once`` at a time; the outputs in their order."""
     outputs: dict[str, Output] = {}
     requests = [Request(f"{name} {number}", tokens, max_tokens) for number, tokens in enumerate(prompts)]
@@ -61,7 +65,13 @@ def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], name: str, max_tok
     return [outputs[request.request_id] for request in requests]
 
 
-def wrong_answers(outputs: Sequence[Output], prompts: Sequence[Sequence[int]], max_tokens: int = 8, **changes: Any) -> list[int]:
+def wrong_answers(
+    outputs: Sequence[Output], prompts: Sequence[Sequence[int]], max_tokens: int = 8, **changes: Any
+) -> list[int]:
     """The numbers of the prompts whose output is not, to the last bit, what it must be."""
     pairs = zip(outputs, prompts, strict=True)
-    return [number for number, (output, tokens) in enumerate(pairs) if result(output) != reference(tokens, max_tokens, **changes)]
+    return [
+        number
+        for number, (output, tokens) in enumerate(pairs)
+        if result(output) != reference(tokens, max_tokens, **changes)
+    ]

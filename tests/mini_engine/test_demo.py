@@ -21,7 +21,9 @@ KEY = bytes(range(36))
 def settings(directory: Path, name: str, **changes: object) -> ActSettings:
     place = directory / name
     place.mkdir()
-    act = ActSettings(name, str(place / "result"), str(directory / "seen"), str(place / "log"), shape=dataclasses.asdict(TINY))
+    act = ActSettings(
+        name, str(place / "result"), str(directory / "seen"), str(place / "log"), shape=dataclasses.asdict(TINY)
+    )
     return dataclasses.replace(act, num_blocks=32, **changes)  # type: ignore[arg-type]
 
 

@@ -163,7 +163,9 @@ def test_a_loaded_request_gives_its_blocks_back_rather_than_block_everybody() ->
     for _ in range(60):
         output = subject.schedule()
         requests = (subject.requests[name] for name in output.num_scheduled_tokens)
-        sampled = {request.request_id: DONE for request in requests if request.num_computed_tokens == request.num_tokens}
+        sampled = {
+            request.request_id: DONE for request in requests if request.num_computed_tokens == request.num_tokens
+        }
         subject.update(output, sampled, arrived)
         arrived = ConnectorOutput()
     assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED)

@@ -90,7 +90,9 @@ class TestStored:
             assert told.parent_block_hash == (request.block_hashes[2 * position - 1] if position else None)
             assert told.token_ids == list(range(8 * position, 8 * position + 8))
 
-    @pytest.mark.parametrize("lora", [SimpleNamespace(adapter_id=7, name="poet"), SimpleNamespace(lora_int_id=7, lora_name="poet")])
+    @pytest.mark.parametrize(
+        "lora", [SimpleNamespace(adapter_id=7, name="poet"), SimpleNamespace(lora_int_id=7, lora_name="poet")]
+    )
     def test_names_the_adapter(self, lora: object) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24, lora_request=lora)
         tracker.record_store(request, group(), 0, request.key(1))
@@ -111,7 +113,10 @@ class TestStored:
         assert all(event.block_hashes == request.block_hashes[:2] for event in events)
 
     def test_hashes_take_the_engines_external_form(self) -> None:
-        tracker, request = OffloadingEventsTracker(ON, EngineEvents(lambda name: int.from_bytes(name[:8], "big"))), prompt(24)
+        tracker, request = (
+            OffloadingEventsTracker(ON, EngineEvents(lambda name: int.from_bytes(name[:8], "big"))),
+            prompt(24),
+        )
         tracker.record_store(request, group(), 1, request.key(3))
         (event,) = tracker.take_events([stored(request.key(3))])
         assert isinstance(event, BlockStored)
@@ -256,7 +261,9 @@ class TestPlaceholders:
         tracker = OffloadingEventsTracker(ON)
         key = make_offload_key(b"h" * 32, 3)
         assert tracker.take_events([stored(key, tier="disk"), removed(key, tier="disk")]) == [
-            BlockStored([b"h" * 32], None, [], 0, None, "STORAGE", None, group_idx=3, locality="LOCAL", ownership="disk"),
+            BlockStored(
+                [b"h" * 32], None, [], 0, None, "STORAGE", None, group_idx=3, locality="LOCAL", ownership="disk"
+            ),
             BlockRemoved([b"h" * 32], "STORAGE", 3, "LOCAL", "disk"),
         ]
 

@@ -116,7 +116,9 @@ def test_every_counter_of_every_configured_tier_exists_at_0_from_the_start(regis
                 assert registry.get_sample_value(f"{name}_total", told | {"tier": tier}) == 0, name
         for _, name, _ in (*MANAGER_COUNTERS, *CONNECTOR_COUNTERS):
             assert registry.get_sample_value(f"{name}_total", told) == 0, name
-        assert registry.get_sample_value("kv_tiering_available", told | {"tier": "local"}) is None, "nobody has said so yet"
+        assert registry.get_sample_value("kv_tiering_available", told | {"tier": "local"}) is None, (
+            "nobody has said so yet"
+        )
 
 
 def test_a_tier_that_was_not_told_of_has_all_counters_from_its_first_report(
@@ -134,10 +136,14 @@ def test_every_field_of_the_manager_s_stats_is_exported() -> None:
     exported = {field for field, _, _ in (*MANAGER_COUNTERS, *prometheus.MANAGER_GAUGES)}
     assert exported == {field.name for field in dataclasses.fields(ManagerStats)}
     assert {field for field, _, _ in prometheus.MANAGER_GAUGES} == MANAGER_GAUGES
-    assert {field for field, _, _ in CONNECTOR_COUNTERS} <= {field.name for field in dataclasses.fields(SchedulerCounters)}
+    assert {field for field, _, _ in CONNECTOR_COUNTERS} <= {
+        field.name for field in dataclasses.fields(SchedulerCounters)
+    }
 
 
-def test_what_the_manager_and_the_connector_count_is_exported(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+def test_what_the_manager_and_the_connector_count_is_exported(
+    registry: CollectorRegistry, metrics: OffloadPromMetrics
+) -> None:
     scheduler, manager = make_scheduler()
     increments, stats = Increments(), ManagerStats(rows=8)
     for refused in (2, 5):
@@ -193,7 +199,9 @@ def test_tiers_and_engines_are_counted_apart(registry: CollectorRegistry, metric
     assert value(registry, "kv_tiering_hits_total", tier="local", engine="1") == 100
 
 
-def test_the_job_latency_histogram_has_the_counts_and_the_sum(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+def test_the_job_latency_histogram_has_the_counts_and_the_sum(
+    registry: CollectorRegistry, metrics: OffloadPromMetrics
+) -> None:
     seconds = [0.0005, 0.003, 0.003, 0.2, 45.0]
     for jobs in (seconds[:2], seconds[2:]):
         stats = TierStats()
@@ -222,7 +230,9 @@ def test_representatives_lie_in_their_buckets_and_add_up(seconds: list[float]) -
         assert again.job_latency_sum == pytest.approx(stats.job_latency_sum, rel=0.01, abs=1e-4)
 
 
-def test_fields_of_a_newer_or_older_version_do_no_harm(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
+def test_fields_of_a_newer_or_older_version_do_no_harm(
+    registry: CollectorRegistry, metrics: OffloadPromMetrics
+) -> None:
     metrics.observe({"tiers": {"local": {"hits": 1, "unheard_of": 7}}})
     metrics.observe({"tiers": {"local": {"hits": 2, "job_latency": [1]}}})
     assert value(registry, "kv_tiering_hits_total", tier="local") == 3

@@ -64,7 +64,9 @@ def test_aggregate_shares_nothing_with_the_other() -> None:
 
 def test_what_is_new_of_a_tier_adds_up_and_its_gauges_are_as_told_last() -> None:
     stats, later = OffloadingConnectorStats(), OffloadingConnectorStats()
-    stats.record_tiers({"local": TierStats(hits=1, blocks=9, job_latency_sum=0.5).as_dict(), "s3": TierStats(hits=5).as_dict()})
+    stats.record_tiers(
+        {"local": TierStats(hits=1, blocks=9, job_latency_sum=0.5).as_dict(), "s3": TierStats(hits=5).as_dict()}
+    )
     more = TierStats(hits=3, blocks=4)
     more.observe_job(0.25)
     later.record_tiers({"local": more.as_dict()})

@@ -32,7 +32,7 @@ def files(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------------------- shape
+# ---------------------------------------------------------------------------------------------------------------- shape
 
 
 def test_rows_are_page_aligned_and_zero_and_seen_as_bytes() -> None:
@@ -88,7 +88,7 @@ def test_closed_regions_keep_no_descriptor() -> None:
     assert descriptors() == before
 
 
-# ------------------------------------------------------------------------------------------------------------ several sides
+# -------------------------------------------------------------------------------------------------------- several sides
 
 
 def test_sides_share_memory_and_the_last_one_unlinks(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_header_that_is_never_released_is_an_error_and_not_a_hang(tmp_path: Pa
         os.close(holder)
 
 
-# ------------------------------------------------------------------------------------------------------ nothing left behind
+# -------------------------------------------------------------------------------------------------- nothing left behind
 
 
 def test_a_side_that_gives_up_leaves_nothing(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_side_in_another_process_shares_the_memory(tmp_path: Path) -> None:
         assert files(tmp_path) == []
 
 
-# -------------------------------------------------------------------------------------------------------------------- room
+# ----------------------------------------------------------------------------------------------------------------- room
 
 
 def test_too_little_shared_memory_says_which_option_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,9 @@ def test_memory_that_vanished_since_the_check_is_an_error_and_leaves_nothing(
     assert files(tmp_path) == []
 
 
-def test_prefaulting_on_old_kernels_reserves_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefaulting_on_old_kernels_reserves_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = open_side(tmp_path)
     first.array[:] = 5
     monkeypatch.setattr(prefault, "_madvise", lambda address, nbytes, advice: 22)

@@ -154,7 +154,9 @@ def make_namespace(name: str = "demo", group_bytes: tuple[int, ...] = (BLOCK_BYT
     return Namespace.build(ModelIdentity(name=name, weights="w1", dtype="bfloat16", layout="test"), group_bytes)
 
 
-def make_context(clock: FakeClock, *, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), events: bool = True) -> TierContext:
+def make_context(
+    clock: FakeClock, *, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), events: bool = True
+) -> TierContext:
     """A tier's context with an ordinary array as the primary buffer."""
     view = memoryview(np.zeros((NUM_ROWS, max(group_bytes)), np.uint8))
     return TierContext("t", view, group_bytes, make_namespace(group_bytes=group_bytes), clock, enable_events=events)

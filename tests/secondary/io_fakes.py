@@ -116,6 +116,8 @@ def outcome_names(outcomes: Sequence[Outcome]) -> list[str]:
 def make_blocks(count: int, size: int = 64, deadline: float = float("inf")) -> list[BlockIO]:
     """Blocks with buffers of their own, filled with their number."""
     return [
-        BlockIO(key_of(number), number, memoryview(bytearray(128)), memoryview(bytearray([number % 256] * size)), deadline)
+        BlockIO(
+            key_of(number), number, memoryview(bytearray(128)), memoryview(bytearray([number % 256] * size)), deadline
+        )
         for number in range(count)
     ]

@@ -18,7 +18,7 @@ from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoKind
 
-# ----------------------------------------------------------------------------------------------------------------- stores and loads
+# ----------------------------------------------------------------------------------------------------- stores and loads
 
 
 def test_a_stored_block_is_held_only_when_its_write_has_ended() -> None:
@@ -161,7 +161,7 @@ def test_blocks_for_which_there_is_no_room_are_declined() -> None:
     assert rig.tier.get_stats().stores_declined == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- bounds, deadlines
+# ---------------------------------------------------------------------------------------------------- bounds, deadlines
 
 
 def test_the_tail_of_what_exceeds_the_queue_is_dropped() -> None:
@@ -247,7 +247,7 @@ def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answe
     assert rig.tier.lookup(K[0], CTX) is True
 
 
-# ------------------------------------------------------------------------------------------------------------------------- breaker
+# -------------------------------------------------------------------------------------------------------------- breaker
 
 
 def test_an_open_breaker_answers_no_drops_stores_and_fails_loads() -> None:
@@ -369,7 +369,7 @@ def test_an_error_of_the_device_drops_the_block_and_retires_its_slot() -> None:
     assert OffloadingEvent([K[0]], "STORAGE", "LOCAL", "t", removed=True) in rig.events()
 
 
-# ---------------------------------------------------------------------------------------------------------------- requests, policies
+# --------------------------------------------------------------------------------------------------- requests, policies
 
 
 def test_admission_none_takes_no_block() -> None:
@@ -399,7 +399,7 @@ def test_second_touch_asks_for_a_declined_block_that_another_request_uses() -> N
     assert list(rig.io.jobs[0].keys) == K[:2]
 
 
-# ------------------------------------------------------------------------------------------------------------------------- opening
+# -------------------------------------------------------------------------------------------------------------- opening
 
 
 def test_a_tier_that_is_not_open_answers_no_and_fails_jobs() -> None:
@@ -522,7 +522,7 @@ def test_a_tier_that_stores_nothing_writes_nothing_to_its_medium() -> None:
     assert rig.store.documents == {}
 
 
-# -------------------------------------------------------------------------------------------------------------------------- events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 def test_events_follow_what_happened_in_order() -> None:
@@ -560,7 +560,7 @@ def test_on_a_shared_medium_only_what_we_announced_is_announced_as_removed() -> 
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------------ shared lookups
+# ------------------------------------------------------------------------------------------------------- shared lookups
 
 
 def test_an_unknown_prefix_is_asked_about_once_and_undecided_meanwhile() -> None:
@@ -590,7 +590,7 @@ def test_a_probe_that_a_reset_overtakes_teaches_nothing() -> None:
     assert rig.tier.lookup(K[0], CTX) is None
 
 
-# ------------------------------------------------------------------------------------------------------------------------ shutdown
+# ------------------------------------------------------------------------------------------------------------- shutdown
 
 
 def test_shutdown_reports_whether_rows_are_still_in_use() -> None:

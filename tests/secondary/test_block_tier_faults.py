@@ -25,7 +25,9 @@ K = [key_of(number) for number in range(64)]
 class Faulty:
     """A rig on a medium with faults."""
 
-    def __init__(self, *, shared: bool = False, seed: int = 0, plan: ChaosPlan | None = None, **options: object) -> None:
+    def __init__(
+        self, *, shared: bool = False, seed: int = 0, plan: ChaosPlan | None = None, **options: object
+    ) -> None:
         self.store = FaultyStore(seed, plan)
         self._options = {"type": "faulty", "retries": {"attempts": 3, "backoff": "1ms"}, "max_inflight": 4, **options}
         self._shared = shared
@@ -35,7 +37,9 @@ class Faulty:
         options = TierOptions.model_validate(self._options)
         if self._shared:
             index = SharedIndex(absent_ttl=0.01, lookup_deadline=5.0)
-            return BlockTier(context, options, self.store, index, place_prefix=lambda namespace: f"{namespace.fingerprint.hex()}/")
+            return BlockTier(
+                context, options, self.store, index, place_prefix=lambda namespace: f"{namespace.fingerprint.hex()}/"
+            )
         slots = SlotIndex(24)
         slots.add_free(np.arange(24))
         return BlockTier(context, options, self.store, slots)
@@ -181,7 +185,9 @@ ALL_FAULTS = ChaosPlan(
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_fails_no_wrong_block_arrives_and_every_job_is_reported_once(seed: int, shared: bool) -> None:
     chance = random.Random(seed)
-    with Faulty(shared=shared, seed=seed, plan=ALL_FAULTS, breaker={"probe_after": "1ms", "probe_max": "5ms"}) as faulty:
+    with Faulty(
+        shared=shared, seed=seed, plan=ALL_FAULTS, breaker={"probe_after": "1ms", "probe_max": "5ms"}
+    ) as faulty:
         rig = faulty.rig
         arrived = 0
         for _ in range(150):

@@ -45,7 +45,9 @@ def header_of(
     return view
 
 
-def refusal(view: memoryview, raw: bytes = RAW, key: bytes = KEY, fingerprint: bytes = FINGERPRINT) -> CorruptReason | None:
+def refusal(
+    view: memoryview, raw: bytes = RAW, key: bytes = KEY, fingerprint: bytes = FINGERPRINT
+) -> CorruptReason | None:
     """Why a frame is refused; None if it is accepted."""
     try:
         verify_raw(verify(view, key=key, fingerprint=fingerprint, raw_length=len(RAW)), memoryview(raw), key)
@@ -70,7 +72,9 @@ def resealed(view: memoryview, offset: int, data: bytes) -> memoryview:
 )
 def test_a_header_says_what_was_put_into_it(key: bytes, raw: bytes, sequence: int, stored: int, codec: Codec) -> None:
     header = parse_header(header_of(key, raw, codec=codec, stored=stored, sequence=sequence))
-    assert header == FrameHeader(codec, len(raw), stored, sequence, xxh3_128_digest(raw), FINGERPRINT, key, len(key), b"")
+    assert header == FrameHeader(
+        codec, len(raw), stored, sequence, xxh3_128_digest(raw), FINGERPRINT, key, len(key), b""
+    )
 
 
 @given(bit=st.integers(0, HEADER_BYTES * 8 - 1))

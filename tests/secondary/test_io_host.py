@@ -53,14 +53,16 @@ def places_of(store: DictStore, operation: str) -> list[tuple[object, ...]]:
     return [places for name, places in store.calls if name == operation]
 
 
-def run_task(host: IoHost, run: Callable[[], object], *, background: bool = False) -> list[tuple[object, BaseException | None]]:
+def run_task(
+    host: IoHost, run: Callable[[], object], *, background: bool = False
+) -> list[tuple[object, BaseException | None]]:
     """Run a task; what its ``on_done`` was called with appears in the list that is returned."""
     seen: list[tuple[object, BaseException | None]] = []
     host.run(IoTask("task", run, lambda result, error: seen.append((result, error)), background))
     return seen
 
 
-# ------------------------------------------------------------------------------------------------------------- round trips
+# ---------------------------------------------------------------------------------------------------------- round trips
 
 
 def test_stored_blocks_are_loaded_into_other_rows() -> None:
@@ -98,7 +100,7 @@ def test_a_job_without_blocks_is_reported() -> None:
     assert (result.outcomes, result.transfer_bytes) == ([], 0)
 
 
-# ------------------------------------------------------------------------------------------------- spreading and ordering
+# ----------------------------------------------------------------------------------------------- spreading and ordering
 
 
 def test_one_job_is_spread_over_all_threads() -> None:
@@ -190,13 +192,19 @@ def test_a_thread_that_hangs_does_not_stop_the_others() -> None:
         assert host.in_flight == 1
 
 
-# ----------------------------------------------------------------------------------------------------- exactly once, always
+# ------------------------------------------------------------------------------------------------- exactly once, always
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_job_is_reported_once_whatever_the_medium_does(seed: int) -> None:
     plan = ChaosPlan(
-        puts={Fault.TEMPORARY: 0.2, Fault.PERMANENT: 0.1, Fault.OUT_OF_SPACE: 0.1, Fault.TORN: 0.1, Fault.BIT_FLIP: 0.1},
+        puts={
+            Fault.TEMPORARY: 0.2,
+            Fault.PERMANENT: 0.1,
+            Fault.OUT_OF_SPACE: 0.1,
+            Fault.TORN: 0.1,
+            Fault.BIT_FLIP: 0.1,
+        },
         gets={Fault.TEMPORARY: 0.2, Fault.PERMANENT: 0.1, Fault.BIT_FLIP: 0.2, Fault.SWAP: 0.2},
     )
     primary, store = Primary(64, seed=seed), FaultyStore(seed, plan)
@@ -254,7 +262,7 @@ def test_a_malformed_job_is_reported_as_failed() -> None:
     assert all(outcome_names(result.outcomes) == ["PermanentStoreError"] * 2 for result in results)
 
 
-# ------------------------------------------------------------------------------------------------- deadlines and the breaker
+# -------------------------------------------------------------------------------------------- deadlines and the breaker
 
 
 def test_an_overdue_job_ends_although_every_thread_hangs() -> None:
@@ -344,7 +352,7 @@ def test_jobs_that_wait_fail_when_the_breaker_is_tripped_although_every_thread_h
         assert outcome_names(result.outcomes) == ["BreakerOpenError"] * 2
 
 
-# -------------------------------------------------------------------------------------------------------------------- tasks
+# ---------------------------------------------------------------------------------------------------------------- tasks
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -395,7 +403,7 @@ def test_a_background_task_delays_no_job() -> None:
         assert seen == []
 
 
-# -------------------------------------------------------------------------------------------------- waiting, draining, closing
+# ------------------------------------------------------------------------------------------- waiting, draining, closing
 
 
 def test_waiting_ends_when_something_can_be_polled() -> None:

@@ -102,7 +102,12 @@ def test_nothing_is_sent_again_once_the_tier_stops() -> None:
     store.inject(Fault.TEMPORARY, puts=10)
     stopped: list[bool] = []
     layer = RetryLayer(
-        store, RetryOptions(), IoStats(), clock=clock, sleep=lambda seconds: stopped.append(True), stopping=lambda: bool(stopped)
+        store,
+        RetryOptions(),
+        IoStats(),
+        clock=clock,
+        sleep=lambda seconds: stopped.append(True),
+        stopping=lambda: bool(stopped),
     )
     assert outcome_names(layer.put(make_blocks(1))) == ["TemporaryStoreError"]
     assert store.injected[Fault.TEMPORARY] == 1

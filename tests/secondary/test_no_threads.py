@@ -75,7 +75,9 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
         assert finish(host)[0].all_done
 
 
-def test_the_log_tells_of_the_limit_once_in_a_while(thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_tells_of_the_limit_once_in_a_while(
+    thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = FakeClock()
     thread_limit.reach()
     with caplog.at_level(logging.ERROR, "kv_tiering.io"), running_host(DictStore(), Primary(1), clock=clock) as host:

@@ -53,10 +53,14 @@ def store_all(pipeline: Pipeline, primary: Primary, count: int) -> None:
     assert pipeline.run(job, range(count)) == [Done.DONE] * count
 
 
-def load_refusals(pipeline: Pipeline, primary: Primary, count: int, fingerprint: bytes = NAMESPACE.fingerprint) -> list[object]:
+def load_refusals(
+    pipeline: Pipeline, primary: Primary, count: int, fingerprint: bytes = NAMESPACE.fingerprint
+) -> list[object]:
     """For each block, why it was refused, or how it ended otherwise."""
     job = make_job(primary, IoKind.LOAD, range(count), fingerprint=fingerprint)
-    return [outcome.reason if isinstance(outcome, FrameError) else outcome for outcome in pipeline.run(job, range(count))]
+    return [
+        outcome.reason if isinstance(outcome, FrameError) else outcome for outcome in pipeline.run(job, range(count))
+    ]
 
 
 @pytest.mark.parametrize("medium", [DictStore(), VariableDictStore(), DictStore(header_bytes=PAGE, alignment=PAGE)])
@@ -113,7 +117,9 @@ def test_absent_blocks_are_absent() -> None:
 
 
 @given(data=st.data(), variable=st.booleans(), compress=st.booleans())
-def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(data: st.DataObject, variable: bool, compress: bool) -> None:
+def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(
+    data: st.DataObject, variable: bool, compress: bool
+) -> None:
     store = VariableDictStore() if variable else DictStore()
     primary = Primary(2, 300)
     primary.rows[1] //= 64
@@ -220,7 +226,9 @@ def test_compressible_blocks_are_stored_smaller_and_come_back() -> None:
     blocks = [primary.block(row) for row in range(4)]
     store_all(pipeline_of(store, primary, compress=True), primary, 4)
     headers = [parse_header(memoryview(store.frames[place])) for place in range(4)]
-    assert [header.codec for header in headers if isinstance(header, FrameHeader)] == [Codec.ZSTD_SPLIT16] * 3 + [Codec.RAW]
+    assert [header.codec for header in headers if isinstance(header, FrameHeader)] == [Codec.ZSTD_SPLIT16] * 3 + [
+        Codec.RAW
+    ]
     assert len(store.frames[0]) < 0.8 * primary.size
     primary.rows[:] = 0
     reader = pipeline_of(store, primary, compress=False)
@@ -244,7 +252,9 @@ def test_compression_is_refused_for_blocks_of_a_fixed_size() -> None:
         pipeline_of(DictStore(), Primary(1), compress=True)
 
 
-@pytest.mark.parametrize("view", [memoryview(bytes(16)), memoryview(bytes(16)).cast("B", (4, 4)), memoryview(bytearray(16))])
+@pytest.mark.parametrize(
+    "view", [memoryview(bytes(16)), memoryview(bytes(16)).cast("B", (4, 4)), memoryview(bytearray(16))]
+)
 def test_a_view_that_is_no_primary_buffer_is_refused(view: memoryview) -> None:
     clock = FakeClock()
     with pytest.raises(ConfigError, match="primary view"):
@@ -268,7 +278,9 @@ def test_rows_outside_the_primary_buffer_are_refused(rows: list[int]) -> None:
 def test_a_buffer_less_aligned_than_the_medium_asks_for_is_refused() -> None:
     primary = Primary(2, PAGE)
     with pytest.raises(PermanentStoreError, match="not aligned"):
-        pipeline_of(DictStore(header_bytes=4 * PAGE, alignment=4 * PAGE), primary).run(make_job(primary, IoKind.STORE, [0]), [0])
+        pipeline_of(DictStore(header_bytes=4 * PAGE, alignment=4 * PAGE), primary).run(
+            make_job(primary, IoKind.STORE, [0]), [0]
+        )
 
 
 def test_an_overdue_job_is_not_framed_and_not_attempted() -> None:

@@ -34,7 +34,9 @@ def chain(length: int) -> Probe:
     return Probe(keys_of(*range(length)), lambda key: int.from_bytes(key[:32], "big"))
 
 
-@given(st.integers(1, 600).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, length))), st.integers(1, 12))
+@given(
+    st.integers(1, 600).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, length))), st.integers(1, 12)
+)
 def test_it_finds_where_the_chain_ends(length_and_held: tuple[int, int], width: int) -> None:
     length, held = length_and_held
     assert held_prefix(Medium(held).ask, chain(length), width) == held

@@ -22,7 +22,7 @@ def restarted(before: Rig, **options: object) -> Rig:
     return rig.opened()
 
 
-# --------------------------------------------------------------------------------------------------------------------- documents
+# ------------------------------------------------------------------------------------------------------------ documents
 
 
 def test_the_stored_epoch_is_the_one_served() -> None:
@@ -52,9 +52,13 @@ def _of_the_format_before(document: bytes) -> bytes:
     return document[16:32]
 
 
-@pytest.mark.parametrize("damage", [_zeroed, _flipped, _of_the_format_before, lambda document: document[:-1], lambda document: b""])
+@pytest.mark.parametrize(
+    "damage", [_zeroed, _flipped, _of_the_format_before, lambda document: document[:-1], lambda document: b""]
+)
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_damaged_document_begins_a_new_epoch_loudly(shared: bool, damage: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_document_begins_a_new_epoch_loudly(
+    shared: bool, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
     before = Rig(shared=shared).opened()
     before.store.documents[before.document] = damage(before.store.documents[before.document])  # type: ignore[operator]
     rig = restarted(before, shared=shared)
@@ -93,7 +97,7 @@ def test_a_reader_on_a_shared_medium_waits_for_somebody_who_stores() -> None:
     assert reader.epoch == writer.epoch
 
 
-# ------------------------------------------------------------------------------------------------------------------------- resets
+# --------------------------------------------------------------------------------------------------------------- resets
 
 
 def test_after_a_reset_nothing_stored_before_is_held_and_jobs_carry_a_new_fingerprint() -> None:
@@ -127,7 +131,9 @@ def test_jobs_that_ended_just_before_a_reset_are_reported_as_failed() -> None:
     rig.io.finish(job_id)
     rig.tier.drain(rig.clock() + 1)
     rig.tier.reset(rig.clock() + 1)
-    assert [(result.job_id, result.success, result.successful_keys) for result in rig.finished()] == [(job_id, False, [])]
+    assert [(result.job_id, result.success, result.successful_keys) for result in rig.finished()] == [
+        (job_id, False, [])
+    ]
 
 
 def test_an_epoch_that_a_reset_began_is_entered_by_no_other_process() -> None:
@@ -228,8 +234,12 @@ class _Refusing(FakeStore):
         self.documents.pop(name, None)
 
 
-@pytest.mark.parametrize(("refused", "certain"), [("write", True), ("remove", True), ("", True), ("write remove", False)])
-def test_a_reset_is_certain_exactly_if_no_later_process_can_read_what_was_stored_before(refused: str, certain: bool) -> None:
+@pytest.mark.parametrize(
+    ("refused", "certain"), [("write", True), ("remove", True), ("", True), ("write remove", False)]
+)
+def test_a_reset_is_certain_exactly_if_no_later_process_can_read_what_was_stored_before(
+    refused: str, certain: bool
+) -> None:
     store = _Refusing()
     rig = Rig(store=store).opened()
     before = rig.epoch
@@ -296,7 +306,7 @@ def test_two_resets_in_a_row_end_in_the_last_one() -> None:
     assert restarted(rig, revision="step-1").epoch != rig.epoch
 
 
-# ---------------------------------------------------------------------------------------------------------------------- revisions
+# ------------------------------------------------------------------------------------------------------------ revisions
 
 
 def test_on_a_medium_of_our_own_a_revision_keeps_its_blocks_for_later_processes_of_that_revision() -> None:
@@ -323,7 +333,7 @@ def test_a_revision_that_names_nothing_is_refused_before_anything_is_done(revisi
     assert rig.tier.lookup(K[0], CTX) is True
 
 
-# ------------------------------------------------------------------------------------------------------------------ shared media
+# --------------------------------------------------------------------------------------------------------- shared media
 
 
 def test_a_reset_on_a_shared_medium_is_certain_at_once_and_asks_the_medium_nothing() -> None:

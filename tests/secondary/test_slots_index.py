@@ -38,7 +38,7 @@ def sequences(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(numbers, np.uint64)
 
 
-# ------------------------------------------------------------------------------------------------------------------ lookups
+# -------------------------------------------------------------------------------------------------------------- lookups
 
 
 def test_a_lookup_counts_the_leading_keys_that_are_held() -> None:
@@ -58,7 +58,7 @@ def test_a_block_being_written_is_not_answered_for() -> None:
     assert index.lookup_prefix(K[:2], NOW) == (2, False)
 
 
-# ------------------------------------------------------------------------------------------------------------------- stores
+# --------------------------------------------------------------------------------------------------------------- stores
 
 
 def test_a_batch_gets_neighbouring_slots_in_its_order() -> None:
@@ -136,7 +136,7 @@ def test_a_large_medium_is_evicted_in_bounded_pieces() -> None:
     assert index.blocks == 3 * EVICT_AT_ONCE // 4 + len(pieces) - 3
 
 
-# -------------------------------------------------------------------------------------------------------------------- loads
+# ---------------------------------------------------------------------------------------------------------------- loads
 
 
 def test_a_slot_that_is_read_is_not_reused() -> None:
@@ -170,7 +170,7 @@ def test_a_lost_block_that_another_job_still_reads_keeps_its_slot_until_then() -
     assert index.plan_store([K[1]], NOW).positions == [0]
 
 
-# -------------------------------------------------------------------------------------------------------------------- reset
+# ---------------------------------------------------------------------------------------------------------------- reset
 
 
 def test_a_reset_forgets_everything_and_frees_what_is_idle() -> None:
@@ -204,7 +204,7 @@ def test_a_read_that_ends_after_a_reset_frees_its_slot_only_then() -> None:
     assert index.plan_store([K[1]], NOW).positions == [0]
 
 
-# ---------------------------------------------------------------------------------------------------------- unseen and foreign
+# --------------------------------------------------------------------------------------------------- unseen and foreign
 
 
 def test_unseen_slots_are_neither_allocated_nor_answered_for() -> None:
@@ -225,7 +225,7 @@ def test_foreign_blocks_go_before_our_own_and_after_free_slots() -> None:
     assert store(index, [K[3]]).evicted == [K[0]]
 
 
-# ----------------------------------------------------------------------------------------------------------------- recovery
+# ------------------------------------------------------------------------------------------------------------- recovery
 
 
 def test_recovered_blocks_are_held_the_last_merged_most_recently_used() -> None:
@@ -273,7 +273,7 @@ def test_a_replaced_slot_that_is_being_read_is_free_only_afterwards() -> None:
     assert index.begin_load([K[0]]) == [1]
 
 
-# ---------------------------------------------------------------------------------------------------------------- shrinking
+# ------------------------------------------------------------------------------------------------------------ shrinking
 
 
 def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
@@ -325,7 +325,7 @@ def test_bad_slots_known_from_before_are_never_handed_out_when_they_are_seen() -
     assert sorted(index.idle_bad(range(6))) == [1, 3, 5]
 
 
-# -------------------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_slice_says_what_is_held_written_and_foreign() -> None:
@@ -350,7 +350,7 @@ def test_a_slice_leaves_out_blocks_that_a_reset_forgot_while_they_were_read() ->
     assert list(index.slice(0, 2).keys) == [None, None]
 
 
-# ------------------------------------------------------------------------------------------------------------- all together
+# --------------------------------------------------------------------------------------------------------- all together
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -404,7 +404,7 @@ def test_at_random_every_slot_has_one_owner_and_answers_are_those_of_a_dict(seed
         assert held(index, K[:64]) == [key for key in K[:64] if key in model], seed
 
 
-# ------------------------------------------------------------------------------------------------------------------ losses
+# --------------------------------------------------------------------------------------------------------------- losses
 
 
 def test_lost_slots_are_unseen_and_can_come_back() -> None:
@@ -456,4 +456,6 @@ def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None
     index.give_back(trial)
     assert (index.leaving, index.slots, index.free, index.retired) == (set(), 0, 0, 0)
     index.add_free(np.arange(8))
-    assert (index.slots, index.free, index.retired_for_errors) == (8, 8, 0), "a new segment lies elsewhere on the device"
+    assert (index.slots, index.free, index.retired_for_errors) == (8, 8, 0), (
+        "a new segment lies elsewhere on the device"
+    )

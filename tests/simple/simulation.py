@@ -1,7 +1,8 @@
 """The simple scheduler under the mini engine's scheduler, with memory that is only book-keeping and copies that end when a test says so.
 
-The KV of a token is a tag of its weights, its KV-cache group and everything before it.  Whatever is computed on must have the right tags,
-so a block that was reused too early, loaded from the wrong place or found under the wrong name shows at once.
+The KV of a token is a tag of its weights, its KV-cache group and everything before it.  Whatever is computed on must
+have the right tags, so a block that was reused too early, loaded from the wrong place or found under the wrong name
+shows at once.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Simulation:
         self._done: Counter[int] = Counter()
         self._contents: dict[OffloadKey, list[Tag]] = {}
 
-    # ------------------------------------------------------------------------------------------------------------ driving
+    # ---------------------------------------------------------------------------------------------------------- driving
 
     def add(self, name: str, tokens: Sequence[int], max_tokens: int = 4) -> Request:
         request = Request(name, tokens, max_tokens)
@@ -180,7 +181,7 @@ class Simulation:
         assert all(request.request_id in known for request in ended)
         return output
 
-    # ------------------------------------------------------------------------------------------------------------- checks
+    # ----------------------------------------------------------------------------------------------------------- checks
 
     def check_references(self) -> None:
         """Both pools have exactly the references of requests and of copies under way."""
@@ -221,7 +222,7 @@ class Simulation:
         assert not self.half._eager._running
         assert not self.half._eager._places
 
-    # ---------------------------------------------------------------------------------------------------------- internals
+    # -------------------------------------------------------------------------------------------------------- internals
 
     def _order(self, meta: SimpleCPUOffloadMetadata) -> None:
         if meta.need_flush:

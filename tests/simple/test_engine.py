@@ -171,5 +171,7 @@ def test_whatever_happens_answers_are_right(seed):
         finished = [request for request in asked if request.status is Status.FINISHED]
         assert len(finished) > 10
         for request in finished:
-            assert (request.output, request.logit_digests) == reference(request.prompt, request.max_tokens, model=model), seed
+            assert (request.output, request.logit_digests) == reference(
+                request.prompt, request.max_tokens, model=model
+            ), seed
         check_nothing_is_held(engine)

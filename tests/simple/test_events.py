@@ -14,7 +14,9 @@ from tiering.simple.events import event_groups
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
-def half_of(sim: Simulation, cpu_blocks: int, *, described: bool = True, lazy: bool = False) -> SimpleCPUOffloadScheduler:
+def half_of(
+    sim: Simulation, cpu_blocks: int, *, described: bool = True, lazy: bool = False
+) -> SimpleCPUOffloadScheduler:
     """A scheduler half with events, for the engine of ``sim``."""
     groups = groups_of(sim.kv.windows)
     engine = EngineConfig((BLOCK,) * len(groups), BLOCK, groups, max_batch_tokens=16)
@@ -149,7 +151,9 @@ def test_of_windows_only_the_hash_is_told():
     sim = simulation(windows=(None, 6), gpu_blocks=40)
     sim.run("a", tokens(1, 9), 1)
     sim.settle()
-    told = {(event.group_idx, bool(event.token_ids)) for event in sim.half.take_events() if isinstance(event, BlockStored)}
+    told = {
+        (event.group_idx, bool(event.token_ids)) for event in sim.half.take_events() if isinstance(event, BlockStored)
+    }
     assert told == {(0, True), (1, False)}
 
 
@@ -170,7 +174,11 @@ def test_in_the_lazy_mode_events_cannot_describe_themselves():
 
 
 def test_a_block_of_several_hashes_tells_all_of_them():
-    groups = (KVCacheGroup(("a",), 8), KVCacheGroup(("b",), 4, 6, "sliding_window"), KVCacheGroup(("c",), 16, None, "mamba"))
+    groups = (
+        KVCacheGroup(("a",), 8),
+        KVCacheGroup(("b",), 4, 6, "sliding_window"),
+        KVCacheGroup(("c",), 16, None, "mamba"),
+    )
     full, window, state = event_groups(groups, 4)
     assert (full.hash_block_size_factor, full.offloaded_block_size, full.sliding_window_size_in_blocks) == (2, 8, None)
     assert (window.sliding_window_size_in_blocks, window.kv_event_group_spec) == (2, ("sliding_window", 6))

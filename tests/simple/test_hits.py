@@ -79,7 +79,9 @@ def test_a_hit_ends_where_a_block_ends_in_every_group():
 
 
 def test_no_hit_goes_beyond_the_hashes_of_any_group():
-    assert search(group(FULL, 4), group(WINDOW, 4, 6)).longest([names(0, 8), names(1, 5)], 0, 31, lambda key: True) == 20
+    assert (
+        search(group(FULL, 4), group(WINDOW, 4, 6)).longest([names(0, 8), names(1, 5)], 0, 31, lambda key: True) == 20
+    )
 
 
 def test_a_computed_part_that_ends_within_a_block_gets_nothing():

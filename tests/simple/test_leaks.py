@@ -36,7 +36,9 @@ class Machine(RuleBasedStateMachine):
     def start(self, **options: Any) -> None:
         self.sim = Simulation(**options)
 
-    @rule(seed=st.integers(0, 3), length=st.integers(1, 30), shared=st.sampled_from([0, 8, 17]), answer=st.integers(1, 6))
+    @rule(
+        seed=st.integers(0, 3), length=st.integers(1, 30), shared=st.sampled_from([0, 8, 17]), answer=st.integers(1, 6)
+    )
     def add(self, seed: int, length: int, shared: int, answer: int) -> None:
         self.count += 1
         self.sim.add(f"r{self.count}", tokens(seed, max(length, shared), shared), answer)
@@ -103,7 +105,11 @@ def walk(seed: int, requests: int) -> Simulation:
     while added < requests or sim.scheduler.requests:
         event = dice.random()
         if added < requests and event < 0.4 and len(sim.scheduler.requests) < 8:
-            sim.add(f"r{added}", tokens(dice.randrange(12), dice.randrange(17, 36), dice.choice([0, 8, 17])), dice.randrange(1, 12))
+            sim.add(
+                f"r{added}",
+                tokens(dice.randrange(12), dice.randrange(17, 36), dice.choice([0, 8, 17])),
+                dice.randrange(1, 12),
+            )
             added += 1
         elif sim.scheduler.requests and event < 0.44:
             sim.scheduler.abort(dice.choice(sorted(sim.scheduler.requests)))
@@ -140,7 +146,9 @@ def test_whatever_happens_nothing_is_held_of_what_only_refusing_requests_had(see
     for number in range(200):
         text = dice.randrange(12)
         policy = {"kv_tiering": {"store": False}} if text >= 6 else None
-        request = Request(f"r{number}", tokens(text, dice.randrange(17, 36), 0 if policy else 8), dice.randrange(1, 12), policy)
+        request = Request(
+            f"r{number}", tokens(text, dice.randrange(17, 36), 0 if policy else 8), dice.randrange(1, 12), policy
+        )
         refusing += [request] if policy else []
         sim.scheduler.add(request)
         for _ in range(dice.randrange(1, 5)):
@@ -151,7 +159,9 @@ def test_whatever_happens_nothing_is_held_of_what_only_refusing_requests_had(see
                         worker.end(copy, fails=dice.random() < 0.03)
     sim.settle()
     sim.check_nothing_is_held()
-    refused = {make_offload_key(name, group) for one in refusing for name in one.block_hashes for group in range(len(windows))}
+    refused = {
+        make_offload_key(name, group) for one in refusing for name in one.block_hashes for group in range(len(windows))
+    }
     assert not refused & sim.half.cpu_block_pool.cached.keys()
     assert sim.half.get_stats()["stored_blocks"] > 50
     assert sum(request.preemptions for request in refusing) > 0

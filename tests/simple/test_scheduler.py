@@ -50,7 +50,7 @@ def step_of(*req_ids: str) -> SimpleNamespace:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- configuration
+# -------------------------------------------------------------------------------------------------------- configuration
 
 
 def test_the_cpu_pool_has_the_groups_and_tensors_of_the_gpu_for_as_many_blocks_as_it_holds():
@@ -73,7 +73,12 @@ def test_the_cpu_pool_has_at_least_one_block():
         (groups_of((None,)), {}, 0, "cpu_capacity_bytes"),
         ((KVCacheGroup(("layer0",), 6),), {}, 1000, "hash block size 4"),
         ((KVCacheGroup(("layer0",), 4, None, "sliding_window"),), {}, 1000, "sliding_window None"),
-        ((*groups_of((None,)), KVCacheGroup(("state",), 4, None, "mamba")), {"enable_prefix_caching": False}, 1000, "state-space"),
+        (
+            (*groups_of((None,)), KVCacheGroup(("state",), 4, None, "mamba")),
+            {"enable_prefix_caching": False},
+            1000,
+            "state-space",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_served_is_refused(groups, changes, capacity, said):
@@ -82,7 +87,15 @@ def test_an_engine_that_cannot_be_served_is_refused(groups, changes, capacity, s
 
 
 @pytest.mark.parametrize(
-    "kind", ["chunked_local_attention", "encoder_only_attention", "cross_attention", "unknown", "Full_Attention", "a later kind"]
+    "kind",
+    [
+        "chunked_local_attention",
+        "encoder_only_attention",
+        "cross_attention",
+        "unknown",
+        "Full_Attention",
+        "a later kind",
+    ],
 )
 def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind):
     groups = (*groups_of((None,)), KVCacheGroup(("layer1",), BLOCK, None, kind))
@@ -90,7 +103,9 @@ def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind):
         SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
 
 
-@pytest.mark.parametrize(("kind", "window"), [("mla_attention", None), ("sink_full_attention", None), ("full_attention", 8)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("mla_attention", None), ("sink_full_attention", None), ("full_attention", 8)]
+)
 def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind, window):
     groups = (KVCacheGroup(("layer0",), BLOCK, window, kind), KVCacheGroup(("layer1",), BLOCK, 5, "sliding_window_mla"))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
@@ -114,7 +129,7 @@ def test_nothing_is_stored_before_the_gpu_pool_is_bound():
     assert stored(sim) > 0
 
 
-# ------------------------------------------------------------------------------------------------------------------- eager
+# ---------------------------------------------------------------------------------------------------------------- eager
 
 
 def test_confirmed_blocks_are_stored_in_the_step_after_they_were_computed_and_once():
@@ -269,7 +284,9 @@ def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored():
     request.update_hashes(BLOCK)
     request.num_computed_tokens = 12
     full, states = [[block.block_id for block in pool.take(3)] for _ in range(2)]
-    pool.name(pool.blocks[states[1]], (1, request.block_hashes[1]))  # the others are running states: their content changes
+    pool.name(
+        pool.blocks[states[1]], (1, request.block_hashes[1])
+    )  # the others are running states: their content changes
     half.on_new_request(request)
     half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (full, states)), 0)
     assert half.build_connector_meta(step_of("a")).store_gpu_blocks == [*full, states[1]]
@@ -304,7 +321,7 @@ def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed():
         assert sim.half.get_num_new_matched_tokens(request, 0) == ((16, True) if kind is Request else (0, False))
 
 
-# -------------------------------------------------------------------------------------------------------------------- lazy
+# ----------------------------------------------------------------------------------------------------------------- lazy
 
 
 def test_lazy_stores_nothing_that_is_in_use():
@@ -327,7 +344,9 @@ def test_lazy_stores_what_was_given_back_and_once():
     assert stored(sim) == 5
 
 
-@pytest.mark.parametrize(("windows", "target"), [((None,), 2 * 4), ((None, 9), 2 * (4 + 4)), ((None, None, 4), 2 * (4 + 4 + 2))])
+@pytest.mark.parametrize(
+    ("windows", "target"), [((None,), 2 * 4), ((None, 9), 2 * (4 + 4)), ((None, None, 4), 2 * (4 + 4 + 2))]
+)
 def test_the_target_covers_what_two_steps_can_use_up(windows, target):
     assert make_scheduler(10, 10, windows, lazy=True, budget=16)._lazy.target == target
 
@@ -489,7 +508,7 @@ def test_what_is_refused_stays_refused_over_a_reset():
     assert cached(sim, other) == [0, 1, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------- loads, events, reset
+# ------------------------------------------------------------------------------------------------- loads, events, reset
 
 
 def evicted_from_the_gpu(sim: Simulation, length: int = 20) -> Request:
@@ -582,7 +601,9 @@ def test_a_load_that_no_step_has_carried_is_dropped_with_its_request():
     request.update_hashes(BLOCK)
     assert sim.half.get_num_new_matched_tokens(request, 0) == (16, True)
     blocks = sim.pool.take(4)
-    sim.half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in blocks],)), 16)
+    sim.half.update_state_after_alloc(
+        request, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in blocks],)), 16
+    )
     assert [block.ref_cnt for block in blocks] == [2] * 4
     assert sim.half.request_finished(request, [block.block_id for block in blocks]) == (False, None)
     assert [block.ref_cnt for block in blocks] == [1] * 4

@@ -45,12 +45,15 @@ def test_the_capacity_is_that_of_all_workers():
 
 
 def test_events_can_be_asked_to_describe_themselves():
-    chosen = simple_options({"config": {"mode": "simple", "events": True, "primary": PRIMARY}, "self_describing_kv_events": True})
+    chosen = simple_options(
+        {"config": {"mode": "simple", "events": True, "primary": PRIMARY}, "self_describing_kv_events": True}
+    )
     assert chosen == SimpleOptions(1 << 20, False, True, True)
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"primary": PRIMARY}, {"config": {"primary": PRIMARY}}, {"config": {"mode": "tiering", "primary": PRIMARY}}]
+    "extra",
+    [{}, {"primary": PRIMARY}, {"config": {"primary": PRIMARY}}, {"config": {"mode": "tiering", "primary": PRIMARY}}],
 )
 def test_otherwise_it_is_the_tiering_mode(extra):
     assert simple_options(extra) is None

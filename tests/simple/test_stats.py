@@ -34,7 +34,11 @@ def test_blocks_asked_for_are_hits_or_misses():
     again = sim.run("again", [*tokens(1, 18)[:13], 49, 48, 47, 46, 45], 1)
     now = cpu(sim)
     assert again.loaded_tokens == 12
-    assert {name: now[name] - before[name] for name in ("queries", "hits", "misses")} == {"queries": 4, "hits": 3, "misses": 1}
+    assert {name: now[name] - before[name] for name in ("queries", "hits", "misses")} == {
+        "queries": 4,
+        "hits": 3,
+        "misses": 1,
+    }
 
 
 def test_what_the_gpu_has_is_not_asked_for_and_nobody_is_asked_twice():

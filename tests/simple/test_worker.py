@@ -58,7 +58,9 @@ class BrokenHandler(OffloadingHandler):
 class BrokenWorker(SimpleCPUOffloadWorker):
     starts = True
 
-    def make_handlers(self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout) -> Iterator[HandlerEntry]:
+    def make_handlers(
+        self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout
+    ) -> Iterator[HandlerEntry]:
         for source, destination, handler in super().make_handlers(kv_caches, rows, layout):
             handler.shutdown()
             yield source, destination, BrokenHandler(self.starts)

@@ -149,7 +149,9 @@ def test_a_policy_of_ones_own_is_named_module_class() -> None:
     assert issubclass(load_policy("lru"), EvictionPolicy)
 
 
-@pytest.mark.parametrize("name", ["mru", "no.such.module:Class", "tiering.table.policies.arc:Nothing", "collections:OrderedDict"])
+@pytest.mark.parametrize(
+    "name", ["mru", "no.such.module:Class", "tiering.table.policies.arc:Nothing", "collections:OrderedDict"]
+)
 def test_an_unknown_policy_is_refused_with_what_is_allowed(name: str) -> None:
     with pytest.raises(ConfigError, match="eviction"):
         load_policy(name)

@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 from tests.vllm.rig import BLOCK
 
@@ -40,7 +45,7 @@ class FlakyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False
 
-    # --------------------------------------------------------------------------------------------------------- scheduler
+    # -------------------------------------------------------------------------------------------------------- scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         promise = (request.kv_transfer_params or {}).get(PARAMETER)
@@ -67,7 +72,7 @@ class FlakyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         return False, None
 
-    # ------------------------------------------------------------------------------------------------------------ worker
+    # ----------------------------------------------------------------------------------------------------------- worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()

@@ -70,7 +70,13 @@ def write_adapter(directory: Path, seed: int) -> Path:
             tensors[f"{at}.lora_A.weight"] = torch.randn(RANK, 128, generator=dice) * 0.1
             tensors[f"{at}.lora_B.weight"] = torch.randn(width, RANK, generator=dice) * 0.5
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"], "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 

@@ -92,7 +92,9 @@ class Engine:
         from vllm import SamplingParams
 
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra
+        )
         salted = {} if salt is None else {"cache_salt": salt}
         inputs = [{"prompt_token_ids": tokens, **salted} for tokens in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
@@ -227,7 +229,9 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
         running.close()
 
 
-def answers_without_tiers(model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, **options: Any) -> list[Answer]:
+def answers_without_tiers(
+    model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, **options: Any
+) -> list[Answer]:
     """The answers of an engine without connector, each prompt from an empty cache."""
     with engine(model, None, enable_prefix_caching=False, **options) as plain:
         return plain.ask(prompts, max_tokens)

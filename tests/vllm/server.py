@@ -61,7 +61,13 @@ class Server:
             return bytes(reply.read())
 
     def ask(
-        self, prompts: Sequence[list[int]], max_tokens: int = 8, *, replica: int | None = None, timeout: float = 100.0, **extra: Any
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int = 8,
+        *,
+        replica: int | None = None,
+        timeout: float = 100.0,
+        **extra: Any,
     ) -> list[Answer]:
         """Answers to ``prompts``, which are sent as one batch."""
         body = _completion(prompts, max_tokens, extra)
@@ -73,7 +79,9 @@ class Server:
         """Like :meth:`ask`, each time that there is more of the answers."""
         answers = [Answer([], []) for _ in prompts]
         data = json.dumps(_completion(prompts, max_tokens, {"stream": True, **extra})).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", data, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=100) as reply:
             for line in reply:
                 word, _, text = line.decode().strip().partition(": ")
@@ -110,7 +118,9 @@ class Server:
         """Overwrite the workers' blocks, and forget what they held."""
         policy = {"kv_tiering": {"load": False, "store": False}}
         for replica in replicas:
-            self.ask([prompt(10_000 + number, 500) for number in range(4)], 1, replica=replica, kv_transfer_params=policy)
+            self.ask(
+                [prompt(10_000 + number, 500) for number in range(4)], 1, replica=replica, kv_transfer_params=policy
+            )
         self.reset()
 
     def reset(self, *, tiers: bool = False) -> bool:
@@ -166,7 +176,15 @@ def serve(model: Path, stack: dict[str, Any], log: Path, *options: str, **enviro
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"),
+        *(
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--served-model-name",
+            "tiny",
+        ),
         *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
         *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", str(MAX_LEN)),
         *("--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--return-tokens-as-token-ids"),
@@ -175,7 +193,9 @@ def serve(model: Path, stack: dict[str, Any], log: Path, *options: str, **enviro
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     variables = {**inherited, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
     server = Server(process, port, log)
     try:
         until(lambda: _answers(server), START_SECONDS, "the start of the server")

@@ -1,6 +1,7 @@
 """What we load is what vLLM has allocated: its own cache manager gives out the blocks of hits, for groups of every shape.
 
-A block that it takes for filled and that is not loaded would be found in its prefix cache, with whatever was there before.
+A block that it takes for filled and that is not loaded would be found in its prefix cache, with whatever was there
+before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ SHAPES: dict[str, list[tuple[Any, bool]]] = {
 
 
 def configuration(shape: list[tuple[Any, bool]]) -> tuple[Any, KVCacheConfig]:
-    groups = [KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=eagle) for index, (spec, eagle) in enumerate(shape)]
+    groups = [
+        KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=eagle) for index, (spec, eagle) in enumerate(shape)
+    ]
     cache = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_size=1, data_parallel_rank=0),
@@ -155,5 +158,7 @@ def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> N
     assert request.num_tokens == request.num_prompt_tokens == 4 * HASH
     run(request.num_tokens - request.num_computed_tokens)
     scheduler.request_finished(request, [])
-    assert [key for keys in manager.offered for key in keys] == [make_offload_key(name, 0) for name in request.block_hashes]
+    assert [key for keys in manager.offered for key in keys] == [
+        make_offload_key(name, 0) for name in request.block_hashes
+    ]
     assert len(request.block_hashes) == 4

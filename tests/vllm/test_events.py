@@ -109,7 +109,9 @@ def published(
         yield running, subscriber, request.param.get("block_size", BLOCK)
 
 
-def blocks_of(subscriber: Subscriber, prompts: Sequence[list[int]], size: int) -> dict[Any, tuple[list[Any], Any, list[int]]]:
+def blocks_of(
+    subscriber: Subscriber, prompts: Sequence[list[int]], size: int
+) -> dict[Any, tuple[list[Any], Any, list[int]]]:
     """(hashes, parent, tokens) of each whole block of ``size`` tokens, by its own hash, as vLLM announces those of its own cache."""
     known = {}
     for event in subscriber.stored(GPU):
@@ -157,9 +159,15 @@ def test_who_applies_the_events_knows_what_each_tier_holds(published):
     manager = running.connector.scheduler_half.get_stats()["manager"]
     described = size > BLOCK
     hashes_per_block = size // BLOCK if described else 1
-    assert len(subscriber.held(CPU)) == (manager["rows"] - manager["rows_free"]) * hashes_per_block < blocks * hashes_per_block
+    assert (
+        len(subscriber.held(CPU))
+        == (manager["rows"] - manager["rows_free"]) * hashes_per_block
+        < blocks * hashes_per_block
+    )
     known = blocks_of(subscriber, PROMPTS + LATER, size)
-    assert subscriber.held(DISK) == {name for hashes, _, _ in known.values() for name in (hashes if described else hashes[-1:])}
+    assert subscriber.held(DISK) == {
+        name for hashes, _, _ in known.values() for name in (hashes if described else hashes[-1:])
+    }
     assert {(event.locality, event.ownership) for event in subscriber.stored(DISK)} == {("LOCAL", "local")}
     assert {(event.locality, event.ownership) for event in subscriber.stored(CPU)} == {("LOCAL", None)}
 
@@ -168,7 +176,9 @@ def test_who_applies_the_events_knows_what_each_tier_holds(published):
     subscriber.until(lambda: not subscriber.held(DISK) and not subscriber.held(CPU))
 
 
-def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_describe_themselves(published, tmp_path):
+def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_describe_themselves(
+    published, tmp_path
+):
     from vllm.lora.request import LoRARequest
 
     running, subscriber, size = published

@@ -70,7 +70,9 @@ def test_the_second_question_and_the_second_run_find_the_document(tmp_path):
     assert second[1] == 0
     assert second[2] >= document
     assert second[0] == sum(second[1:])
-    assert re.search(r"^\(EngineCore .* INFO .*\] tiers: primary .*, local 64 MiB; namespace", printed, flags=re.MULTILINE)
+    assert re.search(
+        r"^\(EngineCore .* INFO .*\] tiers: primary .*, local 64 MiB; namespace", printed, flags=re.MULTILINE
+    )
 
     restarted, answers_again, _ = run_example(model, stack)
     assert [own for _, own, _, _ in restarted] == [0, 0]

@@ -199,7 +199,9 @@ class TestRequests:
             assert loaded == blocks
             tiered.evict()
 
-    def test_a_prompt_whose_logprobs_are_asked_for_is_computed_and_its_kv_is_stored(self, tiered, expected, monkeypatch):
+    def test_a_prompt_whose_logprobs_are_asked_for_is_computed_and_its_kv_is_stored(
+        self, tiered, expected, monkeypatch
+    ):
         inputs = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
         promised, promise = [], tiered.connector.get_num_new_matched_tokens
 

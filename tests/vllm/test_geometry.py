@@ -39,7 +39,8 @@ def read(config: tuple[Any, Any], hash_block_size: int = 32) -> Geometry:
     [
         (configuration(), None),
         (configuration(data_parallel_size=2, data_parallel_index=1, data_parallel_rank=1), "1"),
-        # vLLM configures the replicas of a dense model as engines of their own, and leaves the index and the engine id's end
+        # vLLM configures the replicas of a dense model as engines of their own, and leaves the index and the engine
+        # id's end
         (configuration("engine_dp0"), "0"),
         (configuration("engine_dp1", data_parallel_index=1), "1"),
     ],

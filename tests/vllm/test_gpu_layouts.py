@@ -97,7 +97,9 @@ class Model:
         return KVCacheGroupSpec(list(specs), uniform)
 
     def geometry(self) -> Geometry:
-        return read_geometry(self.config, self.kv_cache_config, lambda spec: str(get_kv_cache_spec_kind(spec).value), 16)
+        return read_geometry(
+            self.config, self.kv_cache_config, lambda spec: str(get_kv_cache_spec_kind(spec).value), 16
+        )
 
     def canonical(self) -> CanonicalKVCaches:
         return canonicalize(self.tensors, self.geometry().engine.groups, BLOCKS)
@@ -133,7 +135,9 @@ UNIFORM = {
     "heads of K and V": attention(),
     "values of another size": attention(head_size_v=32),
     "fp8": attention(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
-    "scales beside each head": attention(dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136),
+    "scales beside each head": attention(
+        dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136
+    ),
     "K and V as head slots": attention(num_head_slots=8, state_content_bytes=128),
     "one head": attention(num_kv_heads=1),
     "as many heads as blocks": attention(num_kv_heads=BLOCKS),
@@ -159,13 +163,20 @@ CASES += [
                 "padded pages": [layers(latent(alignment=576, head_size=500))],
                 "latent beside its indexer": [layers(latent()) | layers(indexer(), 3, "index")],
                 "latent and indexer in turn": [
-                    {f"{name}.{index}": spec for index in range(3) for name, spec in (("layer", latent()), ("index", indexer()))}
+                    {
+                        f"{name}.{index}": spec
+                        for index in range(3)
+                        for name, spec in (("layer", latent()), ("index", indexer()))
+                    }
                 ],
                 "groups with pages padded to one size": [
                     layers(attention()),
                     layers(window(head_size=48, page_size_padded=16384), 3, "a"),
                 ],
-                "other heads, one page size": [layers(attention()), layers(window(num_kv_heads=2, head_size=128), 3, "a")],
+                "other heads, one page size": [
+                    layers(attention()),
+                    layers(window(num_kv_heads=2, head_size=128), 3, "a"),
+                ],
             },
         ),
         (
@@ -174,7 +185,11 @@ CASES += [
                 "groups of several page sizes": [
                     layers(latent(tokens_per_state=4), 2, "c4") | layers(indexer(tokens_per_state=4), 2, "index"),
                     layers(
-                        SlidingWindowMLASpec(**vars(window()) | {"num_kv_heads": 1, "head_size": 512, "head_size_v": 0}), 3, "w"
+                        SlidingWindowMLASpec(
+                            **vars(window()) | {"num_kv_heads": 1, "head_size": 512, "head_size_v": 0}
+                        ),
+                        3,
+                        "w",
                     ),
                 ],
                 "blocks aligned beyond their pages": [layers(attention(block_stride_alignment=4096, head_size=40))],
@@ -228,7 +243,9 @@ def round_trip(model: Model) -> None:
             sizes = [int(index == group) for index in range(len(model.groups))]
             for job_id, (direction, block) in enumerate(((Direction.STORE, source), (Direction.LOAD, target))):
                 gpu, cpu = GPULoadStoreSpec([block], sizes, [0] * len(sizes)), CPULoadStoreSpec([ROW])
-                assert handlers[direction].transfer_async(job_id, (gpu, cpu) if direction is Direction.STORE else (cpu, gpu))
+                assert handlers[direction].transfer_async(
+                    job_id, (gpu, cpu) if direction is Direction.STORE else (cpu, gpu)
+                )
                 handlers[direction].wait([job_id])
                 assert [result.success for result in handlers[direction].get_finished()] == [True]
             for layer, was in before.items():
@@ -274,8 +291,12 @@ def test_windows_that_refer_to_a_prompt_are_refused() -> None:
         check_supported(model.config, model.kv_cache_config, lambda spec: str(get_kv_cache_spec_kind(spec).value), True)
 
 
-@pytest.mark.parametrize(("second_runner", "mixed", "early"), [(True, True, True), (False, True, False), (True, False, False)])
-def test_whether_new_blocks_are_zeroed_before_the_connector_hears_of_them(second_runner: bool, mixed: bool, early: bool) -> None:
+@pytest.mark.parametrize(
+    ("second_runner", "mixed", "early"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_whether_new_blocks_are_zeroed_before_the_connector_hears_of_them(
+    second_runner: bool, mixed: bool, early: bool
+) -> None:
     specs = layers(latent()) | (layers(indexer(), 3, "index") if mixed else {})
     model = Model([specs], "LBNHC")
     model.config.use_v2_model_runner = second_runner

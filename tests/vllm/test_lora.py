@@ -50,7 +50,9 @@ def expected(llama: Path, adapters: dict[str, Asked]) -> dict[str, list[Answer]]
 
 
 @pytest.fixture(scope="module")
-def tiered(llama: Path, expected: dict[str, list[Answer]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def tiered(
+    llama: Path, expected: dict[str, list[Answer]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     disk = {"type": "local", "path": str(tmp_path_factory.mktemp("lora")), "capacity": "64MiB"}
     with engine(llama, {"primary": {"capacity": "64MiB"}, "secondary": [disk]}, **OPTIONS) as running:
         yield running
@@ -61,7 +63,9 @@ def test_adapters_change_the_answers(expected):
         assert wrong(expected[first], expected[second]) == [0, 1, 2]
 
 
-def test_kv_of_the_base_model_and_of_adapters_is_never_mixed_and_adapters_leave_none_on_disk(tiered, adapters, expected):
+def test_kv_of_the_base_model_and_of_adapters_is_never_mixed_and_adapters_leave_none_on_disk(
+    tiered, adapters, expected
+):
     for name, adapter in [("base", None), ("one", adapters["one"]), ("two", adapters["two"])]:
         answers, loaded = tiered.loaded(lambda adapter=adapter: ask(tiered, adapter))
         assert wrong(answers, expected[name]) == []

@@ -73,7 +73,9 @@ def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mo
     tiered.evict()
     with tiered.loads_through(lie):
         answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
-    one_load = mode != "tiering" and lie is OneWrongBlock  # the simple scheduler loads for all requests of a step at once
+    one_load = (
+        mode != "tiering" and lie is OneWrongBlock
+    )  # the simple scheduler loads for all requests of a step at once
     assert wrong(answers, expected["prompts"]) == ([0] if one_load else [0, 1, 2, 3])
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
@@ -280,7 +282,9 @@ def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(t
         while core.has_unfinished_requests():
             core.step()
         tiered.evict()
-        *expected, other = tiered.ask([*longer, *NEW, PROMPTS[0]], params={"kv_tiering": {"load": False, "store": False}})
+        *expected, other = tiered.ask(
+            [*longer, *NEW, PROMPTS[0]], params={"kv_tiering": {"load": False, "store": False}}
+        )
         assert not other.matches(before[0])
         tiered.evict()
         answers, loaded = tiered.loaded(lambda: tiered.ask(longer + NEW))

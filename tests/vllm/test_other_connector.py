@@ -96,7 +96,9 @@ class TestBesideAnother:
             assert running.llm.reset_prefix_cache()
             failed = flaky.failed
             running.scheduler.recompute_kv_load_failures = policy == "recompute"
-            answers = running.ask(prompts, TOKENS, params={PARAMETER: {"blocks": PROMISED, "asynchronously": asynchronously}})
+            answers = running.ask(
+                prompts, TOKENS, params={PARAMETER: {"blocks": PROMISED, "asynchronously": asynchronously}}
+            )
             running.settle()
             assert flaky.failed == failed + len(prompts)
             assert wrong(answers, expected) == ([] if policy == "recompute" else [0, 1, 2])
@@ -105,7 +107,9 @@ class TestBesideAnother:
         assert {case: wrong(answers, right_of(mode, case, said)) for case, (answers, _) in found.items()} == {
             case: [] for case in CASES
         }
-        assert {case for case, (_, loaded) in found.items() if loaded} == {case for case in CASES if case[1] == "recompute"}
+        assert {case for case, (_, loaded) in found.items() if loaded} == {
+            case for case in CASES if case[1] == "recompute"
+        }
 
 
 def right_of(mode: str, case: tuple[bool, str], said: dict[tuple[int, ...], Answer]) -> list[Answer]:

@@ -13,10 +13,14 @@ from tiering.engines.vllm.lora import without_persistent
 from tiering.errors import ConfigError
 
 
-def configuration(kind: str = "full_attention", groups: int = 1, role: str = "kv_both", **parallel: Any) -> tuple[Any, Any]:
+def configuration(
+    kind: str = "full_attention", groups: int = 1, role: str = "kv_both", **parallel: Any
+) -> tuple[Any, Any]:
     settings = {"nnodes": 1, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1, **parallel}
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(kind=kind), layer_names=["layer.0"])
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**settings), kv_transfer_config=SimpleNamespace(kv_role=role))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**settings), kv_transfer_config=SimpleNamespace(kv_role=role)
+    )
     return config, SimpleNamespace(kv_cache_groups=[group] * groups)
 
 

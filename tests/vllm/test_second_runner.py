@@ -69,7 +69,8 @@ class Runner:
     ) -> Any:
         """``zeroed``: a block that this step allocates anew.  ``computed``: block → value that the forward pass writes.
 
-        ``drafted``: the same of a draft model, which runs, from vLLM 0.33 on, after the step has reported and before it ends.
+        ``drafted``: the same of a draft model, which runs, from vLLM 0.33 on, after the step has reported and before it
+        ends.
         """
         if zeroed is not None:
             self.cache[zeroed] = 0
@@ -83,7 +84,8 @@ class Runner:
             connector: Any = self.connector
             results = connector.get_transfer_results(set())
             output = SimpleNamespace(
-                finished_recving=results.finished_recving, kv_connector_worker_meta=connector.build_connector_worker_meta()
+                finished_recving=results.finished_recving,
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
             )
         else:
             output = self.driver.post_forward(set(), defer_finalize=True)
@@ -108,7 +110,9 @@ def orders(gpu_block: int, row: int, job_id: int) -> dict[str, TransferOrder]:
     return {"a": TransferOrder(job_id, (GPULoadStoreSpec([gpu_block], [1], [0]), CPULoadStoreSpec([row])))}
 
 
-def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(runner: Runner, request: pytest.FixtureRequest) -> None:
+def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(
+    runner: Runner, request: pytest.FixtureRequest
+) -> None:
     """And the negative control: a worker that does not know of it stores the zeros."""
     runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 77})
     runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1})), zeroed=3, computed={3: 99})
@@ -132,7 +136,9 @@ def test_what_a_step_orders_is_reported_by_a_later_one(runner: Runner) -> None:
 
 
 def test_what_a_draft_model_computes_after_the_step_has_reported_is_stored_too(runner: Runner) -> None:
-    outputs = [runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 1}, drafted={3: 77})]
+    outputs = [
+        runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 1}, drafted={3: 77})
+    ]
     outputs += [runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1}))) for _ in range(2)]
     finished = [output.kv_connector_worker_meta.finished for output in outputs if output.kv_connector_worker_meta]
     assert finished == [{1: 1}]

@@ -43,7 +43,9 @@ def shared_memory() -> list[str]:
 
 
 @pytest.fixture(scope="module", params=["tiering", "simple"])
-def two_workers(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def two_workers(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server whose model is split over two tensor-parallel workers, in both modes."""
     stack = {"mode": request.param, "primary": {"capacity": "32MiB"}}
     options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")

@@ -1,6 +1,7 @@
 """The ends of a server over one local directory, five servers in a row.
 
-kill -9 in the middle of stores and right after a reset, SIGTERM with time to drain and without, each followed by a restart.
+kill -9 in the middle of stores and right after a reset, SIGTERM with time to drain and without, each followed by a
+restart.
 """
 
 from __future__ import annotations

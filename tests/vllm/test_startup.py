@@ -34,7 +34,11 @@ def no_weights(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def several(*stacks: dict[str, Any]) -> dict[str, Any]:
     """A MultiConnector of one of ours for each of these stacks, and an idle connector."""
-    idle = {"kv_connector": "IdleConnector", "kv_role": "kv_both", "kv_connector_module_path": "tests.vllm.idle_connector"}
+    idle = {
+        "kv_connector": "IdleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "tests.vllm.idle_connector",
+    }
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -44,7 +48,15 @@ def several(*stacks: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_wrong_stack_is_the_last_line_of_a_server_that_has_no_weights_to_load(no_weights, tmp_path):
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(no_weights), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(no_weights),
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer_config(WRONG))]
     with log.open("wb") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=100, check=False)
@@ -77,7 +89,9 @@ def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights, 
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
 
-    config = EngineArgs(model=str(no_weights), skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
+    config = EngineArgs(
+        model=str(no_weights), skip_tokenizer_init=True, kv_transfer_config=transfer
+    ).create_engine_config()
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
     assert KVConnectorFactory.get_connector_class_by_name("TieringConnector").__name__ == "TieringConnector"
 
@@ -114,7 +128,7 @@ def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama):
     assert adapter._built[claim] is first
 
 
-# ------------------------------------------------------------------------------------------------- versions and interfaces
+# ---------------------------------------------------------------------------------------------- versions and interfaces
 
 
 @pytest.fixture
@@ -152,7 +166,9 @@ def test_this_vllm_has_every_name_that_is_imported():
 def test_a_name_or_module_that_vllm_has_lost_is_told(monkeypatch):
     needed = (("vllm.platforms", "current_platform lost"), ("vllm.no_such_module", "anything"))
     monkeypatch.setattr(vllm_interface, "NEEDED", needed)
-    with pytest.raises(StartupError, match=r"vLLM 0\.99\.0 .*vllm\.platforms has no lost; there is no module vllm\.no_such_module"):
+    with pytest.raises(
+        StartupError, match=r"vLLM 0\.99\.0 .*vllm\.platforms has no lost; there is no module vllm\.no_such_module"
+    ):
         check_names("0.99.0")
 
 

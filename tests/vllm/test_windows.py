@@ -66,7 +66,9 @@ def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mo
     tiered.evict()
     with tiered.loads_through(lie):
         answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
-    one_load = mode != "tiering" and lie is OneWrongBlock  # the simple scheduler loads for all requests of a step at once
+    one_load = (
+        mode != "tiering" and lie is OneWrongBlock
+    )  # the simple scheduler loads for all requests of a step at once
     assert wrong(answers, expected[:4]) == ([0] if one_load else [0, 1, 2, 3])
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []

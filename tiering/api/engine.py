@@ -16,10 +16,11 @@ from tiering.errors import ConfigError
 class KVCacheGroup:
     """One KV-cache group of the engine: layers that share block tables.
 
-    ``gpu_block_size``: tokens in one GPU block, context-parallel factor included.  ``sliding_window``: tokens, None for full
-    attention.  ``kind``: "full_attention", "sliding_window", "mamba", ... as the engine calls it.
-    ``is_eagle``: a speculative head has layers here.  ``retained_tokens``: tokens before a sliding window that the engine keeps
-    besides.  ``volatile_tokens``: as many of the last computed tokens may be computed again while the request runs (default 0 each).
+    ``gpu_block_size``: tokens in one GPU block, context-parallel factor included.  ``sliding_window``: tokens, None for
+    full attention.  ``kind``: "full_attention", "sliding_window", "mamba", ... as the engine calls it. ``is_eagle``: a
+    speculative head has layers here.  ``retained_tokens``: tokens before a sliding window that the engine keeps
+    besides.  ``volatile_tokens``: as many of the last computed tokens may be computed again while the request runs
+    (default 0 each).
     """
 
     layer_names: tuple[str, ...]
@@ -35,8 +36,9 @@ class KVCacheGroup:
 class EngineConfig:
     """What an engine tells the framework about itself, once, at start.
 
-    ``block_sizes``: tokens per GPU block for each group, before context parallelism; ``context_parallel_size`` is decode × prefill
-    size.  ``hash_block_size``: tokens covered by one of ``request.block_hashes``.  ``world_size``: workers that hold KV side by side.
+    ``block_sizes``: tokens per GPU block for each group, before context parallelism; ``context_parallel_size`` is
+    decode × prefill size.  ``hash_block_size``: tokens covered by one of ``request.block_hashes``.  ``world_size``:
+    workers that hold KV side by side.
     """
 
     block_sizes: tuple[int, ...]
@@ -96,7 +98,9 @@ class OffloadingSpec(ABC):
         """The scheduler's side.  Called once."""
 
     @abstractmethod
-    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
         """The worker's side: (source spec class, destination spec class, :class:`tiering.copy.contract.OffloadingHandler`)."""
 
 

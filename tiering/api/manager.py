@@ -18,8 +18,8 @@ from tiering.api.transfer import BlockIDsLoadStoreSpec, LoadStoreSpec
 class PrefixMatch(NamedTuple):
     """Answer of :meth:`OffloadingManager.match_prefix`.
 
-    ``hits``: how many leading keys are held.  ``pending``: the answer may still change (one of those is not readable yet, or the
-    first key after them is undecided).
+    ``hits``: how many leading keys are held.  ``pending``: the answer may still change (one of those is not readable
+    yet, or the first key after them is undecided).
     """
 
     hits: int
@@ -74,8 +74,8 @@ class OffloadingEvent:
 class OffloadingManager(ABC):
     """Keeps track of offloaded blocks.  Runs in the scheduler process, on the scheduler's thread.
 
-    Nothing blocks, but :meth:`reset_cache` and :meth:`shutdown`, up to a deadline.  Reference count of a row: -1 being written
-    (not readable, not evictable), 0 readable and evictable, n > 0 n readers.  Keys are unique within a call.
+    Nothing blocks, but :meth:`reset_cache` and :meth:`shutdown`, up to a deadline.  Reference count of a row: -1 being
+    written (not readable, not evictable), 0 readable and evictable, n > 0 n readers.  Keys are unique within a call.
     """
 
     @abstractmethod
@@ -88,7 +88,8 @@ class OffloadingManager(ABC):
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         """The batch form of :meth:`lookup`, with the same meaning: how many leading keys are held, and whether that may change.
 
-        ``at_least``: fewer hits are of no use to the caller: nothing need be brought in or waited for that would not make as many.
+        ``at_least``: fewer hits are of no use to the caller: nothing need be brought in or waited for that would not
+        make as many.
         """
         pending = False
         for hits, key in enumerate(keys):
@@ -152,10 +153,10 @@ class OffloadingManager(ABC):
     def reset_cache(self, revision: str | None = None) -> bool:
         """Forget everything: this process never serves again what was stored before.  Waits for a few milliseconds at most.
 
-        True if that is certain also after a restart.  False if a medium of our own could not confirm it yet: its tier serves nothing
-        until it has.  On a medium that is shared, only this process moves, and nothing that others stored is removed.
-        ``revision`` names the weights from now on: all engines that give the same text share their blocks on shared media.  Without
-        it (the default) what is stored from now on is for this process alone.
+        True if that is certain also after a restart.  False if a medium of our own could not confirm it yet: its tier
+        serves nothing until it has.  On a medium that is shared, only this process moves, and nothing that others
+        stored is removed. ``revision`` names the weights from now on: all engines that give the same text share their
+        blocks on shared media.  Without it (the default) what is stored from now on is for this process alone.
         """
         return True
 
@@ -169,5 +170,7 @@ class OffloadingManager(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.shutdown()

@@ -1,7 +1,7 @@
 """What must not be printed: secrets in a configuration, by the name of the field, the form of the value, and by value.
 
-Secrets of a stack are learnt when it is read.  From then on they are masked wherever our errors and log lines would show them, also in
-what a tier of one's own or a client library says.
+Secrets of a stack are learnt when it is read.  From then on they are masked wherever our errors and log lines would
+show them, also in what a tier of one's own or a client library says.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _MASKED = re.compile(r"\*{3}|\*{10}|.*://\*{3}@.*")
 _SHOWN = 60
 
 _SECRET_WORD = re.compile(
-    r"secret|passw|pwd|token|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$", re.IGNORECASE
+    r"secret|passw|pwd|token|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
+    re.IGNORECASE,
 )
-# All repetitions are bounded: texts come from outside, and a search must not take time that grows with the square of their length.
+# All repetitions are bounded: texts come from outside, and a search must not take time that grows with the square of
+# their length.
 _USER = re.compile(
     r"""(?<=//)(?:[^/\s'"<>]{1,256}|[^/\s'"<>:]{0,64}:[^\s'"<>]{0,256})(?=@)"""
     r"""|(?<![\w/.])[\w.+-]{1,64}:[^\s'"<>@/]{1,256}(?=@[\w\[])"""

@@ -1,7 +1,8 @@
 """The namespace: a fingerprint of everything that changes the bytes of a block or their meaning.
 
-Two configurations that differ in any of it never read each other's blocks, on any tier: every frame carries the fingerprint, and
-shared media have it in their object names.  The reset epoch is part of it: a new epoch makes everything older foreign.
+Two configurations that differ in any of it never read each other's blocks, on any tier: every frame carries the
+fingerprint, and shared media have it in their object names.  The reset epoch is part of it: a new epoch makes
+everything older foreign.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ _COMMIT_OR_DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,}(?![0-9a-f])")
 class ModelIdentity:
     """What computed the KV.
 
-    ``weights``: a commit revision, or a digest of config and weight files; never just a name, since weights change under a name.
-    ``name``: for people.  It is part of the namespace only where ``weights`` is neither a commit nor a digest, which have 32 hex digits
-    or more: the same weights under another name or path share their blocks.
-    ``dtype``: of the computation.  ``layout``: a :class:`KVLayout`, or, for callers whose layout is their own, any text that changes
-    whenever it does.  ``overrides``: configuration that changes results (rope scaling and the like).  ``volatile_scales``: KV scales
-    that change at run time and live outside the block; persistent tiers refuse such a model.
+    ``weights``: a commit revision, or a digest of config and weight files; never just a name, since weights change
+    under a name. ``name``: for people.  It is part of the namespace only where ``weights`` is neither a commit nor a
+    digest, which have 32 hex digits or more: the same weights under another name or path share their blocks. ``dtype``:
+    of the computation.  ``layout``: a :class:`KVLayout`, or, for callers whose layout is their own, any text that
+    changes whenever it does.  ``overrides``: configuration that changes results (rope scaling and the like).
+    ``volatile_scales``: KV scales that change at run time and live outside the block; persistent tiers refuse such a
+    model.
     """
 
     name: str
@@ -105,8 +107,8 @@ class ModelIdentity:
 class Namespace:
     """The parameters of a namespace and its present epoch.
 
-    ``base`` (16 bytes) identifies the parameters, the same over resets; ``fingerprint`` (16 bytes) covers the epoch too and is what
-    frames carry.
+    ``base`` (16 bytes) identifies the parameters, the same over resets; ``fingerprint`` (16 bytes) covers the epoch too
+    and is what frames carry.
     """
 
     parameters: str
@@ -121,7 +123,9 @@ class Namespace:
         object.__setattr__(self, "fingerprint", fingerprint_of(base, self.epoch))
 
     @classmethod
-    def build(cls, model: ModelIdentity, group_bytes: tuple[int, ...], *, namespace: str = "", salt: str = "") -> Namespace:
+    def build(
+        cls, model: ModelIdentity, group_bytes: tuple[int, ...], *, namespace: str = "", salt: str = ""
+    ) -> Namespace:
         """The namespace of ``model`` with blocks of ``group_bytes``, and the user's own ``namespace`` and ``salt``.
 
         Raises :class:`ConfigError` if ``model.overrides`` is not plain data.
@@ -156,7 +160,9 @@ class Namespace:
 
         Raises :class:`ConfigError` for a revision that is not a text with something in it.
         """
-        return self.with_epoch(hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES])
+        return self.with_epoch(
+            hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES]
+        )
 
 
 def fingerprint_of(base: bytes, epoch: bytes) -> bytes:

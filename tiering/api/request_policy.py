@@ -1,7 +1,8 @@
 """What one request asks of the tiers, read from its ``kv_transfer_params``: the one place that decides what they mean.
 
-Wrong parameters mean one thing everywhere: the request neither loads nor stores (:data:`NEITHER`), and whoever admits the request
-first says which word is wrong.  What is handed on from there carries :data:`NEITHER_PARAMS`, so that nobody says it twice.
+Wrong parameters mean one thing everywhere: the request neither loads nor stores (:data:`NEITHER`), and whoever admits
+the request first says which word is wrong.  What is handed on from there carries :data:`NEITHER_PARAMS`, so that nobody
+says it twice.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from tiering.errors import ConfigError
 class RequestPolicy:
     """What one request asks of the tiers: ``kv_transfer_params={"kv_tiering": {...}}``.
 
-    ``load``/``store``: may blocks be loaded for it / of it be stored.  ``max_load_tokens``/``max_store_tokens``: leading tokens
-    that may be (None: all).  ``tiers``: names of the secondary tiers it may use (None: all).
+    ``load``/``store``: may blocks be loaded for it / of it be stored.  ``max_load_tokens``/``max_store_tokens``:
+    leading tokens that may be (None: all).  ``tiers``: names of the secondary tiers it may use (None: all).
     """
 
     load: bool = True

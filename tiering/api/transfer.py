@@ -47,10 +47,11 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks in the accelerator's KV cache, ordered by KV-cache group.
 
-    ``group_sizes[i]`` of the ids belong to group i.  Within a group they are logically consecutive blocks of one request, and
-    ``block_indices[i]`` is the logical index of the first, so that a worker can skip the leading part of an offloaded block that
-    is larger than a GPU block and not aligned with it.  Where only some blocks of a request are stored, the spec covers whole
-    offloaded blocks, in runs (``block_indices[i]`` is then that of the first run, and a multiple of the block size factor).
+    ``group_sizes[i]`` of the ids belong to group i.  Within a group they are logically consecutive blocks of one
+    request, and ``block_indices[i]`` is the logical index of the first, so that a worker can skip the leading part of
+    an offloaded block that is larger than a GPU block and not aligned with it.  Where only some blocks of a request are
+    stored, the spec covers whole offloaded blocks, in runs (``block_indices[i]`` is then that of the first run, and a
+    multiple of the block size factor).
 
     Raises :class:`ConfigError` if the lengths disagree.
     """
@@ -60,7 +61,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     def __init__(self, block_ids: ArrayLike, group_sizes: Sequence[int], block_indices: Sequence[int]) -> None:
         super().__init__(block_ids)
         if sum(group_sizes) != len(self.block_ids):
-            raise ConfigError(f"group_sizes {list(group_sizes)} add up to {sum(group_sizes)}, block_ids has {len(self.block_ids)}")
+            raise ConfigError(
+                f"group_sizes {list(group_sizes)} add up to {sum(group_sizes)}, block_ids has {len(self.block_ids)}"
+            )
         if len(group_sizes) != len(block_indices):
             raise ConfigError(f"group_sizes has {len(group_sizes)} groups, block_indices {len(block_indices)}")
         self.group_sizes: tuple[int, ...] = tuple(group_sizes)

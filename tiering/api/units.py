@@ -59,7 +59,9 @@ def parse_duration(value: object) -> float:
     else:
         match = _DURATION.fullmatch(value) if isinstance(value, str) else None
         if match is None:
-            raise ValueError(f"{shown(value)} is not a duration; write it like 500ms, 10s, 5m, 12h, 7d or a number of seconds")
+            raise ValueError(
+                f"{shown(value)} is not a duration; write it like 500ms, 10s, 5m, 12h, 7d or a number of seconds"
+            )
         number, unit = float(match[1]), _DURATION_UNITS[match[2].lower()]
     if not abs(number) <= MAX_DURATION / unit:
         raise ValueError(f"{shown(value)} is out of range; the longest duration is 3650d")
@@ -81,7 +83,9 @@ def check_path(path: str) -> str:
 
 def _check_directory(path: str) -> str:
     if os.path.expanduser(check_path(path)).startswith("~"):  # noqa: PTH111 - pathlib raises RuntimeError instead
-        raise ValueError(f"{shown(path)} begins with the home directory of a user that is not known; write the path in full")
+        raise ValueError(
+            f"{shown(path)} begins with the home directory of a user that is not known; write the path in full"
+        )
     return path
 
 

@@ -63,7 +63,8 @@ def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int
     rows = [(line(problem.path), problem) for problem in dict.fromkeys(problems)]
     rows.sort(key=lambda row: row[0] or 0)
     texts = [
-        f"{path_text(problem.path)}{'' if number is None else f' (line {number})'}: {problem.text}" for number, problem in rows
+        f"{path_text(problem.path)}{'' if number is None else f' (line {number})'}: {problem.text}"
+        for number, problem in rows
     ]
     if len(texts) == 1:
         raise ConfigError(mask_text(f"{name}: {texts[0]}"))
@@ -94,7 +95,9 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
         elif item["type"] == "string_type" and isinstance(item["input"], (int, float)):
             text = shown(item["input"])
             kind = f"{text.lower()}, a truth value" if isinstance(item["input"], bool) else f"{text}, a number"
-            found.append(Problem(path, f"is {MASK if _in_secret(path) else kind}, and must be a text; write it in quotes"))
+            found.append(
+                Problem(path, f"is {MASK if _in_secret(path) else kind}, and must be a text; write it in quotes")
+            )
         elif item["type"] == "missing":
             found.append(Problem(path, "is missing, and has no default"))
         elif item["type"] in {"model_type", "model_attributes_type", "dict_type"}:

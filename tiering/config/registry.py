@@ -20,8 +20,8 @@ TIER_TYPES: Mapping[str, tuple[str, str]] = {
 def tier_definition(kind: object) -> TierDefinition:
     """The definition of a tier's ``type``: a registered name, or ``module.path:Name`` for a tier of one's own.
 
-    ``Name`` is a :class:`TierDefinition`, or a class (say, a SecondaryTierManager) whose attribute ``definition`` is one.
-    Raises :class:`ConfigError`.
+    ``Name`` is a :class:`TierDefinition`, or a class (say, a SecondaryTierManager) whose attribute ``definition`` is
+    one. Raises :class:`ConfigError`.
     """
     allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
     if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
@@ -39,5 +39,7 @@ def tier_definition(kind: object) -> TierDefinition:
         raise ConfigError(f"the tier {shown(kind)} cannot be imported: {type(error).__name__}: {error}") from error
     definition = found if isinstance(found, TierDefinition) else getattr(found, "definition", None)
     if not isinstance(definition, TierDefinition):
-        raise ConfigError(f"{shown(kind)} is neither a tiering.TierDefinition nor a class with one as its attribute definition")
+        raise ConfigError(
+            f"{shown(kind)} is neither a tiering.TierDefinition nor a class with one as its attribute definition"
+        )
     return definition

@@ -1,7 +1,8 @@
 """From a stack file to plain data: safe YAML, duplicate keys refused, environment references expanded, lines remembered.
 
-``${VAR}`` in a value is replaced by the environment variable, ``${VAR:-default}`` by the default if it is unset or empty, ``$${`` is a
-literal ``${``.  References are resolved after the YAML is read, in values only: what a variable holds can never become structure.
+``${VAR}`` in a value is replaced by the environment variable, ``${VAR:-default}`` by the default if it is unset or
+empty, ``$${`` is a literal ``${``.  References are resolved after the YAML is read, in values only: what a variable
+holds can never become structure.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _expand(source: Source, value: object, path: FieldPath, carried: Carried, co
     if isinstance(value, str):
         return _expand_text(source, carried.restored(value), path)
     if isinstance(value, Mapping):
-        restored = ((_printable(carried.restored(key)) if isinstance(key, str) else key, item) for key, item in value.items())
+        restored = (
+            (_printable(carried.restored(key)) if isinstance(key, str) else key, item) for key, item in value.items()
+        )
         return {
             key: _expand(source, item, (*path, key if isinstance(key, str) else shown(key)), carried, count)
             for key, item in restored
@@ -81,7 +84,9 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
         if whole.startswith("$$"):
             return whole[1:]
         if match[1] is None:
-            problem(f"{shown(text)} holds an environment reference that is not closed; write ${{NAME}}, or $${{ for a literal ${{")
+            problem(
+                f"{shown(text)} holds an environment reference that is not closed; write ${{NAME}}, or $${{ for a literal ${{"
+            )
             return whole
         name, colon, default = match[1].partition(":-")
         if _NAME.fullmatch(name) is None:
@@ -92,12 +97,16 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
         if colon:
             return value or default
         if value is None:
-            problem(f"the environment variable {name} is not set; set it, or write ${{{name}:-default}} ($${{ is a literal ${{)")
+            problem(
+                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}} ($${{ is a literal ${{)"
+            )
             return whole
         return value
 
     if is_masked(text):
-        problem(f"{shown(text)} stands for a secret that was masked when this stack was printed; write it as ${{NAME}} instead")
+        problem(
+            f"{shown(text)} stands for a secret that was masked when this stack was printed; write it as ${{NAME}} instead"
+        )
     expanded = _REFERENCE.sub(resolve, text)
     learn(next((part for part in path if is_secret(part)), None), expanded)
     if _printable(expanded) != expanded:

@@ -38,12 +38,14 @@ def open_manager(
 ) -> TieringOffloadingManager:
     """Build and open the tiers of ``stack``; close what is returned with ``shutdown``, or use it as a context manager.
 
-    ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per KV-cache group.
-    ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already; by default the stack's
-    capacity decides.  The manager closes it in the end; if this raises, it is still the caller's to close.
+    ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per
+    KV-cache group. ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already;
+    by default the stack's capacity decides.  The manager closes it in the end; if this raises, it is still the caller's
+    to close.
 
-    One thread drives the manager: the first that uses it, which need not be the one that calls this.  ``one_thread`` False turns
-    the check off, for engines that see to it themselves that no two threads use the manager at the same time.
+    One thread drives the manager: the first that uses it, which need not be the one that calls this.  ``one_thread``
+    False turns the check off, for engines that see to it themselves that no two threads use the manager at the same
+    time.
 
     A tier that cannot be opened within ``open_deadline`` is left out until it can: the tier itself says why, once.
 
@@ -107,7 +109,9 @@ def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None) -> None:
+def _check(
+    stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None
+) -> None:
     """What can only be known with the engine's blocks and model at hand.  Opens nothing."""
     problems: list[Problem] = []
     if stack.mode != "tiering":
@@ -124,7 +128,9 @@ def _check(stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIde
             text = f"{options.capacity} bytes do not hold one block of {block_bytes} bytes"
             problems.append(Problem(("secondary", index, "capacity"), text))
         if reason is not None and tier_definition(options.type).persistent:
-            text = f"{options.type} keeps blocks beyond the process, which the model {model.name} does not allow: {reason}"
+            text = (
+                f"{options.type} keeps blocks beyond the process, which the model {model.name} does not allow: {reason}"
+            )
             problems.append(Problem(("secondary", index, "type"), text))
     if problems:
         refuse("stack", problems)
@@ -192,6 +198,9 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
 
 def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
     """What a person checks first: how much fits where, and which namespace (as in paths and object names) is read and written."""
-    tiers = [f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}" for tier in opened]
+    tiers = [
+        f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}"
+        for tier in opened
+    ]
     primary = f"primary {format_bytes(rows.nbytes)} ({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
     return f"tiers: {', '.join([primary, *tiers])}; namespace {namespace.directory[:8]}"

@@ -40,7 +40,9 @@ def _read_tier(value: object, handler: object) -> TierOptions:
     if isinstance(value, TierOptions):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{shown(value)} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}")
+        raise ValueError(
+            f"{shown(value)} is not a mapping; write it like {{type: local, path: /var/cache/kv, capacity: 500GiB}}"
+        )
     if "type" not in value:
         raise Problems([Problem(("type",), f"is missing; allowed are {', '.join(TIER_TYPES)}, or module.path:Name")])
     try:
@@ -48,7 +50,9 @@ def _read_tier(value: object, handler: object) -> TierOptions:
     except ConfigError as error:
         raise Problems([Problem(("type",), str(error))]) from error
     refused = options.refused_words(value)
-    problems = [Problem((word,), f"is not supported by {value['type']} tiers: {reason}") for word, reason in refused.items()]
+    problems = [
+        Problem((word,), f"is not supported by {value['type']} tiers: {reason}") for word, reason in refused.items()
+    ]
     tier = None
     try:
         tier = options.model_validate({word: item for word, item in value.items() if word not in refused})
@@ -117,12 +121,15 @@ class StackConfig(Strict):
     def _check_together(self) -> StackConfig:
         problems = [
             Problem(
-                ("secondary", index, "name"), f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own"
+                ("secondary", index, "name"),
+                f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own",
             )
             for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
         ]
         problems += [
-            Problem(("secondary", index, "name"), f"{PRIMARY_TIER!r} is the name of the primary tier; give this one another")
+            Problem(
+                ("secondary", index, "name"), f"{PRIMARY_TIER!r} is the name of the primary tier; give this one another"
+            )
             for index, tier in enumerate(self.secondary)
             if tier.tier_name == PRIMARY_TIER
         ]
@@ -132,14 +139,17 @@ class StackConfig(Strict):
                 places.append(tier_definition(tier.type).location(tier))
             except Exception as error:  # a tier of one's own may raise anything
                 places.append(None)
-                problems.append(Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}"))
+                problems.append(
+                    Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}")
+                )
         problems += [
             Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
             for index, other, place in _repeated(places)
         ]
         problems += [
             Problem(
-                ("secondary", index), f"{place} is a part of {outer}, which is the place of secondary[{other}]; keep them apart"
+                ("secondary", index),
+                f"{place} is a part of {outer}, which is the place of secondary[{other}]; keep them apart",
             )
             for index, place in enumerate(places)
             for other, outer in enumerate(places)
@@ -154,13 +164,17 @@ class StackConfig(Strict):
         if self.mode != "simple":
             return [Problem(("lazy_offload",), "is for mode simple")] if self.lazy_offload else []
         problems = [
-            Problem(("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering")
+            Problem(
+                ("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering"
+            )
             for index in range(len(self.secondary))
         ]
         unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
         unused_primary = _changed(self.primary) - {"capacity"}
         problems += [Problem((word,), "has no meaning in mode simple; leave it out") for word in sorted(unused)]
-        problems += [Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)]
+        problems += [
+            Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)
+        ]
         return problems
 
     def describe(self) -> str:
@@ -203,7 +217,8 @@ def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
 def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackConfig:
     """Read and validate a stack: the path of a YAML file, or what such a file would hold.  Opens nothing.
 
-    Raises :class:`ConfigError` with every problem found: the path of the field, its line, what is wrong and what is allowed.
+    Raises :class:`ConfigError` with every problem found: the path of the field, its line, what is wrong and what is
+    allowed.
     """
     source = read_source(stack)
     problems = list(source.problems)

@@ -35,8 +35,8 @@ _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 class Carried:
     """Environment references on their way through the YAML parser.
 
-    A reference contains characters that mean something in YAML.  Each is replaced by a number between marks that nobody can guess,
-    and put back in the values that the parser returns.
+    A reference contains characters that mean something in YAML.  Each is replaced by a number between marks that nobody
+    can guess, and put back in the values that the parser returns.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ def _read(path: str, fd: int) -> bytes:
 def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[FieldPath, int]]:
     """Return the plain data that ``text`` describes, and the line of each field.
 
-    ``name`` of the file is for errors.  Raises :class:`ConfigError` for invalid YAML, tags that make objects, keys given twice,
-    aliases that multiply without end, and too many values or levels.
+    ``name`` of the file is for errors.  Raises :class:`ConfigError` for invalid YAML, tags that make objects, keys
+    given twice, aliases that multiply without end, and too many values or levels.
     """
     lines: dict[FieldPath, int] = {}
     problems: list[Problem] = []
@@ -120,7 +120,9 @@ class _Loader(yaml.SafeLoader):
     """Composes a bounded number of nodes, and makes plain data only: dates stay the text that they are."""
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
-        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag.rpartition(":")[2] in _PLAIN
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in _PLAIN
     }
 
     def __init__(self, text: str) -> None:
@@ -147,7 +149,9 @@ def _guarded(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return make(loader, node)
         except (ValueError, LookupError, OverflowError):
             kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(None, None, f"not a value of type {kind}", node.start_mark) from None
+            raise yaml.constructor.ConstructorError(
+                None, None, f"not a value of type {kind}", node.start_mark
+            ) from None
 
     return guarded
 
@@ -158,7 +162,9 @@ for _kind in ("null", "bool", "int", "float"):
 _Loader.yaml_constructors["tag:yaml.org,2002:timestamp"] = yaml.SafeLoader.construct_yaml_str
 
 
-def _walk(node: yaml.Node, path: FieldPath, lines: dict[FieldPath, int], problems: list[Problem], count: list[int]) -> None:
+def _walk(
+    node: yaml.Node, path: FieldPath, lines: dict[FieldPath, int], problems: list[Problem], count: list[int]
+) -> None:
     """Note the line of every field, and the keys given twice.  Follows aliases, and raises where they multiply without end."""
     count[0] += 1
     if count[0] > MAX_NODES or len(path) > MAX_DEPTH:

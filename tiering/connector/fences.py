@@ -1,8 +1,9 @@
 """Block fences: which GPU blocks are read or written by copies that have not ended.
 
-The rule that keeps KV right: a GPU block that a queued or running copy uses may be reallocated at any time (finish, abort,
-preemption, a window that slides on, reset), but that copy ends before the step that reuses the block.  The scheduler asks
-:meth:`BlockFences.conflicts` about every block that a step newly allocates; the worker waits for the jobs it names.
+The rule that keeps KV right: a GPU block that a queued or running copy uses may be reallocated at any time (finish,
+abort, preemption, a window that slides on, reset), but that copy ends before the step that reuses the block.  The
+scheduler asks :meth:`BlockFences.conflicts` about every block that a step newly allocates; the worker waits for the
+jobs it names.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ NO_JOBS: frozenset[int] = frozenset()
 class BlockFences:
     """Fences by block id.  One counter per block id and one array per job: no object per fenced block.
 
-    Several jobs may fence the same block.  ``fence``, ``release`` and ``conflicts`` cost a few numpy operations each, whatever the
-    number of blocks, unless there is a conflict (then also one operation per fenced job).
+    Several jobs may fence the same block.  ``fence``, ``release`` and ``conflicts`` cost a few numpy operations each,
+    whatever the number of blocks, unless there is a conflict (then also one operation per fenced job).
     """
 
     __slots__ = ("_jobs", "_users", "_writers")

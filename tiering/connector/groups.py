@@ -1,13 +1,15 @@
 """KV-cache groups as the connector offloads them, and the search for the longest usable hit over all of them.
 
-A hit of n tokens needs, for each full-attention group, all blocks up to n, and for each sliding-window group the blocks that
-cover the tokens before n that the first token after the hit attends to, and those that the engine retains beside them.  A group of
-which a speculative head has layers (``is_eagle``) needs one block more, which is not loaded: the engine's own prefix cache matches and
-drops it too, because the head's KV at the end of a block is computed from the token after it.
+A hit of n tokens needs, for each full-attention group, all blocks up to n, and for each sliding-window group the blocks
+that cover the tokens before n that the first token after the hit attends to, and those that the engine retains beside
+them.  A group of which a speculative head has layers (``is_eagle``) needs one block more, which is not loaded: the
+engine's own prefix cache matches and drops it too, because the head's KV at the end of a block is computed from the
+token after it.
 
-Where hits may end: at a border between blocks of a full-attention group (of any group, in a model without full attention).  Groups
-whose blocks are larger then load the block in which the hit ends, of which the engine computes the tail anew; so blocks of unequal
-sizes need no common multiple.  What no such hit can use of a sliding window is not stored (:meth:`OffloadGroup.usable`).
+Where hits may end: at a border between blocks of a full-attention group (of any group, in a model without full
+attention).  Groups whose blocks are larger then load the block in which the hit ends, of which the engine computes the
+tail anew; so blocks of unequal sizes need no common multiple.  What no such hit can use of a sliding window is not
+stored (:meth:`OffloadGroup.usable`).
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ class KVEventGroupSpec(NamedTuple):
 class OffloadGroup:
     """One KV-cache group.  Sizes in tokens; ``block_size_factor`` GPU blocks make an offloaded block.
 
-    ``hash_block_size_factor``: hash-blocks in one offloaded block.  ``sliding_window``: tokens, None for full attention.
-    ``reach``: tokens before a position that must be there to go on from it (the window without the present token, and what the engine
-    retains besides).  ``window_blocks``: offloaded blocks that cover them before an aligned position (0 for full attention).
-    ``lookahead_blocks``: blocks after the end of a hit that must be held too.  ``volatile_tokens``: as many of the last computed tokens
-    may still be computed again.  ``hit_ends``: for a window group, the distances between hits that may leave some of its blocks
-    unused, in its blocks; empty where every block is of use.
+    ``hash_block_size_factor``: hash-blocks in one offloaded block.  ``sliding_window``: tokens, None for full
+    attention. ``reach``: tokens before a position that must be there to go on from it (the window without the present
+    token, and what the engine retains besides).  ``window_blocks``: offloaded blocks that cover them before an aligned
+    position (0 for full attention). ``lookahead_blocks``: blocks after the end of a hit that must be held too.
+    ``volatile_tokens``: as many of the last computed tokens may still be computed again.  ``hit_ends``: for a window
+    group, the distances between hits that may leave some of its blocks unused, in its blocks; empty where every block
+    is of use.
     """
 
     group_idx: int
@@ -76,26 +79,30 @@ class OffloadGroup:
     def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which offloaded blocks a hit can use; None: all.
 
-        Where a window is shorter than the distance between two possible ends of hits, the blocks after the one and before the window of
-        the other are never asked for.
+        Where a window is shorter than the distance between two possible ends of hits, the blocks after the one and
+        before the window of the other are never asked for.
         """
         if not self.hit_ends:
             return None
         needed = np.zeros(len(positions), np.bool_)
         for distance in self.hit_ends:
-            needed |= (positions - self.lookahead_blocks) % distance >= distance - self.window_blocks - self.lookahead_blocks
+            needed |= (
+                positions - self.lookahead_blocks
+            ) % distance >= distance - self.window_blocks - self.lookahead_blocks
         return needed
 
 
 def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     """The groups of ``spec``'s engine.
 
-    Raises :class:`ConfigError` for a group whose KV this connector cannot offload block by block: state-space groups (one state,
-    not a row of blocks), and kinds whose blocks it could not tell apart by position.
+    Raises :class:`ConfigError` for a group whose KV this connector cannot offload block by block: state-space groups
+    (one state, not a row of blocks), and kinds whose blocks it could not tell apart by position.
     """
     engine_groups = spec.engine.groups
     if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
-        raise ConfigError(f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}")
+        raise ConfigError(
+            f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}"
+        )
     groups = tuple(
         _build_group(spec, idx, engine_groups[idx] if engine_groups else KVCacheGroup((), size))
         for idx, size in enumerate(spec.gpu_block_size)
@@ -121,11 +128,15 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
             "connector cannot offload; run the model without it"
         )
     if any(word in kind for word in _FOREIGN_KINDS):
-        raise ConfigError(f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded")
+        raise ConfigError(
+            f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded"
+        )
     if "sliding" in kind and window is None:
         raise ConfigError(f"KV-cache group {idx} ({group.kind}): a sliding-window group needs its window in tokens")
     if window is not None and window < 1:
-        raise ConfigError(f"KV-cache group {idx}: sliding_window {window} is not a number of tokens (a positive integer)")
+        raise ConfigError(
+            f"KV-cache group {idx}: sliding_window {window} is not a number of tokens (a positive integer)"
+        )
     size = spec.offloaded_block_size[idx]
     reach = 0 if window is None else window - 1 + group.retained_tokens
     return OffloadGroup(

@@ -35,8 +35,9 @@ class HitSearch:
         self.tokens_to_leave = int(any(map(self._recomputes_across_a_border, groups)))
         """Tokens of a request that no hit may cover.
 
-        When all of a request is held, the engine recomputes the last token, which sees one token more to the left than the token
-        after it.  Where that one is in a block of its own, which a hit does not need, at least one token must be left to compute.
+        When all of a request is held, the engine recomputes the last token, which sees one token more to the left than
+        the token after it.  Where that one is in a block of its own, which a hit does not need, at least one token must
+        be left to compute.
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:
@@ -60,9 +61,10 @@ class HitSearch:
     def longest(self, keys: Sequence[Sequence[OffloadKey]], computed: int, limit: int, ctx: ReqContext) -> Hit:
         """The longest usable prefix of at most ``limit`` tokens, in whole blocks; none shorter than a block beyond ``computed``.
 
-        Full attention first, as a prefix from the block that contains the first uncomputed token; then the windows, from the right:
-        a block missing in a window moves the end to where that block begins, and everything is asked again for that end.  Nothing is
-        asked for, and so nothing is brought in, that would make a hit of less than a block.
+        Full attention first, as a prefix from the block that contains the first uncomputed token; then the windows,
+        from the right: a block missing in a window moves the end to where that block begins, and everything is asked
+        again for that end.  Nothing is asked for, and so nothing is brought in, that would make a hit of less than a
+        block.
         """
         end = self._aligned(
             min(limit, *((len(keys[g.group_idx]) - g.lookahead_blocks) * g.offloaded_block_size for g in self._groups))
@@ -85,7 +87,9 @@ class HitSearch:
             return Hit(computed, False)
         return self._windows_end(keys, computed, end, pending, ctx) if self._windows else Hit(end, pending)
 
-    def _windows_end(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext) -> Hit:
+    def _windows_end(
+        self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext
+    ) -> Hit:
         agreed, turn, probes = 0, 0, MAX_WINDOW_PROBES
         while agreed < len(self._windows):
             if end - computed < self._least or not probes:

@@ -84,7 +84,9 @@ class JobTable:
 
     def distrust(self, job_ids: Iterable[int]) -> list[Job]:
         """Mark the stores among ``job_ids`` as distrusted and failed; those of them that were not."""
-        jobs = [job for job in map(self._jobs.get, job_ids) if job is not None and job.load is None and not job.distrusted]
+        jobs = [
+            job for job in map(self._jobs.get, job_ids) if job is not None and job.load is None and not job.distrusted
+        ]
         for job in jobs:
             job.failed = job.distrusted = True
         return jobs

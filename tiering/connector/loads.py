@@ -38,8 +38,8 @@ class _Part(NamedTuple):
 class LoadPlanner:
     """Turns hits into load jobs, and knows which keys are being loaded.
 
-    ``orders`` and ``failed`` collect until the step's metadata is built: load orders by request, and blocks that nothing will fill by
-    request.
+    ``orders`` and ``failed`` collect until the step's metadata is built: load orders by request, and blocks that
+    nothing will fill by request.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class LoadPlanner:
     def is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
         """Whether blocks of this hit are being loaded for another request.
 
-        Sharers have a prefix in common, and what they lack of it begins where the other's load begins or inside it: asking about
-        the ends of each group's run is enough, and costs nothing per block.
+        Sharers have a prefix in common, and what they lack of it begins where the other's load begins or inside it:
+        asking about the ends of each group's run is enough, and costs nothing per block.
         """
         loading = self._loading
         return bool(loading) and any(keys and (keys[0] in loading or keys[-1] in loading) for keys in needed)
@@ -79,8 +79,8 @@ class LoadPlanner:
     def plan(self, state: RequestState, external_tokens: int) -> Sequence[OffloadKey]:
         """Queue the load of ``external_tokens`` tokens after those that were computed when the hit was matched.
 
-        What has become unreadable since is queued as failed: the worker reports its GPU blocks, and the engine recomputes them.
-        Returns the hit's blocks, of :attr:`measure`.
+        What has become unreadable since is queued as failed: the worker reports its GPU blocks, and the engine
+        recomputes them. Returns the hit's blocks, of :attr:`measure`.
         """
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
@@ -108,7 +108,9 @@ class LoadPlanner:
             self.shrunk_hits += 1
             self._failed[state.ctx.req_id] = invalid
             state.load_failed(end)
-            self._warn_shrunk("%d GPU blocks of a hit are not readable any more; the engine recomputes them", len(invalid))
+            self._warn_shrunk(
+                "%d GPU blocks of a hit are not readable any more; the engine recomputes them", len(invalid)
+            )
         return measured
 
     def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]]]:
@@ -129,7 +131,9 @@ class LoadPlanner:
     def ended(self, job: Job) -> None:
         """Nothing is loaded by ``job`` any more."""
         loading = self._loading
-        for key in [key for key, job_id in zip(job.keys, map(loading.get, job.keys), strict=True) if job_id == job.job_id]:
+        for key in [
+            key for key, job_id in zip(job.keys, map(loading.get, job.keys), strict=True) if job_id == job.job_id
+        ]:
             del loading[key]
 
     def forget_keys(self) -> None:
@@ -148,10 +152,13 @@ class LoadPlanner:
             return _Part(0, [], ())
         return _Part(first, table[first:last], group_state.keys[first // factor : -(-last // factor)])
 
-    def _pin(self, state: RequestState, keys: list[OffloadKey], parts: Sequence[_Part]) -> tuple[LoadStoreSpec | None, int]:
+    def _pin(
+        self, state: RequestState, keys: list[OffloadKey], parts: Sequence[_Part]
+    ) -> tuple[LoadStoreSpec | None, int]:
         """Where the first keys are, and how many of them are protected now; None if nothing can be loaded.
 
-        Part of a hit is of use only if no window group is there: another end needs other window blocks, which were not allocated.
+        Part of a hit is of use only if no window group is there: another end needs other window blocks, which were not
+        allocated.
         """
         factor = self._groups[0].block_size_factor
         if not keys or not all(part.is_whole(factor) for part in parts):
@@ -184,5 +191,7 @@ class LoadPlanner:
         job = self._jobs.open(state.ctx, keys, target)
         self._loading.update(zip(keys, repeat(job.job_id)))
         self._queued.append((job, block_ids))
-        destination = GPULoadStoreSpec(block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts])
+        destination = GPULoadStoreSpec(
+            block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts]
+        )
         self._orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))

@@ -21,10 +21,10 @@ class TransferOrder(NamedTuple):
 class OffloadingConnectorMetadata:
     """Scheduler → worker, once per step.
 
-    ``jobs_to_flush``: running or deferred jobs that must end before this step touches the KV cache, because it reuses their blocks.
-    ``failed_loads``: for a request whose hit has shrunk since it was matched, the GPU blocks that nothing will fill.  The worker
-    reports them among its load errors and the request as received: together with the end of the request's load if ``reqs_to_load``
-    has one (what is left of the hit), else in this step's report.
+    ``jobs_to_flush``: running or deferred jobs that must end before this step touches the KV cache, because it reuses
+    their blocks. ``failed_loads``: for a request whose hit has shrunk since it was matched, the GPU blocks that nothing
+    will fill.  The worker reports them among its load errors and the request as received: together with the end of the
+    request's load if ``reqs_to_load`` has one (what is left of the hit), else in this step's report.
     """
 
     reqs_to_load: dict[ReqId, TransferOrder] = field(default_factory=dict)

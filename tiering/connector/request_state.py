@@ -30,8 +30,8 @@ class Match(NamedTuple):
 class GroupState:
     """One KV-cache group of a request.
 
-    ``keys[b]`` names offloaded block b, as far as hashes exist.  ``block_ids`` are the GPU blocks in logical order, null blocks (0)
-    included.  ``cursor``: offloaded blocks below it were offered to the manager, or need not be.
+    ``keys[b]`` names offloaded block b, as far as hashes exist.  ``block_ids`` are the GPU blocks in logical order,
+    null blocks (0) included.  ``cursor``: offloaded blocks below it were offered to the manager, or need not be.
     """
 
     keys: list[OffloadKey] = field(default_factory=list)
@@ -44,16 +44,15 @@ class RequestState:
     """One request from the moment it is seen until it ends.
 
     ``prompt_only``: only blocks that lie wholly in its prompt are stored, which grows in a streaming session.
-    ``next_store_at``: computed tokens below which there is nothing new to offer.
-    ``found_tokens``: leading tokens that it found in the engine's cache, None if it was not matched yet.
-    ``filled_tokens``: these and those loaded for it.  ``scheduled``: it has computed something on its present blocks; before, another
-    connector may still load into them.
-    ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until the engine goes
-    back to it; nothing is stored meanwhile.
-    ``generation`` counts its starts: what concerns blocks of an earlier generation is void.  ``allocated_at_step``: the step for which
-    it got its first blocks.  ``untouched_blocks`` were stored since its stored blocks were touched last.
-    ``sources``: of its last load's blocks, how many were brought in for it, by medium; ``asked_blocks``: those that were asked for when
-    it was matched first and of which no load has told yet how many the primary tier had; both of the group that tells how long a hit is.
+    ``next_store_at``: computed tokens below which there is nothing new to offer. ``found_tokens``: leading tokens that
+    it found in the engine's cache, None if it was not matched yet. ``filled_tokens``: these and those loaded for it.
+    ``scheduled``: it has computed something on its present blocks; before, another connector may still load into them.
+    ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until
+    the engine goes back to it; nothing is stored meanwhile. ``generation`` counts its starts: what concerns blocks of
+    an earlier generation is void.  ``allocated_at_step``: the step for which it got its first blocks.
+    ``untouched_blocks`` were stored since its stored blocks were touched last. ``sources``: of its last load's blocks,
+    how many were brought in for it, by medium; ``asked_blocks``: those that were asked for when it was matched first
+    and of which no load has told yet how many the primary tier had; both of the group that tells how long a hit is.
     """
 
     request: EngineRequest
@@ -106,7 +105,9 @@ class RequestState:
         """Name the blocks whose hashes have appeared since the last call, and anew those whose tokens were replaced."""
         hashes = self.request.block_hashes
         for layout, group in zip(layouts, self.groups, strict=True):
-            group.cursor = min(group.cursor, extend_names(group.keys, hashes, layout.hash_block_size_factor, layout.key_suffix))
+            group.cursor = min(
+                group.cursor, extend_names(group.keys, hashes, layout.hash_block_size_factor, layout.key_suffix)
+            )
 
     def set_blocks(self, block_ids: BlockIdsByGroup) -> None:
         """These are all of the request's GPU blocks."""
@@ -149,7 +150,8 @@ class RequestState:
     def note_stored(self, blocks: int) -> bool:
         """``blocks`` have become readable; whether it is time to touch all that is stored.
 
-        Which is at the end of the prompt, and before whenever a quarter is new, so that a block is touched a few times at most.
+        Which is at the end of the prompt, and before whenever a quarter is new, so that a block is touched a few times
+        at most.
         """
         stored = sum(group.cursor for group in self.groups)
         if blocks >= stored:

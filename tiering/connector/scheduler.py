@@ -1,15 +1,17 @@
 """The scheduler half of the connector: asks the manager what is held, orders loads and stores, and sees each of them end.
 
-Order of calls, as engines make them.  Each step: per waiting request :meth:`~OffloadingConnectorScheduler.get_num_new_matched_tokens`,
-then, if its blocks could be allocated, :meth:`~OffloadingConnectorScheduler.update_state_after_alloc`; then
+Order of calls, as engines make them.  Each step: per waiting request
+:meth:`~OffloadingConnectorScheduler.get_num_new_matched_tokens`, then, if its blocks could be allocated,
+:meth:`~OffloadingConnectorScheduler.update_state_after_alloc`; then
 :meth:`~OffloadingConnectorScheduler.build_connector_meta` once, also in steps without tokens.  Afterwards
 :meth:`~OffloadingConnectorScheduler.request_finished` for requests that end and
 :meth:`~OffloadingConnectorScheduler.update_connector_output` with what the workers reported.
 
 What keeps KV right: every GPU block that a job reads or writes is fenced until all workers have reported the job
-(:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are named in the
-step's metadata, so that the workers end them before the step touches the KV cache.  And no store becomes readable whose blocks, or blocks
-before them, were not filled by a load, whosever load it was, or are from before a reset (:mod:`tiering.offload.suspects`).
+(:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are
+named in the step's metadata, so that the workers end them before the step touches the KV cache.  And no store becomes
+readable whose blocks, or blocks before them, were not filled by a load, whosever load it was, or are from before a
+reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ ASK_AGAIN: tuple[None, bool] = (None, False)
 class SchedulerCounters:
     """What the scheduler half has seen since the start, and the present number of jobs and requests.
 
-    ``queried_blocks`` were asked for when a request was matched first, ``hit_blocks`` of them were in the primary tier without a promotion.
-    ``snapshots_dropped``: blocks of which events tell the own hash only, because the bound on snapshots was reached.
+    ``queried_blocks`` were asked for when a request was matched first, ``hit_blocks`` of them were in the primary tier
+    without a promotion. ``snapshots_dropped``: blocks of which events tell the own hash only, because the bound on
+    snapshots was reached.
     """
 
     queried_tokens: int = 0
@@ -96,7 +99,9 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self._groups = build_groups(spec)
         self._sharer_wait = _sharer_wait(spec)
-        config = OffloadingKVEventsConfig(enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False)))
+        config = OffloadingKVEventsConfig(
+            enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
+        )
         self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
         self._spec = spec
         self._clock = clock
@@ -137,8 +142,9 @@ class OffloadingConnectorScheduler:
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` can be loaded, and whether asynchronously (always, if any).
 
-        (None, False): not known yet, ask again at a later step.  Nothing changes when the call is repeated, but the answer, as
-        blocks come and go.  The full prompt may be answered: the engine then recomputes the last token by itself.
+        (None, False): not known yet, ask again at a later step.  Nothing changes when the call is repeated, but the
+        answer, as blocks come and go.  The full prompt may be answered: the engine then recomputes the last token by
+        itself.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         self._tables.given_up(state)
@@ -172,7 +178,9 @@ class OffloadingConnectorScheduler:
         state.match = Match(num_computed_tokens, hit.tokens)
         return hit.tokens - num_computed_tokens, True
 
-    def update_state_after_alloc(self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
         """``blocks`` are allocated to the request; queue the load of ``num_external_tokens`` tokens, if any, into them.
 
         Called twice for an asynchronous load: with the tokens, and with 0 when the request is scheduled.
@@ -207,8 +215,9 @@ class OffloadingConnectorScheduler:
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended, for whatever reason: (False, None), its blocks may be freed at once.
 
-        Freeing never has to be delayed, and no request is ever reported as sent: a fence outlives the request that it was set for, so
-        that whoever gets one of the blocks waits for the copy.  A load that is under way is still reported as received.
+        Freeing never has to be delayed, and no request is ever reported as sent: a fence outlives the request that it
+        was set for, so that whoever gets one of the blocks waits for the copy.  A load that is under way is still
+        reported as received.
         """
         return self._finish(request.request_id)
 
@@ -218,7 +227,7 @@ class OffloadingConnectorScheduler:
         """The form of :meth:`request_finished` for engines with several KV-cache groups."""
         return self._finish(request.request_id)
 
-    # ------------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """The step's loads, stores, and the jobs that must end before it; ends the manager's step.
@@ -251,8 +260,8 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take in what the workers reported.  Engines may skip it when there is nothing to report.
 
-        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are heeded first,
-        before any store becomes readable.
+        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are
+        heeded first, before any store becomes readable.
         """
         invalid = connector_output.invalid_block_ids or ()
         if invalid:
@@ -274,7 +283,7 @@ class OffloadingConnectorScheduler:
         for job in done:
             self._ended(job)
 
-    # -------------------------------------------------------------------------------------------------------------- rest
+    # ------------------------------------------------------------------------------------------------------------- rest
 
     def take_events(self) -> list[KVCacheEvent]:
         """The KV events since the last call, in an order that a consumer can apply."""
@@ -288,10 +297,10 @@ class OffloadingConnectorScheduler:
     def reset_cache(self) -> bool:
         """Forget everything that is held: what was stored before is never served again.  True if every tier could promise that.
 
-        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the reset.  Nor is
-        what others find in the engine's own cache, where that was not emptied too, or compute on top of it.
-        Copies that are under way are ended before the next step; until all of them have ended nothing is loaded or stored, so that
-        the manager never mistakes the end of an old copy for that of a new one of the same block.
+        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the
+        reset.  Nor is what others find in the engine's own cache, where that was not emptied too, or compute on top of
+        it. Copies that are under way are ended before the next step; until all of them have ended nothing is loaded or
+        stored, so that the manager never mistakes the end of an old copy for that of a new one of the same block.
         """
         for job in self._jobs:
             job.orphan = True
@@ -312,7 +321,11 @@ class OffloadingConnectorScheduler:
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
         stats = dict(self._manager.get_stats())
         primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
-        return {**stats, "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})}, "connector": dataclasses.asdict(counters)}
+        return {
+            **stats,
+            "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})},
+            "connector": dataclasses.asdict(counters),
+        }
 
     def shutdown(self) -> None:
         """Shut the manager down.  May be called twice; may never be called, and nothing durable depends on it."""
@@ -320,7 +333,7 @@ class OffloadingConnectorScheduler:
             self._is_shut_down = True
             self._manager.shutdown()
 
-    # ----------------------------------------------------------------------------------------------------------- internals
+    # -------------------------------------------------------------------------------------------------------- internals
 
     def _admit(self, request: EngineRequest) -> RequestState:
         params = getattr(request, "kv_transfer_params", None)

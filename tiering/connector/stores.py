@@ -39,9 +39,9 @@ class _Offer(NamedTuple):
 class StorePlanner:
     """Offers a request's completed blocks to the manager, once each, and orders the transfer of those it wants.
 
-    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be rejected), not to
-    be computed again (the volatile tail of a group), and not after a hole that a failed load left.  Only what a hit can use.  Only
-    blocks whose hashes exist: the cursor of a group never passes a missing one.
+    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be
+    rejected), not to be computed again (the volatile tail of a group), and not after a hole that a failed load left.
+    Only what a hit can use.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class StorePlanner:
     def plan_last(self, state: RequestState) -> None:
         """The request ends, and its GPU blocks are as they were: offer once more what found no room, and what may be computed again.
 
-        If there is no room for all of it, its first half is offered.  The order goes out with the next step (:meth:`take_last`).
+        If there is no room for all of it, its first half is offered.  The order goes out with the next step
+        (:meth:`take_last`).
         """
         if state.backoff_steps == 1 and not self._holds_back:
             return
@@ -91,11 +92,13 @@ class StorePlanner:
         if order is not None:
             self._last[state.ctx.req_id] = order
 
-    def take_last(self, reused: Collection[int], running: Collection[ReqId]) -> tuple[dict[ReqId, TransferOrder], list[Job]]:
+    def take_last(
+        self, reused: Collection[int], running: Collection[ReqId]
+    ) -> tuple[dict[ReqId, TransferOrder], list[Job]]:
         """The orders of :meth:`plan_last`, to be sent now; and the jobs that must not be, withdrawn.
 
-        ``reused``: jobs whose blocks this step overwrites before their copy could start.  ``running``: requests that run now; one of them
-        may have the name of one that has ended.
+        ``reused``: jobs whose blocks this step overwrites before their copy could start.  ``running``: requests that
+        run now; one of them may have the name of one that has ended.
         """
         last, self._last = self._last, {}
         withdrawn = [
@@ -122,7 +125,8 @@ class StorePlanner:
         offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
         limit = min(computed, state.store_limit, offered_from + most_tokens)
         ends = [
-            self._end(state, group, limit if is_last else min(limit, computed - group.volatile_tokens)) for group in self._groups
+            self._end(state, group, limit if is_last else min(limit, computed - group.volatile_tokens))
+            for group in self._groups
         ]
         offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
         keys = list(chain.from_iterable(offer.keys for offer in offers))

@@ -40,8 +40,8 @@ class BlockTables:
     def follow(self, output: SchedulerOutput) -> list[int]:
         """Take in the schedule of the next step; all GPU blocks that it newly allocates.
 
-        Blocks of a request's computed prefix are only read, unless a load fills them: these were newly allocated for it.  A request may
-        be preempted and get new blocks for the same step; these are not taken from it again.
+        Blocks of a request's computed prefix are only read, unless a load fills them: these were newly allocated for
+        it.  A request may be preempted and get new blocks for the same step; these are not taken from it again.
         """
         self._step += 1
         taken: list[int] = []
@@ -57,7 +57,9 @@ class BlockTables:
         for new in output.scheduled_new_reqs:
             self._start(taken, new.req_id, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for req_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             if block_ids is None:
                 continue
             if req_id in cached.resumed_req_ids:

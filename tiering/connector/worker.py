@@ -1,15 +1,15 @@
 """The worker half of the connector: carries out the scheduler half's transfers on one worker, and reports how they ended.
 
-An engine calls, each step: :meth:`~OffloadingConnectorWorker.handle_preemptions` before anything touches the KV cache, then
-:meth:`~OffloadingConnectorWorker.start_kv_transfers` and, after the forward pass,
-:meth:`~OffloadingConnectorWorker.prepare_store_kv`; then the four methods that report.  Steps without tokens do the same, so that
-what was deferred is not left waiting.
+An engine calls, each step: :meth:`~OffloadingConnectorWorker.handle_preemptions` before anything touches the KV cache,
+then :meth:`~OffloadingConnectorWorker.start_kv_transfers` and, after the forward pass,
+:meth:`~OffloadingConnectorWorker.prepare_store_kv`; then the four methods that report.  Steps without tokens do the
+same, so that what was deferred is not left waiting.
 
-A step's stores are queued and start with the next step's transfers, behind what token sampling needs.  Until then, and until they
-end, their blocks are fenced: when a step reuses one, the scheduler half names the job in ``jobs_to_flush``.
+A step's stores are queued and start with the next step's transfers, behind what token sampling needs.  Until then, and
+until they end, their blocks are fenced: when a step reuses one, the scheduler half names the job in ``jobs_to_flush``.
 
-An engine that writes to the blocks that a step newly allocates before it calls ``handle_preemptions`` (zeroing them, say) must say so:
-then a step's stores start with it, and whatever the engine computes afterwards is ordered after them.
+An engine that writes to the blocks that a step newly allocates before it calls ``handle_preemptions`` (zeroing them,
+say) must say so: then a step's stores start with it, and whatever the engine computes afterwards is ordered after them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class OffloadingConnectorWorker(CopyReports):
     """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions`, :meth:`drain` and
     :meth:`shutdown` ever wait.
 
-    ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a cache whose
-    attention kernels use smaller blocks than the scheduler's; an engine should say it.  ``writes_early``: the engine writes to newly
-    allocated blocks before :meth:`handle_preemptions`.
+    ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a
+    cache whose attention kernels use smaller blocks than the scheduler's; an engine should say it.  ``writes_early``:
+    the engine writes to newly allocated blocks before :meth:`handle_preemptions`.
     """
 
     def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None, *, writes_early: bool = False) -> None:
@@ -69,13 +69,13 @@ class OffloadingConnectorWorker(CopyReports):
         self._started: OffloadingConnectorMetadata | None = None
         self._prepared: OffloadingConnectorMetadata | None = None
 
-    # -------------------------------------------------------------------------------------------------------- registration
+    # ----------------------------------------------------------------------------------------------------- registration
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's KV cache, layer by layer.  Called once.
 
-        Raises :class:`ConfigError` for a layout that cannot be offloaded, and :class:`tiering.errors.RegionError` if the primary
-        tier's memory is not to be had.
+        Raises :class:`ConfigError` for a layout that cannot be offloaded, and :class:`tiering.errors.RegionError` if
+        the primary tier's memory is not to be had.
         """
         self._register(canonicalize(kv_caches, self._spec.engine.groups, self._num_blocks))
 
@@ -90,7 +90,7 @@ class OffloadingConnectorWorker(CopyReports):
             self._worker.register_handler(source, destination, handler)
         self._registered = True
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Before a step touches the KV cache: end the jobs whose blocks it reuses, also those that had not started."""
@@ -145,13 +145,13 @@ class OffloadingConnectorWorker(CopyReports):
         if not self._worker.transfer_async(order.job_id, order.spec):
             self._unstarted.append(TransferResult(order.job_id, success=False))
 
-    # ------------------------------------------------------------------------------------------------------------- reports
+    # ---------------------------------------------------------------------------------------------------------- reports
 
     def get_finished(self, finished_req_ids: Collection[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
         """(sent, received): no request is ever reported as sent, since the blocks of none are held back (copies are fenced instead).
 
-        Received are those whose load has ended since the last call, whether it filled its blocks or not.  Collects what has ended
-        for the other reports of this step.
+        Received are those whose load has ended since the last call, whether it filled its blocks or not.  Collects what
+        has ended for the other reports of this step.
         """
         unstarted, self._unstarted = self._unstarted, []
         for result in unstarted:
@@ -171,7 +171,9 @@ class OffloadingConnectorWorker(CopyReports):
             self._stats.record_transfer(result.transfer_size, result.transfer_time, result.transfer_type)
         else:
             self._report.failed.add(result.job_id)
-            logger.warning("a %s of request %s failed (job %d)", "store" if job.load is None else "load", job.req_id, result.job_id)
+            logger.warning(
+                "a %s of request %s failed (job %d)", "store" if job.load is None else "load", job.req_id, result.job_id
+            )
         if job.load is None:
             return
         if not result.success:

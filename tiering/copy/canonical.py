@@ -1,10 +1,10 @@
 """The canonical form of an engine's KV-cache tensors: unique int8 tensors whose first dimension is the block.
 
-Shapes and strides alone decide. Dimensions outside the block dimension in memory, such as the 2 of (2, num_blocks, ...),
-are split into tensors of their own. Dimensions inside it make up a page: dense bytes in any order, or a few long pieces with
-pieces of other layers between them. Pieces of a group that are neighbours in every block are joined to one page; for an
-engine that keeps all layers of a block together, that page is the whole block. Bytes are never moved: every canonical tensor
-is a view of the engine's memory.
+Shapes and strides alone decide. Dimensions outside the block dimension in memory, such as the 2 of (2, num_blocks,
+...), are split into tensors of their own. Dimensions inside it make up a page: dense bytes in any order, or a few long
+pieces with pieces of other layers between them. Pieces of a group that are neighbours in every block are joined to one
+page; for an engine that keeps all layers of a block together, that page is the whole block. Bytes are never moved:
+every canonical tensor is a view of the engine's memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
     Raises:
         ConfigError: the tensors do not agree; the engine must then pass the number.
     """
-    found = {tensor.shape[1] if tensor.shape[0] == 2 and tensor.dim() > 1 else tensor.shape[0] for tensor in kv_caches.values()}
+    found = {
+        tensor.shape[1] if tensor.shape[0] == 2 and tensor.dim() > 1 else tensor.shape[0]
+        for tensor in kv_caches.values()
+    }
     if len(found) != 1:
-        raise ConfigError(f"the KV-cache tensors do not agree on the number of blocks ({sorted(found)}); pass num_blocks")
+        raise ConfigError(
+            f"the KV-cache tensors do not agree on the number of blocks ({sorted(found)}); pass num_blocks"
+        )
     return int(found.pop())
 
 
@@ -42,9 +47,9 @@ def canonicalize(
 ) -> CanonicalKVCaches:
     """Return the canonical form of an engine's KV cache.
 
-    Layers that share memory share a canonical tensor, and a group refers to that tensor once. Layers share memory when one
-    reuses another's KV, or when groups share a pool of tensors. A tensor with a whole multiple of ``num_blocks`` blocks
-    (attention kernels with smaller blocks than the scheduler's) holds each block in neighbouring parts.
+    Layers that share memory share a canonical tensor, and a group refers to that tensor once. Layers share memory when
+    one reuses another's KV, or when groups share a pool of tensors. A tensor with a whole multiple of ``num_blocks``
+    blocks (attention kernels with smaller blocks than the scheduler's) holds each block in neighbouring parts.
 
     Args:
         kv_caches: KV-cache tensor of each layer, by layer name.
@@ -84,7 +89,9 @@ def canonicalize(
         refs.append(tuple(map(builder.add, _joined(pieces.values()))))
     for layer, tensor in kv_caches.items():
         if any(piece.place not in own for piece in builder.pieces(layer, tensor)):
-            raise ConfigError(f"layer {layer} has KV of its own but is in no KV-cache group: what it holds would be lost")
+            raise ConfigError(
+                f"layer {layer} has KV of its own but is in no KV-cache group: what it holds would be lost"
+            )
     return CanonicalKVCaches(tuple(builder.tensors), tuple(refs))
 
 
@@ -100,7 +107,9 @@ def canonicalize_cross_layers(
         raise ConfigError(f"a KV cache over all layers needs exactly one KV-cache group, the engine has {len(groups)}")
     (group,) = groups
     return canonicalize(
-        {ALL_LAYERS: kv_cache}, [KVCacheGroup((ALL_LAYERS,), group.gpu_block_size, group.sliding_window, group.kind)], num_blocks
+        {ALL_LAYERS: kv_cache},
+        [KVCacheGroup((ALL_LAYERS,), group.gpu_block_size, group.sliding_window, group.kind)],
+        num_blocks,
     )
 
 
@@ -158,7 +167,8 @@ class _Builder:
     def _view(self, piece: _Piece) -> CanonicalKVCacheTensor:
         storage, stride = piece.tensor.untyped_storage(), piece.stride
         offset = piece.address - storage.data_ptr()
-        # Padding is part of the page where the storage has it behind every block; that of the last block may be missing.
+        # Padding is part of the page where the storage has it behind every block; that of the last block may be
+        # missing.
         width = stride if offset + self.num_blocks * stride <= storage.nbytes() else piece.nbytes
         raw = torch.empty(0, dtype=torch.int8, device=piece.tensor.device)
         raw.set_(storage, offset, (self.num_blocks, width), (stride, 1))
@@ -185,7 +195,9 @@ class _Builder:
         if extent > step:
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: blocks overlap in memory")
         if ratio > 1 and dense != step:
-            raise ConfigError(f"layer {layer}: {self._describe(tensor)}: the {ratio} parts of a block are not contiguous in memory")
+            raise ConfigError(
+                f"layer {layer}: {self._describe(tensor)}: the {ratio} parts of a block are not contiguous in memory"
+            )
         span = tensor.shape[dim] * step
         if any(step <= stride < span for _, stride in others):
             raise ConfigError(f"layer {layer}: {self._describe(tensor)}: blocks are interleaved with another dimension")
@@ -200,7 +212,9 @@ class _Builder:
         n = self.num_blocks
         first, second = [*tensor.shape, 0][:2]
         if second == n and first % n == 0 and (first > n or n == 2):
-            raise ConfigError(f"layer {layer}: {self._describe(tensor)}: either of the first two dimensions may be the blocks")
+            raise ConfigError(
+                f"layer {layer}: {self._describe(tensor)}: either of the first two dimensions may be the blocks"
+            )
         for dim in (0, 1):
             if tensor.dim() > dim and tensor.shape[dim] == n:
                 return dim, 1

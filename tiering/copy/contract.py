@@ -60,7 +60,9 @@ class OffloadingWorker:
     def __init__(self) -> None:
         self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler] = {}
 
-    def register_handler(self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler) -> None:
+    def register_handler(
+        self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler
+    ) -> None:
         """Use ``handler`` for transfers from ``src_cls`` to ``dst_cls``."""
         self._handlers[src_cls, dst_cls] = handler
 

@@ -1,14 +1,14 @@
 """Copies between a CUDA KV cache and the primary rows: pinned rows, one side stream per direction, and events.
 
-A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device that has
-the shape of the rows' segments; then it moves each row with a single copy. A load goes the other way. So a row costs one
-transfer over the bus, however many layers it has.
+A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device that
+has the shape of the rows' segments; then it moves each row with a single copy. A load goes the other way. So a row
+costs one transfer over the bus, however many layers it has.
 
-The side stream is ordered after the work that the compute stream had when the job was submitted. The compute stream waits
-for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.
+The side stream is ordered after the work that the compute stream had when the job was submitted. The compute stream
+waits for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.
 
-An engine that measures free memory to size its KV cache does not know of the staging buffers. They are allocated when the
-engine registers its KV cache, so that a lack of device memory shows at start.
+An engine that measures free memory to size its KV cache does not know of the staging buffers. They are allocated when
+the engine registers its KV cache, so that a lack of device memory shows at start.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CudaApi(Protocol):
 class PinnedRows:
     """The primary rows, registered (pinned) with CUDA for as long as a handler uses them.
 
-    Rows that cannot be pinned still work. Copies then pass through the driver's own buffers, which is slower and costs time
-    on the caller's thread; this is logged once.
+    Rows that cannot be pinned still work. Copies then pass through the driver's own buffers, which is slower and costs
+    time on the caller's thread; this is logged once.
     """
 
     def __init__(self, rows: NDArray[np.uint8], api: CudaApi | None = None) -> None:
@@ -177,9 +177,15 @@ def _word(kv_caches: CanonicalKVCaches, group: int) -> torch.dtype:
     """Return the widest integer type that all pages of a group consist of: kernels move words, not bytes."""
     refs = kv_caches.group_data_refs[group]
     tensors = [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
-    sizes = [ref.page_size_bytes for ref in refs] + [int(t.stride(0)) for t in tensors] + [int(t.storage_offset()) for t in tensors]
+    sizes = (
+        [ref.page_size_bytes for ref in refs]
+        + [int(t.stride(0)) for t in tensors]
+        + [int(t.storage_offset()) for t in tensors]
+    )
     return next(
-        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8) if not any(size % dtype.itemsize for size in sizes)
+        dtype
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+        if not any(size % dtype.itemsize for size in sizes)
     )
 
 
@@ -246,12 +252,16 @@ class CudaCopyHandler(OffloadingHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         if not self._open or job_id in self._running:
-            logger.error("copy job %d could not be started: %s", job_id, "it is running already" if self._open else "shut down")
+            logger.error(
+                "copy job %d could not be started: %s", job_id, "it is running already" if self._open else "shut down"
+            )
             return False
         try:
             gpu, cpu = split_spec(spec, self._direction)
             store = self._direction is Direction.STORE
-            plan = plan_pages(self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=len(self._rows.tensor), store=store)
+            plan = plan_pages(
+                self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=len(self._rows.tensor), store=store
+            )
         except TransferError as error:
             logger.error("copy job %d could not be started: %s", job_id, error)
             return False
@@ -319,7 +329,9 @@ class CudaCopyHandler(OffloadingHandler):
         host = self._rows.tensor
         for slot, row in enumerate(rows.tolist()):
             in_row = host[row, start:stop]
-            source, destination = (staging[slot], in_row) if self._direction is Direction.STORE else (in_row, staging[slot])
+            source, destination = (
+                (staging[slot], in_row) if self._direction is Direction.STORE else (in_row, staging[slot])
+            )
             destination.copy_(source, non_blocking=True)
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
@@ -369,4 +381,6 @@ class CudaCopyHandler(OffloadingHandler):
                     self.wait(list(self._running))
                 self._rows.release(self._device)
             except RuntimeError as error:
-                logger.error("the device does not answer: %s; the primary tier stays pinned until the process ends", error)
+                logger.error(
+                    "the device does not answer: %s; the primary tier stays pinned until the process ends", error
+                )

@@ -1,8 +1,8 @@
 """Copies for engines whose KV cache is in host memory.
 
-Copies run on threads of their own, in numpy calls that release the GIL. A page is one element of a numpy array (a void type
-of the page's size), so that one fancy index moves many pages in one call. Pages are moved in chunks small enough to stay in
-the processor's cache between the gather and the scatter of such a copy.
+Copies run on threads of their own, in numpy calls that release the GIL. A page is one element of a numpy array (a void
+type of the page's size), so that one fancy index moves many pages in one call. Pages are moved in chunks small enough
+to stay in the processor's cache between the gather and the scatter of such a copy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def split_spec(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSp
 
 def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
     """Return the number of GPU blocks of each KV-cache group: that of its smallest tensor."""
-    return tuple(min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs) for refs in kv_caches.group_data_refs)
+    return tuple(
+        min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs)
+        for refs in kv_caches.group_data_refs
+    )
 
 
 def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
@@ -114,7 +117,8 @@ def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: R
 def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """Return a pool whose threads all run already.
 
-    A pool that starts threads on demand can fail in the middle of a transfer: the copy in its queue would still run later.
+    A pool that starts threads on demand can fail in the middle of a transfer: the copy in its queue would still run
+    later.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     together = Barrier(threads + 1)

@@ -1,7 +1,8 @@
 """The layout of a row, and the pairing of KV-cache pages with rows for one transfer.
 
-A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU blocks
-of the offloaded block in order; each GPU block is its layers' pages without padding, in the order of the group's refs.
+A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU
+blocks of the offloaded block in order; each GPU block is its layers' pages without padding, in the order of the group's
+refs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ class RowLayout:
 
     @classmethod
     def of(
-        cls, kv_caches: CanonicalKVCaches, block_size_factor: int = 1, rank: int = 0, world_size: int = 1, replicated: bool = False
+        cls,
+        kv_caches: CanonicalKVCaches,
+        block_size_factor: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        replicated: bool = False,
     ) -> RowLayout:
         """Return the layout of the rows for ``kv_caches``."""
         pages = tuple(tuple(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs)
@@ -112,7 +118,13 @@ class GroupPages:
 
 
 def plan_pages(
-    layout: RowLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, *, num_blocks: Sequence[int], num_rows: int, store: bool
+    layout: RowLayout,
+    gpu: GPULoadStoreSpec,
+    cpu: CPULoadStoreSpec,
+    *,
+    num_blocks: Sequence[int],
+    num_rows: int,
+    store: bool,
 ) -> list[GroupPages]:
     """Pair the GPU blocks of a transfer with rows, group by group.
 
@@ -133,7 +145,9 @@ def plan_pages(
     """
     factor = layout.block_size_factor
     if len(gpu.group_sizes) != len(layout.page_bytes):
-        raise TransferError(f"the transfer has {len(gpu.group_sizes)} KV-cache groups, the KV cache {len(layout.page_bytes)}")
+        raise TransferError(
+            f"the transfer has {len(gpu.group_sizes)} KV-cache groups, the KV cache {len(layout.page_bytes)}"
+        )
     starts = [index % factor for index in gpu.block_indices]
     needed = [-(-(start + size) // factor) if size else 0 for start, size in zip(starts, gpu.group_sizes, strict=True)]
     if sum(needed) != len(cpu.block_ids):

@@ -1,7 +1,8 @@
 """The tiering manager: one CPU primary tier in front of any number of secondary tiers.
 
-Every stored block is offered to all secondary tiers (a cascade); a lookup that misses the primary tier asks them in order, fastest
-first, and brings what they hold back into primary rows (a promotion).  Runs on the scheduler's thread; nothing here does I/O.
+Every stored block is offered to all secondary tiers (a cascade); a lookup that misses the primary tier asks them in
+order, fastest first, and brings what they hold back into primary rows (a promotion).  Runs on the scheduler's thread;
+nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class _Job:
 class TieringOffloadingManager(OffloadingManager):
     """Cascades what is stored to all secondary tiers, promotes what is missed from them.
 
-    With no secondary tiers it is simply a CPU cache.  A tier that breaks its contract (an exception, a job id that is not its own)
-    is logged, counted and taken out of service; the engine goes on.
+    With no secondary tiers it is simply a CPU cache.  A tier that breaks its contract (an exception, a job id that is
+    not its own) is logged, counted and taken out of service; the engine goes on.
     """
 
     def __init__(
@@ -81,13 +82,12 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """``secondary_tiers``: fastest first.
 
-        ``promotion_share``: share of the primary rows that promotions and reservations may hold together.  Deadlines in seconds:
-        ``reservation_deadline`` for a promoted block to be loaded, ``reset_deadline`` for media to confirm a reset while the engine waits,
-        ``shutdown_deadline`` for :meth:`shutdown`.
-        ``keep_secondary``: a reset empties the primary tier only.
-        ``news``: where the tiers announce what has ended.
-        ``one_thread``: the first thread that uses the manager owns it, and others get a :class:`WrongThreadError` until
-        :meth:`hand_over`; without, the caller sees to it that no two threads use it at the same time.
+        ``promotion_share``: share of the primary rows that promotions and reservations may hold together.  Deadlines in
+        seconds: ``reservation_deadline`` for a promoted block to be loaded, ``reset_deadline`` for media to confirm a
+        reset while the engine waits, ``shutdown_deadline`` for :meth:`shutdown`. ``keep_secondary``: a reset empties
+        the primary tier only. ``news``: where the tiers announce what has ended. ``one_thread``: the first thread that
+        uses the manager owns it, and others get a :class:`WrongThreadError` until :meth:`hand_over`; without, the
+        caller sees to it that no two threads use it at the same time.
         """
         self.news = news or News()
         """Announces that a tier has something new; :mod:`tiering.manager.waiting` listens."""
@@ -108,7 +108,9 @@ class TieringOffloadingManager(OffloadingManager):
             TierState(tier, rank, max(1, int(tier.primary_share * rows)), np.zeros(rows))
             for rank, tier in enumerate(self.secondary_tiers)
         ]
-        self._promotions = Promotions(primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline)
+        self._promotions = Promotions(
+            primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline
+        )
         self._search = PrefixSearch(self._table, self._promotions, self._call, clock)
         self._awaited = AwaitedBlocks(self._table)
         self._unknown_names = UnknownNames([PRIMARY_TIER, *(tier.name for tier in self.secondary_tiers)])
@@ -119,7 +121,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._shut_down = False
         inert_in_children(self, InertManager)
 
-    # -------------------------------------------------------------------------------------------------------------- lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         match = self.match_prefix((key,), req_context)
@@ -138,7 +140,7 @@ class TieringOffloadingManager(OffloadingManager):
             return PrefixMatch(hits, False)
         return self._search.match(request, keys, hits, at_least)
 
-    # ------------------------------------------------------------------------------------------------------- load and touch
+    # --------------------------------------------------------------------------------------------------- load and touch
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         if get_ident() != self._owner.ident:
@@ -182,7 +184,7 @@ class TieringOffloadingManager(OffloadingManager):
                 asked = keys if count == len(keys) else list(compress(keys, due.tolist()))
                 state.settled_until[rows[due]] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
 
-    # --------------------------------------------------------------------------------------------------------------- store
+    # ------------------------------------------------------------------------------------------------------------ store
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:
@@ -243,7 +245,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._jobs[job_id] = _Job(state, rows, state.deadline(now))
             self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, now))
 
-    # ------------------------------------------------------------------------------------------------------------ requests
+    # --------------------------------------------------------------------------------------------------------- requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if get_ident() != self._owner.ident:
@@ -316,12 +318,12 @@ class TieringOffloadingManager(OffloadingManager):
     def hand_over(self) -> None:
         """Let another thread drive the manager: the next one that uses it owns it.
 
-        Call it on the thread that has used the manager so far, when that thread is done with it; not needed if the thread has
-        ended.  Raises :class:`WrongThreadError` on any other thread.
+        Call it on the thread that has used the manager so far, when that thread is done with it; not needed if the
+        thread has ended.  Raises :class:`WrongThreadError` on any other thread.
         """
         self._owner.hand_over()
 
-    # ---------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def _collect(self) -> None:
         """Take the finished jobs of all tiers, and give up what is overdue."""
@@ -390,7 +392,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if job.state is state and job.promotion is not None and job.promotion.awaited:
                     self._promotions.give_up(job.promotion)
 
-    # ---------------------------------------------------------------------------------------------------------------- step
+    # ------------------------------------------------------------------------------------------------------------- step
 
     def on_schedule_end(self) -> None:
         if get_ident() != self._owner.ident:
@@ -450,7 +452,7 @@ class TieringOffloadingManager(OffloadingManager):
             "available": 1,
         }
 
-    # ------------------------------------------------------------------------------------------------------ reset, shutdown
+    # -------------------------------------------------------------------------------------------------- reset, shutdown
 
     def reset_cache(self, revision: str | None = None) -> bool:
         """See the base class.  Raises :class:`ConfigError`, with nothing done, for a ``revision`` that is not a text."""

@@ -1,7 +1,7 @@
 """The search for the longest prefix that is held: through the primary table, what is in flight to it, and the secondary tiers.
 
-What a tier holds beyond the primary tier is promoted on the way.  Nothing is asked or pinned twice in one search, so that a prefix with
-many holes costs what one without costs, and a little for each hole.
+What a tier holds beyond the primary tier is promoted on the way.  Nothing is asked or pinned twice in one search, so
+that a prefix with many holes costs what one without costs, and a little for each hole.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NONE: frozenset[OffloadKey] = frozenset()
 class _Walk:
     """The state of one search.
 
-    ``at_least``: hits without which nothing is of use.  ``held_until``: per tier rank, the position up to which the tier has said that it holds the keys.  ``pinned``: rows of the
-    readable keys before ``pinned_until``.
+    ``at_least``: hits without which nothing is of use.  ``held_until``: per tier rank, the position up to which the
+    tier has said that it holds the keys.  ``pinned``: rows of the readable keys before ``pinned_until``.
     """
 
     keys: Sequence[OffloadKey]
@@ -48,7 +48,9 @@ class _Walk:
 class PrefixSearch:
     """Searches for one manager.  ``call(state, method, *arguments)`` calls a tier and answers None if it raises."""
 
-    def __init__(self, table: BlockTable, promotions: Promotions, call: Callable[..., Any], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, table: BlockTable, promotions: Promotions, call: Callable[..., Any], clock: Callable[[], float]
+    ) -> None:
         self._table = table
         self._readable = table.readable
         self._pending = table.pending
@@ -108,7 +110,9 @@ class PrefixSearch:
                 if answer is None:
                     continue
                 end = walk.held_until[state.rank] = position + answer.held
-                may_grow = answer.undecided and answer.held < max(state.tier.min_prefix_blocks, walk.at_least - position)
+                may_grow = answer.undecided and answer.held < max(
+                    state.tier.min_prefix_blocks, walk.at_least - position
+                )
             keys = self._run_to_promote(state, request, walk, position, end)
             if keys:
                 self._pin_head(walk, position)
@@ -116,7 +120,9 @@ class PrefixSearch:
             undecided = undecided or may_grow
         return 0, undecided
 
-    def _run_to_promote(self, state: TierState, request: Request, walk: _Walk, position: int, end: int) -> list[OffloadKey]:
+    def _run_to_promote(
+        self, state: TierState, request: Request, walk: _Walk, position: int, end: int
+    ) -> list[OffloadKey]:
         """The leading keys, of those to ``end`` that a tier says it holds, that the primary tier lacks; none if not worth a load."""
         held = walk.keys[position:end]
         keys: Iterable[OffloadKey] = held

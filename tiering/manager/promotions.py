@@ -1,10 +1,10 @@
 """Promotions: bringing blocks from secondary tiers into primary rows, for those who asked for them.
 
-A promotion takes its rows at once, so that a second request sees the block in flight, but is submitted at the end of the step: one
-job per (tier, request).  The first asker owns it; if it leaves, another inherits.  What arrives is reserved (pinned) for its askers
-until they load it, finish, or the reservation expires, so that promotions cannot evict each other for ever; the rows that promotions
-and reservations hold are bounded.  A promotion that is overdue is a miss for its askers at once; its rows come back when the tier
-reports the job.
+A promotion takes its rows at once, so that a second request sees the block in flight, but is submitted at the end of
+the step: one job per (tier, request).  The first asker owns it; if it leaves, another inherits.  What arrives is
+reserved (pinned) for its askers until they load it, finish, or the reservation expires, so that promotions cannot evict
+each other for ever; the rows that promotions and reservations hold are bounded.  A promotion that is overdue is a miss
+for its askers at once; its rows come back when the tier reports the job.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 class Promotion:
     """Blocks on their way from one tier into primary rows.
 
-    ``others``: further requests that asked for a key, in the order of their asking.  ``awaited``: somebody still counts on it (the
-    keys are pending in the primary table); otherwise its rows are quarantined.  ``worthless``: a reset came; what arrives is dropped.
-    ``ended``: its job was reported.
+    ``others``: further requests that asked for a key, in the order of their asking.  ``awaited``: somebody still counts
+    on it (the keys are pending in the primary table); otherwise its rows are quarantined.  ``worthless``: a reset came;
+    what arrives is dropped. ``ended``: its job was reported.
     """
 
     state: TierState
@@ -69,7 +69,7 @@ class Promotions:
         self.rows_promoting = 0
         self.rows_reserved = 0
 
-    # ----------------------------------------------------------------------------------------------------------------- ask
+    # -------------------------------------------------------------------------------------------------------------- ask
 
     def join(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """``request`` waits for ``keys``, which are pending in the primary table (those that are being stored are nobody's promotion)."""
@@ -116,7 +116,7 @@ class Promotions:
         state.loading_rows += count
         return count
 
-    # ------------------------------------------------------------------------------------------------------------ run, end
+    # --------------------------------------------------------------------------------------------------------- run, end
 
     @property
     def queued(self) -> bool:
@@ -158,7 +158,9 @@ class Promotions:
             self._reserve_all(promotion, good_keys, good_rows)
         return good_keys, good_rows
 
-    def _end_unawaited(self, promotion: Promotion, rows: Rows, good: NDArray[np.bool_]) -> tuple[list[OffloadKey], Rows]:
+    def _end_unawaited(
+        self, promotion: Promotion, rows: Rows, good: NDArray[np.bool_]
+    ) -> tuple[list[OffloadKey], Rows]:
         readable, pending = self._table.readable, self._table.pending
         if promotion.worthless:
             good[:] = False
@@ -188,7 +190,7 @@ class Promotions:
             for request in promotion.others.get(key, ()):
                 request.failed.setdefault(rank, set()).add(key)
 
-    # -------------------------------------------------------------------------------------------------------- reservations
+    # ----------------------------------------------------------------------------------------------------- reservations
 
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
         self._reserve(promotion.owner, keys, rows)
@@ -240,7 +242,7 @@ class Promotions:
         self._reservations[rows] = reservations
         self.rows_reserved -= len(rows) - int(np.count_nonzero(reservations))
 
-    # ---------------------------------------------------------------------------------------------------- deadlines, leaving
+    # ----------------------------------------------------------------------------------------------- deadlines, leaving
 
     def expire(self, now: float) -> None:
         """Give up what is overdue: running promotions become a miss for their askers, reservations end."""
@@ -257,7 +259,8 @@ class Promotions:
     def give_up(self, promotion: Promotion) -> None:
         """Nobody waits for a running promotion any more: a miss for its askers; the rows stay away until its job has ended.
 
-        Until then they count against the tier's own share only: a tier that hangs must not keep the others from promoting.
+        Until then they count against the tier's own share only: a tier that hangs must not keep the others from
+        promoting.
         """
         self._forget(promotion)
         promotion.awaited = False

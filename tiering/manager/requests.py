@@ -24,8 +24,9 @@ class TierState:
     """One secondary tier, as the manager treats it.
 
     ``in_service``: it may be asked and given jobs.  ``resetting``: it is out of service only until its reset holds.
-    ``settled_until``: per primary row, until when the tier need not be told that its block is used (it holds it, or has decided).
-    ``loading_rows``: primary rows that its running loads hold, overdue ones included; at most ``max_loading_rows``.
+    ``settled_until``: per primary row, until when the tier need not be told that its block is used (it holds it, or has
+    decided). ``loading_rows``: primary rows that its running loads hold, overdue ones included; at most
+    ``max_loading_rows``.
     """
 
     tier: SecondaryTierManager
@@ -91,11 +92,11 @@ class Shares:
 class Request:
     """One request.
 
-    ``policy``: what it asks of the tiers.
-    ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``: those that want all of its blocks.  ``refused``: keys
-    that stay a miss for it (no room, or overdue).  ``failed``: per tier rank, keys that the tier said it had and did not bring.
-    ``asked``: keys in flight that it waits for.  ``decide_by``: until when tiers may leave its lookups open (None: none has yet).  ``reserved``: key → row of promoted blocks that are pinned for it.
-    ``brought``: key → medium that a block was promoted from for it.
+    ``policy``: what it asks of the tiers. ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``:
+    those that want all of its blocks.  ``refused``: keys that stay a miss for it (no room, or overdue).  ``failed``:
+    per tier rank, keys that the tier said it had and did not bring. ``asked``: keys in flight that it waits for.
+    ``decide_by``: until when tiers may leave its lookups open (None: none has yet).  ``reserved``: key → row of
+    promoted blocks that are pinned for it. ``brought``: key → medium that a block was promoted from for it.
     """
 
     ctx: ReqContext

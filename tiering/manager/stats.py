@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-MANAGER_GAUGES = frozenset(("jobs_in_flight", "rows", "rows_free", "rows_evictable", "rows_reserved", "rows_quarantined"))
+MANAGER_GAUGES = frozenset(
+    ("jobs_in_flight", "rows", "rows_free", "rows_evictable", "rows_reserved", "rows_quarantined")
+)
 """The fields of :class:`ManagerStats` that tell how things are; all others count what has happened since the start."""
 
 

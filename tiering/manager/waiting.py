@@ -1,8 +1,9 @@
 """Waiting for the tiers without an engine's loop around: blocking and for asyncio, without spinning.
 
-An engine never waits; it asks again at its next step.  A program that has no steps of its own lets these functions end steps on its
-behalf (:meth:`~tiering.TieringOffloadingManager.on_schedule_end`) and sleep until an I/O side has news.  All of them run on the thread
-that drives the manager; the asyncio forms let the event loop of that thread go on, so that many requests can wait at once.
+An engine never waits; it asks again at its next step.  A program that has no steps of its own lets these functions end
+steps on its behalf (:meth:`~tiering.TieringOffloadingManager.on_schedule_end`) and sleep until an I/O side has news.
+All of them run on the thread that drives the manager; the asyncio forms let the event loop of that thread go on, so
+that many requests can wait at once.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def wait_for_prefix(
     Blocks of slower tiers are promoted on the way, and are readable when the answer is final.
 
     Args:
-        manager: the manager; steps are ended on the caller's behalf.
-        keys: the blocks of a prompt, in their order.
-        req_context: the request, which :meth:`~tiering.OffloadingManager.on_new_request` has been told of.
-        timeout: seconds to wait at most (None: no limit).  The answer then may still be ``pending``, also where this thread itself
+        manager: the manager; steps are ended on the caller's behalf. keys: the blocks of a prompt, in their order.
+        req_context: the request, which :meth:`~tiering.OffloadingManager.on_new_request` has been told of. timeout:
+        seconds to wait at most (None: no limit).  The answer then may still be ``pending``, also where this thread
+        itself
             has a store of these keys under way.
 
     """
@@ -98,7 +99,8 @@ class _PrefixAnswer:
 class _Steps:
     """Steps until one of them says that it was the last, or the time is over; the caller sleeps in between, as long as it is told.
 
-    Each step sees everything that ended before it began, so that a caller misses nothing that is announced from then on.
+    Each step sees everything that ended before it began, so that a caller misses nothing that is announced from then
+    on.
     """
 
     def __init__(self, manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> None:
@@ -123,7 +125,8 @@ def _wait(manager: TieringOffloadingManager, step: Callable[[], bool], timeout: 
     with manager.news.listening(news.set):
         while (sleep := steps.next_sleep()) is not None:
             news.wait(sleep)
-            # Cleared before the next step looks: what ends from here on is seen by that step, or wakes the sleep after it.
+            # Cleared before the next step looks: what ends from here on is seen by that step, or wakes the sleep after
+            # it.
             news.clear()
     return steps.done
 

@@ -87,7 +87,8 @@ class EngineEvents:
 class EventGroupConfig(Protocol):
     """What the tracker needs to know of a KV-cache group.
 
-    ``sliding_window_size_in_blocks`` is not None also for state-space groups; ``kv_event_group_spec`` is (kind, window in tokens).
+    ``sliding_window_size_in_blocks`` is not None also for state-space groups; ``kv_event_group_spec`` is (kind, window
+    in tokens).
     """
 
     @property

@@ -1,7 +1,7 @@
 """Events that describe themselves: from the keys that tiers gained and lost to the hashes and tokens that consumers know.
 
-The manager's events carry keys only.  While a request that stores or looks up a block is alive, the tracker takes a snapshot of what the
-key stands for, and writes the block's events with it until no tier holds the block any more.
+The manager's events carry keys only.  While a request that stores or looks up a block is alive, the tracker takes a
+snapshot of what the key stands for, and writes the block's events with it until no tier holds the block any more.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class _Tier(NamedTuple):
 class OffloadingEventsTracker:
     """Converts the manager's events to those that consumers know.
 
-    Nothing is captured or warned about unless both switches of ``config`` are on.  A snapshot lives from the store or the lookup of its
-    block until no tier holds the block and nobody stores it any more.  ``max_tokens`` bounds the tokens of all snapshots: of the oldest
-    beyond it only the block's own hash stays announced, and :attr:`snapshots_dropped` counts them.
+    Nothing is captured or warned about unless both switches of ``config`` are on.  A snapshot lives from the store or
+    the lookup of its block until no tier holds the block and nobody stores it any more.  ``max_tokens`` bounds the
+    tokens of all snapshots: of the oldest beyond it only the block's own hash stays announced, and
+    :attr:`snapshots_dropped` counts them.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class OffloadingEventsTracker:
         """Snapshots that were in use and had to go, since the start."""
         return self._snapshots.dropped
 
-    # ------------------------------------------------------------------------------------------------------------ capture
+    # ---------------------------------------------------------------------------------------------------------- capture
 
     def captures(self, group: EventGroupConfig) -> bool:
         """Whether snapshots are taken of blocks of this group."""
@@ -103,8 +104,9 @@ class OffloadingEventsTracker:
     ) -> None:
         """A request that is alive can use its first ``end`` blocks, ``keys`` being those of all of its blocks.
 
-        The first ``computed`` blocks are in the engine's own cache.  What tiers announced by its own hash only, because the block was
-        found and not stored, is announced again with its tokens.  Calls that repeat what is known cost nothing per block.
+        The first ``computed`` blocks are in the engine's own cache.  What tiers announced by its own hash only, because
+        the block was found and not stored, is announced again with its tokens.  Calls that repeat what is known cost
+        nothing per block.
         """
         if not self.captures(group):
             return
@@ -144,7 +146,7 @@ class OffloadingEventsTracker:
         for key in list(self._snapshots):
             self._drop_if_unused(key)
 
-    # ------------------------------------------------------------------------------------------------------------- convert
+    # ---------------------------------------------------------------------------------------------------------- convert
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """The same events as consumers know them, in the same order: one per stored block, one per group for removed ones."""
@@ -219,9 +221,11 @@ class OffloadingEventsTracker:
         self._tiers[event.medium, event.locality, event.tier] = tier
         return tier
 
-    # ----------------------------------------------------------------------------------------------------------- snapshots
+    # -------------------------------------------------------------------------------------------------------- snapshots
 
-    def _describe(self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+    def _describe(
+        self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
+    ) -> None:
         """Take snapshots of those of ``keys`` that lack one, and tell the tokens of those that are announced without."""
         if not self._snapshots.lacks_all(keys):
             missing = [index for index, key in enumerate(keys) if key not in self._snapshots]
@@ -235,8 +239,14 @@ class OffloadingEventsTracker:
             self._shorten(oldest)
             self._snapshots.drop(oldest)
 
-    def _add_run(self, req: EngineRequest, group: EventGroupConfig, first_block: int, keys: Sequence[OffloadKey]) -> None:
-        factor, size, lookahead = group.hash_block_size_factor, group.offloaded_block_size, self._engine.lookahead_tokens
+    def _add_run(
+        self, req: EngineRequest, group: EventGroupConfig, first_block: int, keys: Sequence[OffloadKey]
+    ) -> None:
+        factor, size, lookahead = (
+            group.hash_block_size_factor,
+            group.offloaded_block_size,
+            self._engine.lookahead_tokens,
+        )
         first, count = first_block * factor, len(keys) * factor
         hashes = req.block_hashes[first : first + count]
         tokens = array("q", req.all_token_ids[first_block * size : (first_block + len(keys)) * size + lookahead])
@@ -283,7 +293,9 @@ class OffloadingEventsTracker:
                 holders = self._held.get(key, 0)
                 if holders & tier.described:
                     self._held[key] = holders ^ (tier.bare | tier.described)
-                    removed = BlockRemoved(run.hashes_of(index), tier.medium, run.group_idx, tier.locality, tier.ownership)
+                    removed = BlockRemoved(
+                        run.hashes_of(index), tier.medium, run.group_idx, tier.locality, tier.ownership
+                    )
                     self._queued += (removed, self._placeholder(key, tier))
 
     def _store_ended(self, key: OffloadKey) -> None:
@@ -297,7 +309,7 @@ class OffloadingEventsTracker:
         if key not in self._held and key not in self._storing:
             self._snapshots.discard(key)
 
-    # -------------------------------------------------------------------------------------------------------------- events
+    # ----------------------------------------------------------------------------------------------------------- events
 
     def _own_hash(self, key: OffloadKey) -> ExternalHash:
         own = get_offload_block_hash(key)

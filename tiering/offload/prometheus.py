@@ -1,7 +1,8 @@
 """Prometheus metrics of the connector: transfers of the workers, every tier's counters, labelled by tier, and the manager's.
 
-Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.  What arrives
-are increments, each of which must be observed once: an engine with several front ends sends each report to one of them.
+Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.
+What arrives are increments, each of which must be observed once: an engine with several front ends sends each report to
+one of them.
 """
 
 from __future__ import annotations
@@ -83,11 +84,23 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("cascades", "kv_tiering_cascades", "Blocks cascaded from the primary tier"),
     ("cascades_failed", "kv_tiering_cascades_failed", "Blocks whose cascade failed"),
     ("stores_declined", "kv_tiering_stores_declined", "Blocks offered that the tier's admission declined"),
-    ("stores_dropped", "kv_tiering_stores_dropped", "Blocks dropped because the tier could not keep up or was out of service"),
+    (
+        "stores_dropped",
+        "kv_tiering_stores_dropped",
+        "Blocks dropped because the tier could not keep up or was out of service",
+    ),
     ("loads_overdue", "kv_tiering_loads_overdue", "Blocks whose load missed its deadline"),
     ("evictions", "kv_tiering_evictions", "Blocks evicted from the tier"),
-    ("corrupt_blocks", "kv_tiering_corrupt_blocks", "Blocks that came back other than they were stored, and became misses"),
-    ("device_errors", "kv_tiering_device_errors", "Blocks not moved because the device reported an error at their place"),
+    (
+        "corrupt_blocks",
+        "kv_tiering_corrupt_blocks",
+        "Blocks that came back other than they were stored, and became misses",
+    ),
+    (
+        "device_errors",
+        "kv_tiering_device_errors",
+        "Blocks not moved because the device reported an error at their place",
+    ),
     ("blocks_lost", "kv_tiering_blocks_lost", "Blocks lost because somebody removed, cut or replaced the tier's files"),
     ("retries", "kv_tiering_retries", "Attempts repeated after a temporary error"),
     ("requests", "kv_tiering_requests", "Requests sent to the medium"),
@@ -110,15 +123,35 @@ TIER_GAUGES: tuple[tuple[str, str, str], ...] = (
 
 
 MANAGER_COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("stores_without_room", "kv_tiering_stores_without_room", "Stores refused because every row of the CPU tier was in use"),
-    ("promotions_without_room", "kv_tiering_promotions_without_room", "Promotions cut short because no row was free for them"),
+    (
+        "stores_without_room",
+        "kv_tiering_stores_without_room",
+        "Stores refused because every row of the CPU tier was in use",
+    ),
+    (
+        "promotions_without_room",
+        "kv_tiering_promotions_without_room",
+        "Promotions cut short because no row was free for them",
+    ),
     ("promotions_overdue", "kv_tiering_promotions_overdue", "Blocks given up because their promotion took too long"),
     ("promotions_dropped", "kv_tiering_promotions_dropped", "Blocks whose promotion was dropped before it began"),
-    ("promotions_adopted", "kv_tiering_promotions_adopted", "Blocks that arrived after they had been given up, and were kept"),
-    ("reservations_expired", "kv_tiering_reservations_expired", "Blocks promoted that nobody loaded before their deadline"),
+    (
+        "promotions_adopted",
+        "kv_tiering_promotions_adopted",
+        "Blocks that arrived after they had been given up, and were kept",
+    ),
+    (
+        "reservations_expired",
+        "kv_tiering_reservations_expired",
+        "Blocks promoted that nobody loaded before their deadline",
+    ),
     ("ignored_completions", "kv_tiering_ignored_completions", "Completions of blocks that a reset had forgotten"),
     ("misreported_jobs", "kv_tiering_misreported_jobs", "Jobs reported by a tier that did not have them"),
-    ("tiers_out_of_service", "kv_tiering_tiers_out_of_service", "Tiers taken out of service because they broke their contract"),
+    (
+        "tiers_out_of_service",
+        "kv_tiering_tiers_out_of_service",
+        "Tiers taken out of service because they broke their contract",
+    ),
     ("resets", "kv_tiering_resets", "Resets of the cache"),
     ("evicted_blocks", "kv_tiering_evicted_blocks", "Blocks evicted from the CPU tier"),
 )
@@ -139,7 +172,11 @@ CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("stores_failed", "kv_tiering_stores_failed", "Stores from the GPU to the CPU tier that failed"),
     ("stores_refused", "kv_tiering_stores_refused", "Offers of a request's blocks that found no room in the CPU tier"),
     ("hits_shrunk", "kv_tiering_hits_shrunk", "Hits of which blocks had gone before they were loaded"),
-    ("snapshots_dropped", "kv_tiering_snapshots_dropped", "Blocks whose KV events lost their tokens to the bound on snapshots"),
+    (
+        "snapshots_dropped",
+        "kv_tiering_snapshots_dropped",
+        "Blocks whose KV events lost their tokens to the bound on snapshots",
+    ),
 )
 """(field of SchedulerCounters, metric, documentation)."""
 
@@ -147,8 +184,8 @@ CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
 def representative_seconds(counts: Sequence[int], total: float) -> list[float]:
     """One latency per bucket of ``JOB_LATENCY_BUCKETS`` such that ``counts`` jobs of them took ``total`` seconds together.
 
-    Each lies in its bucket.  Prometheus' histograms are fed single observations, but only counts per bucket and a sum arrive here:
-    the same fraction t of each bucket's width is taken, with t from the equation for the sum.
+    Each lies in its bucket.  Prometheus' histograms are fed single observations, but only counts per bucket and a sum
+    arrive here: the same fraction t of each bucket's width is taken, with t from the equation for the sum.
     """
     lower = (0.0, *JOB_LATENCY_BUCKETS)
     widths = [upper - low for low, upper in zip(lower, JOB_LATENCY_BUCKETS, strict=False)]
@@ -172,8 +209,12 @@ class _Series:
         counters: Iterable[tuple[str, str, str]],
         gauges: Iterable[tuple[str, str, str]] = (),
     ) -> None:
-        self._counters = {key: classes.counter(name=name, documentation=text, labelnames=labels) for key, name, text in counters}
-        self._gauges = {key: classes.gauge(name=name, documentation=text, labelnames=labels) for key, name, text in gauges}
+        self._counters = {
+            key: classes.counter(name=name, documentation=text, labelnames=labels) for key, name, text in counters
+        }
+        self._gauges = {
+            key: classes.gauge(name=name, documentation=text, labelnames=labels) for key, name, text in gauges
+        }
 
     def declare(self, labels: tuple[str, ...]) -> None:
         """Let the counters exist at 0."""
@@ -206,7 +247,9 @@ class _TierSeries(_Series):
         counts: list[int] = fields.get("job_latency", [])
         if any(counts) and len(counts) == len(JOB_LATENCY_BUCKETS) + 1:
             histogram = self._latency.labels(*labels)
-            for count, seconds in zip(counts, representative_seconds(counts, fields.get("job_latency_sum", 0.0)), strict=True):
+            for count, seconds in zip(
+                counts, representative_seconds(counts, fields.get("job_latency_sum", 0.0)), strict=True
+            ):
                 for _ in range(count):
                     histogram.observe(seconds)
 

@@ -13,8 +13,8 @@ class EngineRequest(Protocol):
     """A request, as the scheduler holds it.
 
     ``block_hashes`` has one entry per full hash-block of known tokens; under asynchronous scheduling it can lag.
-    ``num_computed_tokens`` counts tokens whose KV is in the cache (during ``build_connector_meta`` it has not advanced yet).
-    ``num_output_placeholders`` (0 if absent) are scheduled output tokens whose value is not known yet.
+    ``num_computed_tokens`` counts tokens whose KV is in the cache (during ``build_connector_meta`` it has not advanced
+    yet). ``num_output_placeholders`` (0 if absent) are scheduled output tokens whose value is not known yet.
     ``skip_reading_prefix_cache`` (False if absent): every token of the prompt must be computed.
     """
 
@@ -46,7 +46,8 @@ class NewRequestData(Protocol):
 class CachedRequestData(Protocol):
     """Requests scheduled before, co-indexed: what they got in this step.
 
-    ``new_block_ids[i]`` (None: none) are to be appended, or, for a request in ``resumed_req_ids`` (it was preempted), replace all.
+    ``new_block_ids[i]`` (None: none) are to be appended, or, for a request in ``resumed_req_ids`` (it was preempted),
+    replace all.
     """
 
     req_ids: Sequence[str]
@@ -68,9 +69,9 @@ class SchedulerOutput(Protocol):
 class ConnectorOutput(Protocol):
     """What the workers of a step reported, already merged over them.
 
-    ``finished_recving``/``finished_sending``: request ids whose load arrived (or failed) / whose blocks may be freed, on all workers.
-    ``invalid_block_ids``: GPU blocks that a failed load did not fill.
-    ``kv_connector_worker_meta``: the connector's own report of its workers, or None.
+    ``finished_recving``/``finished_sending``: request ids whose load arrived (or failed) / whose blocks may be freed,
+    on all workers. ``invalid_block_ids``: GPU blocks that a failed load did not fill. ``kv_connector_worker_meta``: the
+    connector's own report of its workers, or None.
     """
 
     finished_sending: Collection[str] | None

@@ -75,8 +75,8 @@ class Run:
 class Snapshots:
     """All snapshots, by key.
 
-    ``max_tokens`` bounds the tokens of all runs: beyond it the oldest runs are dropped, however many of their blocks are in use.
-    ``dropped`` counts the snapshots that went this way.
+    ``max_tokens`` bounds the tokens of all runs: beyond it the oldest runs are dropped, however many of their blocks
+    are in use. ``dropped`` counts the snapshots that went this way.
     """
 
     def __init__(self, max_tokens: int = MAX_SNAPSHOT_TOKENS) -> None:

@@ -57,9 +57,9 @@ class Increments:
 class OffloadingConnectorStats:
     """Transfers, and what has happened in each tier, since the last report.
 
-    ``data`` is plain dicts and lists: transfer type → list of ``{"op_size": bytes, "op_time": seconds}``; under ``"tiers"``
-    tier name → fields of :class:`tiering.secondary.stats.TierStats`; and under ``"manager"`` and ``"connector"`` the fields of these.
-    Counters say what is new, gauges how things are.
+    ``data`` is plain dicts and lists: transfer type → list of ``{"op_size": bytes, "op_time": seconds}``; under
+    ``"tiers"`` tier name → fields of :class:`tiering.secondary.stats.TierStats`; and under ``"manager"`` and
+    ``"connector"`` the fields of these. Counters say what is new, gauges how things are.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -113,7 +113,9 @@ class OffloadingConnectorStats:
 
 def _started_again(fields: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     return any(
-        now < before[name] for name, now in fields.items() if name in before and name not in _GAUGES and not isinstance(now, list)
+        now < before[name]
+        for name, now in fields.items()
+        if name in before and name not in _GAUGES and not isinstance(now, list)
     )
 
 

@@ -1,11 +1,12 @@
 """GPU blocks whose KV must not be stored, because it may not be what their hashes say.
 
-There are two ways for a block to become a suspect.  A load of another connector did not fill the block, or the block was computed on
-top of such a block.  Or the block was in the engine's own cache when the tiers were reset, so that it may hold the KV of other weights.
+There are two ways for a block to become a suspect.  A load of another connector did not fill the block, or the block
+was computed on top of such a block.  Or the block was in the engine's own cache when the tiers were reset, so that it
+may hold the KV of other weights.
 
-A suspect is trusted again when the engine fills it anew: when the block is allocated to a request all of whose earlier blocks are
-trusted, or when the engine has gone back and recomputes it.  A request that finds a suspect in the engine's cache is not stored from
-there on, and what it computes behind the suspect is suspect as well.
+A suspect is trusted again when the engine fills it anew: when the block is allocated to a request all of whose earlier
+blocks are trusted, or when the engine has gone back and recomputes it.  A request that finds a suspect in the engine's
+cache is not stored from there on, and what it computes behind the suspect is suspect as well.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ STEPS_IN_FLIGHT = 16
 class EngineBlockPool(Protocol):
     """The engine's own pool of GPU blocks.
 
-    Each block has ``block_id``, ``is_null``, ``ref_cnt`` (its users) and ``block_hash`` (its name in the engine's cache, or None).
+    Each block has ``block_id``, ``is_null``, ``ref_cnt`` (its users) and ``block_hash`` (its name in the engine's
+    cache, or None).
     """
 
     @property
@@ -35,7 +37,8 @@ class EngineBlockPool(Protocol):
 class SuspectBlocks:
     """Remembers the suspects among the GPU blocks of one engine.
 
-    Costs nothing per block as long as there are no suspects, which is the normal state.  An instance is true if there are any.
+    Costs nothing per block as long as there are no suspects, which is the normal state.  An instance is true if there
+    are any.
     """
 
     __slots__ = ("_given_up", "_ids", "_sizes", "_trusted")
@@ -63,8 +66,9 @@ class SuspectBlocks:
     def spread(self, unfilled: Collection[int], requests: Iterable[Tables], step: int) -> set[int]:
         """Suspect ``unfilled``, and all blocks behind one of them in any request.
 
-        ``requests``: the tables of those that have their blocks; tables that were given up are looked at as well.  ``step``: the last
-        step that was scheduled.  Returns the blocks found, also those that were computed on top of another request's suspects.
+        ``requests``: the tables of those that have their blocks; tables that were given up are looked at as well.
+        ``step``: the last step that was scheduled.  Returns the blocks found, also those that were computed on top of
+        another request's suspects.
         """
         self._forget(step)
         wrong = set(unfilled)
@@ -101,15 +105,17 @@ class SuspectBlocks:
             return
         self._trusted = None
         self._ids = {
-            block.block_id for block in pool.blocks if (block.ref_cnt > 0 or block.block_hash is not None) and not block.is_null
+            block.block_id
+            for block in pool.blocks
+            if (block.ref_cnt > 0 or block.block_hash is not None) and not block.is_null
         }
 
     def assigned(self, known: Tables, tables: Tables, found_tokens: int | None, invalid_from: int | None) -> int | None:
         """A request that had the blocks ``known`` has ``tables`` now; returns the first of its tokens that may not be stored.
 
-        ``known`` is empty for a request that starts.  ``found_tokens``: tokens that the request found in the engine's cache; other
-        blocks are filled for it.  None means that it was not matched since it started over, so that it may have found any of its blocks.
-        ``invalid_from``: the last answer.
+        ``known`` is empty for a request that starts.  ``found_tokens``: tokens that the request found in the engine's
+        cache; other blocks are filled for it.  None means that it was not matched since it started over, so that it may
+        have found any of its blocks. ``invalid_from``: the last answer.
         """
         if not self and invalid_from is None:
             return None
@@ -148,7 +154,7 @@ class SuspectBlocks:
             self._trust(table[invalid_from // size : end // size])
         return end if self.first_token(self._behind(tables, end), self) is not None else None
 
-    # ----------------------------------------------------------------------------------------------------------- internals
+    # -------------------------------------------------------------------------------------------------------- internals
 
     def _forget(self, step: int) -> None:
         given_up = self._given_up

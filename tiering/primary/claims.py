@@ -24,7 +24,8 @@ class _Claimed:
 class Claims:
     """Per request, keys and their rows.  The same key may be claimed more than once; the oldest claim is released first.
 
-    A completion nearly always names the keys of one preparation, in its order: such batches are kept whole, and cost next to nothing.
+    A completion nearly always names the keys of one preparation, in its order: such batches are kept whole, and cost
+    next to nothing.
     """
 
     __slots__ = ("_requests",)

@@ -26,8 +26,9 @@ _log = logging.getLogger("kv_tiering.primary")
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
     """A CPU cache of blocks; by itself a complete :class:`OffloadingManager`, under a tiering manager the gateway to all other tiers.
 
-    ``buffer`` is the shared region, or any writable memoryview of shape (num_rows, row_stride_bytes), format "B".  Claims (what a
-    request is loading or storing) are kept by request, so that a completion that comes after a reset frees exactly its own rows.
+    ``buffer`` is the shared region, or any writable memoryview of shape (num_rows, row_stride_bytes), format "B".
+    Claims (what a request is loading or storing) are kept by request, so that a completion that comes after a reset
+    frees exactly its own rows.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._region = buffer if isinstance(buffer, SharedRegion) else None
         self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
         if self._view.ndim != 2 or self._view.format != "B" or self._view.readonly:
-            raise ConfigError(f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}")
+            raise ConfigError(
+                f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}"
+            )
         self.table = BlockTable(len(self._view), eviction)
         self.ignored_completions = 0
         self._events: list[OffloadingEvent] = []
@@ -59,7 +62,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """The buffer: shape (num_rows, row_stride_bytes), format "B"; block b is row b (``numpy.asarray(view)[b]``)."""
         return self._view
 
-    # -------------------------------------------------------------------------------------------------------------- lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if key in self.table.readable:
@@ -81,7 +84,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.table.touch(keys)
 
-    # ---------------------------------------------------------------------------------------------------------------- load
+    # ------------------------------------------------------------------------------------------------------------- load
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         rows = self.claim_load(keys, req_context.req_id)
@@ -116,7 +119,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """End of :meth:`prepare_read`."""
         self.complete_load(keys, req_context)
 
-    # --------------------------------------------------------------------------------------------------------------- store
+    # ------------------------------------------------------------------------------------------------------------ store
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         new = self.table.unknown(keys)
@@ -179,7 +182,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))
 
-    # ------------------------------------------------------------------------------------------------------------ the rest
+    # --------------------------------------------------------------------------------------------------------- the rest
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -202,7 +205,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if self._region is not None:
             self._region.close()
 
-    # ------------------------------------------------------------------------------------------------------------- details
+    # ---------------------------------------------------------------------------------------------------------- details
 
     def _pin_held(self, keys: Sequence[OffloadKey]) -> Rows:
         rows: Rows = np.array([row for row in self.table.rows_of(keys) if row is not None], np.int64)

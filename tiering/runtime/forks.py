@@ -1,7 +1,7 @@
 """A child made by fork takes no part in what its parent has opened: in the child, whatever owns something does nothing.
 
-A child shares open files, shared memory and connections with its parent, but none of the parent's threads.  If it wrote a checkpoint, or
-shut a tier down, it would do so with the parent's files and with its own idea of what they hold.
+A child shares open files, shared memory and connections with its parent, but none of the parent's threads.  If it wrote
+a checkpoint, or shut a tier down, it would do so with the parent's files and with its own idea of what they hold.
 """
 
 from __future__ import annotations

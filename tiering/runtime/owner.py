@@ -11,7 +11,8 @@ from tiering.errors import WrongThreadError
 class OwnerThread:
     """Remembers the first thread that uses an object, and refuses others while that one is alive.
 
-    Users compare ``ident`` with the calling thread's and call :meth:`claim` if they differ: the common case costs a comparison.
+    Users compare ``ident`` with the calling thread's and call :meth:`claim` if they differ: the common case costs a
+    comparison.
     """
 
     __slots__ = ("_enabled", "_name", "ident")

@@ -1,7 +1,8 @@
 """The generic secondary tier: an index on the scheduler's thread, and an I/O side that moves bytes to and from a block store.
 
-One block's way.  Store: admission → a place from the index → one job for the I/O side → its result → the index holds the key.
-Load: the index says where → one job → verified bytes are in the row → its result.  Whatever fails on the way is a miss.
+One block's way.  Store: admission → a place from the index → one job for the I/O side → its result → the index holds
+the key. Load: the index says where → one job → verified bytes are in the row → its result.  Whatever fails on the way
+is a miss.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _NO = PrefixAnswer(0, False)
 class BlockTier(TierLife):
     """A tier made of an index and a block store.
 
-    ``place_prefix``: for media whose places are names: the index is told ``place_prefix(namespace)`` whenever an epoch is entered.
-    ``element_size``: bytes of one KV element (compression splits by it).  ``io``: another I/O side than the one made here.
+    ``place_prefix``: for media whose places are names: the index is told ``place_prefix(namespace)`` whenever an epoch
+    is entered. ``element_size``: bytes of one KV element (compression splits by it).  ``io``: another I/O side than the
+    one made here.
 
-    Subclasses have ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace`` (that of the present epoch;
-    None while out of service for want of one), and the hooks ``on_opened``, ``on_left``, ``on_epoch``, ``on_step``, ``on_result`` and
-    ``before_close``, all called on the scheduler's thread.
+    Subclasses have ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace`` (that of the
+    present epoch; None while out of service for want of one), and the hooks ``on_opened``, ``on_left``, ``on_epoch``,
+    ``on_step``, ``on_result`` and ``before_close``, all called on the scheduler's thread.
     """
 
-    # ------------------------------------------------------------------------------------------------------------- lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         held, undecided = self.lookup_prefix((key,), req_context)
@@ -69,7 +71,7 @@ class BlockTier(TierLife):
         now = self._clock()
         self._offers.add(self.index.end_probe(probe, held, now), now)
 
-    # --------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job: TransferJob) -> None:
         if not self._storing:
@@ -168,7 +170,9 @@ class BlockTier(TierLife):
         io_job = result.job
         flight = self._flights.pop(io_job.job_id, None)
         if flight is None:
-            logger.error("tier %s: the I/O side reported job %d, which is not in flight; ignored", self.name, io_job.job_id)
+            logger.error(
+                "tier %s: the I/O side reported job %d, which is not in flight; ignored", self.name, io_job.job_id
+            )
             return
         self.on_result(result)
         if result.outcomes.count(Done.DONE) < len(result.outcomes):
@@ -227,7 +231,7 @@ class BlockTier(TierLife):
         if places:
             self.io.run(IoTask("delete", partial(self.io.store.delete, places), self._failures.not_deleted))
 
-    # ------------------------------------------------------------------------------------------------------------ notices
+    # ---------------------------------------------------------------------------------------------------------- notices
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.index.touch(keys)

@@ -1,9 +1,9 @@
 """The contract of a secondary tier, and the jobs that the manager hands to it.
 
-Called from the scheduler's thread: everything but :meth:`SecondaryTierManager.drain`, :meth:`~SecondaryTierManager.shutdown` and
-:meth:`~SecondaryTierManager.reset` returns at once; data moves elsewhere.  A tier never touches accelerator memory: it is given the
-primary tier's memoryview of shape (num_rows, row_stride_bytes), uint8; block b is row b (``numpy.asarray(view)[b]``).  Rows start
-on page boundaries.
+Called from the scheduler's thread: everything but :meth:`SecondaryTierManager.drain`,
+:meth:`~SecondaryTierManager.shutdown` and :meth:`~SecondaryTierManager.reset` returns at once; data moves elsewhere.  A
+tier never touches accelerator memory: it is given the primary tier's memoryview of shape (num_rows, row_stride_bytes),
+uint8; block b is row b (``numpy.asarray(view)[b]``).  Rows start on page boundaries.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Distance = Literal["process", "machine", "network"]
 class TransferJob:
     """Move the blocks ``keys`` between the primary rows ``block_ids`` (co-indexed) and a tier.
 
-    ``is_promotion``: the tier fills the rows (a load); otherwise it reads them (a store).  While the tier has not reported the job,
-    it may touch these rows and nobody else writes them.  ``submitted_at`` is on the tier's clock, in seconds.
+    ``is_promotion``: the tier fills the rows (a load); otherwise it reads them (a store).  While the tier has not
+    reported the job, it may touch these rows and nobody else writes them.  ``submitted_at`` is on the tier's clock, in
+    seconds.
     """
 
     job_id: int
@@ -47,8 +48,8 @@ class TransferJob:
 class JobResult:
     """A job has ended: the tier touches none of its rows any more.  Reported exactly once.
 
-    ``successful_keys`` None: all keys share the fate of ``success``; otherwise exactly these succeeded.  ``transfer_bytes`` and
-    ``transfer_time`` (seconds) describe what was moved, where known.
+    ``successful_keys`` None: all keys share the fate of ``success``; otherwise exactly these succeeded.
+    ``transfer_bytes`` and ``transfer_time`` (seconds) describe what was moved, where known.
     """
 
     job_id: int
@@ -69,9 +70,10 @@ class PrefixAnswer(NamedTuple):
 class TierContext:
     """What a tier is given when it is built.
 
-    ``name`` is unique in the stack.  ``primary_view``: see the module.  ``group_bytes[g]``: bytes of a block of group g without
-    padding (what a medium holds of it).  ``clock`` returns monotonic seconds.  ``replica`` distinguishes data-parallel engines of
-    one machine (None: a single one).  ``revision`` names the weights at the start (None: the namespace's parameters do).
+    ``name`` is unique in the stack.  ``primary_view``: see the module.  ``group_bytes[g]``: bytes of a block of group g
+    without padding (what a medium holds of it).  ``clock`` returns monotonic seconds.  ``replica`` distinguishes
+    data-parallel engines of one machine (None: a single one).  ``revision`` names the weights at the start (None: the
+    namespace's parameters do).
     """
 
     name: str
@@ -91,9 +93,9 @@ class TierContext:
 class SecondaryTierManager(ABC):
     """One secondary tier, as the manager sees it.
 
-    What MUST hold: a job is reported by :meth:`get_finished` exactly once, when the tier touches none of its rows any more, also if
-    it failed or was never started.  A load that is reported successful for a key has filled its row with that key's verified bytes.
-    No method raises for what a medium does; a tier in trouble answers "no" and fails jobs.
+    What MUST hold: a job is reported by :meth:`get_finished` exactly once, when the tier touches none of its rows any
+    more, also if it failed or was never started.  A load that is reported successful for a key has filled its row with
+    that key's verified bytes. No method raises for what a medium does; a tier in trouble answers "no" and fails jobs.
     """
 
     medium: str = ""
@@ -117,7 +119,7 @@ class SecondaryTierManager(ABC):
     fill: bool = True
     """Whether blocks promoted from a slower tier are offered to this one."""
 
-    # ------------------------------------------------------------------------------------------------------------- lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -131,7 +133,7 @@ class SecondaryTierManager(ABC):
                 return PrefixAnswer(held, answer is None)
         return PrefixAnswer(len(keys), False)
 
-    # --------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
@@ -145,7 +147,7 @@ class SecondaryTierManager(ABC):
     def get_finished(self) -> Iterable[JobResult]:
         """The jobs that have ended since the last call."""
 
-    # -------------------------------------------------------------------------------------------- notices (harmless defaults)
+    # -------------------------------------------------------------------------------------- notices (harmless defaults)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """``keys``, a prefix in its order, were used (the head is the most recent)."""
@@ -186,7 +188,7 @@ class SecondaryTierManager(ABC):
         """Counters since the start and present gauges."""
         return TierStats()
 
-    # ------------------------------------------------------------------------------------------------ may block until `deadline`
+    # --------------------------------------------------------------------------------------- may block until `deadline`
 
     def open(self, deadline: float) -> bool:
         """Make the tier ready, waiting at most until ``deadline``.  True if it is in service.
@@ -202,10 +204,11 @@ class SecondaryTierManager(ABC):
     def reset(self, deadline: float, revision: str | None = None) -> bool:
         """Never again answer for or serve a block stored before this call, also after a restart of the process.
 
-        True if that is certain; False takes the tier out of service until :meth:`reset_done`.  Jobs in flight are still reported.
-        On a medium that others share, only this process moves: nothing of theirs is removed, and a restart may find it again.
-        ``revision``: a text that names the weights from now on.  Tiers that are given the same text share their blocks on a shared
-        medium; without one (the default) what is stored from now on is for this process alone.
+        True if that is certain; False takes the tier out of service until :meth:`reset_done`.  Jobs in flight are still
+        reported. On a medium that others share, only this process moves: nothing of theirs is removed, and a restart
+        may find it again. ``revision``: a text that names the weights from now on.  Tiers that are given the same text
+        share their blocks on a shared medium; without one (the default) what is stored from now on is for this process
+        alone.
         """
         return False
 

@@ -14,10 +14,11 @@ from tiering.secondary.options import TierOptions
 class TierDefinition:
     """A type of tier.
 
-    ``options``: what its section of the stack file may say.  ``build(options, context)`` makes the tier without opening anything.
-    ``persistent``: blocks outlive the process, so the model's identity must be able to vouch for them.  ``location(options)``: what
-    two tiers of one stack must not share (None: nothing); it looks at no medium.  ``distance``: of the medium, for KV events, and for a
-    warning when a stack does not list its tiers fastest first (None: not known).
+    ``options``: what its section of the stack file may say.  ``build(options, context)`` makes the tier without opening
+    anything. ``persistent``: blocks outlive the process, so the model's identity must be able to vouch for them.
+    ``location(options)``: what two tiers of one stack must not share (None: nothing); it looks at no medium.
+    ``distance``: of the medium, for KV events, and for a warning when a stack does not list its tiers fastest first
+    (None: not known).
     """
 
     options: type[TierOptions]

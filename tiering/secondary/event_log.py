@@ -17,14 +17,13 @@ MAX_ANNOUNCED = 1 << 20
 class EventLog:
     """Collects the events of one tier until they are taken.
 
-    The index of a medium of our own announces everything that it holds.  On a shared medium, the log announces a block once, when this
-    process has stored, found or read it, and announces the removal of announced blocks only.
+    The index of a medium of our own announces everything that it holds.  On a shared medium, the log announces a block
+    once, when this process has stored, found or read it, and announces the removal of announced blocks only.
 
-    ``tier``: the tier's name.
-    ``distance``: how far away the medium is: events say "CPU" of memory and "STORAGE" of all else, which is "REMOTE" on the network.
-    ``enabled``: without it the log collects nothing.
-    ``shared``: other processes write to the medium as well.
-    ``max_announced``: bound on the keys remembered of a shared medium; the oldest beyond it are announced as removed.
+    ``tier``: the tier's name. ``distance``: how far away the medium is: events say "CPU" of memory and "STORAGE" of all
+    else, which is "REMOTE" on the network. ``enabled``: without it the log collects nothing. ``shared``: other
+    processes write to the medium as well. ``max_announced``: bound on the keys remembered of a shared medium; the
+    oldest beyond it are announced as removed.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The file operations of media that are files, all in one place, with typed errors; a test's device replaces this one class.
 
-Calls release the interpreter lock while the kernel works, and are retried when a signal interrupts them (Python does both).
+Calls release the interpreter lock while the kernel works, and are retried when a signal interrupts them (Python does
+both).
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiering.errors import DeviceError, OutOfSpaceError, PermanentStoreError, ReadOnlyError, StoreError, TemporaryStoreError
+from tiering.errors import (
+    DeviceError,
+    OutOfSpaceError,
+    PermanentStoreError,
+    ReadOnlyError,
+    StoreError,
+    TemporaryStoreError,
+)
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_TEMPORARY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT})
+_TEMPORARY = frozenset(
+    {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT}
+)
 _DEVICE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG})
 """How a bad sector is reported: through the page cache as EIO, to direct I/O also by what the device says of it."""
 _HINTS = {
@@ -56,7 +66,8 @@ def store_error(error: OSError, what: str) -> StoreError:
 def open_plain(path: Path, flags: int) -> int:
     """Open or create ``path``, a regular file of this user, private to its owner; returns the descriptor.
 
-    A symbolic link is not followed, and a FIFO does not block.  Raises :class:`OSError`: EEXIST if something else is there.
+    A symbolic link is not followed, and a FIFO does not block.  Raises :class:`OSError`: EEXIST if something else is
+    there.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
@@ -64,9 +75,7 @@ def open_plain(path: Path, flags: int) -> int:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EEXIST, "something that is not a regular file is in its place; remove it", str(path))
         if found.st_uid != os.geteuid():
-            reason = (
-                f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; change its owner, or remove it"
-            )
+            reason = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; change its owner, or remove it"
             raise OSError(errno.EEXIST, reason, str(path))
         os.set_blocking(fd, True)
     except OSError:
@@ -101,7 +110,8 @@ class Files:
     def allocate(self, fd: int, length: int) -> None:
         """Reserve the first ``length`` bytes of a file.
 
-        Raises :class:`OSError` with EOPNOTSUPP on file systems that cannot: the C library would write every block one by one there.
+        Raises :class:`OSError` with EOPNOTSUPP on file systems that cannot: the C library would write every block one
+        by one there.
         """
         while _libc.fallocate(fd, 0, 0, length):
             number = ctypes.get_errno()

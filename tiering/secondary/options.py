@@ -1,6 +1,7 @@
 """The one vocabulary of policies for every tier, as people write it in a stack file.
 
-A medium's options are a subclass of :class:`TierOptions`, which declares the words it cannot support, each with the reason.
+A medium's options are a subclass of :class:`TierOptions`, which declares the words it cannot support, each with the
+reason.
 """
 
 from __future__ import annotations

@@ -6,7 +6,22 @@ import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-JOB_LATENCY_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+JOB_LATENCY_BUCKETS: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 """Upper bounds in seconds of the job latency histogram; one more bucket counts what is slower."""
 
 GAUGES = frozenset(
@@ -30,10 +45,10 @@ GAUGES = frozenset(
 class TierStats:
     """Counters since the start (``*_total`` in Prometheus) and gauges of one tier.  Bytes, seconds and blocks.
 
-    ``device_errors`` counts blocks that could not be moved because the device reported an error at their place; ``slots_retired`` is
-    how many places are out of use for that reason.  ``recovering``: 1 while it is not known yet what all of the medium holds.
-    ``breaker_state``: 0 closed, 1 half open, 2 open; the worse of those of reads and writes.  ``available``: 1 while the tier serves
-    what it holds.  ``writable``: 1 while it takes stores, too.
+    ``device_errors`` counts blocks that could not be moved because the device reported an error at their place;
+    ``slots_retired`` is how many places are out of use for that reason.  ``recovering``: 1 while it is not known yet
+    what all of the medium holds. ``breaker_state``: 0 closed, 1 half open, 2 open; the worse of those of reads and
+    writes.  ``available``: 1 while the tier serves what it holds.  ``writable``: 1 while it takes stores, too.
     """
 
     read_bytes: int = 0

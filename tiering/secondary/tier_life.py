@@ -97,7 +97,9 @@ class TierLife(SecondaryTierManager):
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self._overdue = OverdueLoads(int(num_rows * options.primary_share))
         writes = options.admission != "none"
-        self._medium = Medium(context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes)
+        self._medium = Medium(
+            context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes
+        )
         self._lease = Lease(context.name, store, self.io, context.clock)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
@@ -122,7 +124,7 @@ class TierLife(SecondaryTierManager):
     def _poll(self) -> None:
         """Take what the I/O side has ended."""
 
-    # ------------------------------------------------------------------------------------------------ hooks for subclasses
+    # --------------------------------------------------------------------------------------------- hooks for subclasses
 
     def on_opened(self, namespace: Namespace) -> None:
         """The store is open for the first time, and its blocks are to be served in ``namespace``: the place to start recovery."""
@@ -163,13 +165,15 @@ class TierLife(SecondaryTierManager):
         """For subclasses too: the device reported an error at ``places``; what is there is lost, and nothing is put there again."""
         self._events.removed(self.index.retire(places))
 
-    # ----------------------------------------------------------------------------------------------- may block until a deadline
+    # --------------------------------------------------------------------------------------- may block until a deadline
 
     def open(self, deadline: float) -> bool:
         self._service.start()
         self._wait(lambda: not self._service.attempting, deadline)
         if self._service.attempting:
-            logger.error("tier %s: opening takes longer than its deadline; the engine runs without it until then", self.name)
+            logger.error(
+                "tier %s: opening takes longer than its deadline; the engine runs without it until then", self.name
+            )
         self._refresh()
         return self._serving
 
@@ -190,7 +194,8 @@ class TierLife(SecondaryTierManager):
             # What is on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)
         self.io.discard()
-        # At least once, also if there is no time left: an attempt that no thread could be had for is tried in another way then.
+        # At least once, also if there is no time left: an attempt that no thread could be had for is tried in another
+        # way then.
         self._poll()
         self._wait(self._reset_decided, deadline)
         if not self.reset_done():
@@ -222,7 +227,8 @@ class TierLife(SecondaryTierManager):
     def enter_medium(self) -> None:
         """For subclasses: the store was closed after :meth:`leave_medium`; open it again.
 
-        What another medium holds in the epoch of the start may be older than a reset of this process: then a new epoch begins.
+        What another medium holds in the epoch of the start may be older than a reset of this process: then a new epoch
+        begins.
         """
         self._service.resume(self._medium.target(None) if self._was_reset else None)
 
@@ -282,7 +288,9 @@ class TierLife(SecondaryTierManager):
         self._health.tick()
         for rows in self._overdue.expire(now):
             self.stats.loads_overdue += rows
-            self.io.breakers.reads.record_failure(f"a load of {rows} blocks did not end within {self.options.deadline:g} s")
+            self.io.breakers.reads.record_failure(
+                f"a load of {rows} blocks did not end within {self.options.deadline:g} s"
+            )
             if self._overdue.spent:
                 self.io.breakers.trip(f"{self._overdue.rows} primary rows are held by loads that do not end")
         self._refresh()

@@ -1,8 +1,9 @@
 """The CPU pool's book-keeping: which block holds what, who uses it, and which goes next.
 
-A block is *blank* (nothing of worth in it), *held* (a copy reads or writes it: it has references), or *evictable* (named, found by its
-name, used by nobody).  A name is given when the block is allocated, for a store, and can be found once :meth:`CPUBlockPool.publish` says
-that the store is complete.  Blocks are numbers and names are bytes: nothing here is an object per block.
+A block is *blank* (nothing of worth in it), *held* (a copy reads or writes it: it has references), or *evictable*
+(named, found by its name, used by nobody).  A name is given when the block is allocated, for a store, and can be found
+once :meth:`CPUBlockPool.publish` says that the store is complete.  Blocks are numbers and names are bytes: nothing here
+is an object per block.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class PoolFullError(TieringError):
 class CPUBlockPool:
     """``num_blocks`` blocks, from 0.  ``cached``: name → block of everything that can be found, whatever its KV-cache group.
 
-    ``pending``: name → block of what is being stored.  Both are to be read only.  Costs are a few C calls per batch and a fraction of
-    a microsecond per block.
+    ``pending``: name → block of what is being stored.  Both are to be read only.  Costs are a few C calls per batch and
+    a fraction of a microsecond per block.
     """
 
     __slots__ = (
@@ -87,7 +88,8 @@ class CPUBlockPool:
     def get_new_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
         """One block for each of ``keys``, named so and with one reference; least recently used blocks are forgotten to make room.
 
-        ``keys`` are neither cached nor pending.  Raises :class:`PoolFullError`, with nothing changed, if there is no room.
+        ``keys`` are neither cached nor pending.  Raises :class:`PoolFullError`, with nothing changed, if there is no
+        room.
         """
         count = len(keys)
         if count > self.num_free_blocks:

@@ -60,7 +60,9 @@ def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheCon
     Raises :class:`ConfigError` for a capacity or a KV cache that holds nothing.
     """
     if cpu_capacity_bytes < 1:
-        raise ConfigError(f"cpu_capacity_bytes: {cpu_capacity_bytes} holds nothing; give the bytes of CPU memory to use per worker")
+        raise ConfigError(
+            f"cpu_capacity_bytes: {cpu_capacity_bytes} holds nothing; give the bytes of CPU memory to use per worker"
+        )
     if gpu.num_blocks < 1 or gpu.total_bytes < gpu.num_blocks:
         raise ConfigError(f"kv_cache_config: {gpu.num_blocks} blocks of {gpu.total_bytes} bytes in all are no KV cache")
     num_blocks = max(1, gpu.num_blocks * cpu_capacity_bytes // gpu.total_bytes)
@@ -71,8 +73,8 @@ def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheCon
 def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
     """The index of the first full-attention group.
 
-    Raises :class:`ConfigError` for an engine that the simple scheduler cannot serve: groups of a kind it does not know, no full-attention
-    group, context parallelism, or block sizes that the hashes do not fit.
+    Raises :class:`ConfigError` for an engine that the simple scheduler cannot serve: groups of a kind it does not know,
+    no full-attention group, context parallelism, or block sizes that the hashes do not fit.
     """
     if engine.context_parallel_size != 1:
         raise ConfigError(
@@ -94,7 +96,9 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
 
 def _check_kinds(cache: KVCacheConfig) -> None:
     known = FULL_KINDS | WINDOW_KINDS | STATE_KINDS
-    others = [f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if group.kind not in known]
+    others = [
+        f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if group.kind not in known
+    ]
     if others:
         raise ConfigError(
             f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; it knows {', '.join(sorted(known))}"

@@ -34,12 +34,16 @@ class _LeftOver(NamedTuple):
 class EagerStores:
     """Chooses what is stored, and tells ``record`` of them.  ``running`` tells, by name, whose the blocks are that running requests have offered.
 
-    A block that the CPU pool forgets while a request that has it runs is offered again, once there is room that no other running
-    request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
+    A block that the CPU pool forgets while a request that has it runs is offered again, once there is room that no
+    other running request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
     """
 
     def __init__(
-        self, cpu: CPUBlockPool, needs: Sequence[GroupNeeds], record: Record | None = None, suspects: Container[int] = ()
+        self,
+        cpu: CPUBlockPool,
+        needs: Sequence[GroupNeeds],
+        record: Record | None = None,
+        suspects: Container[int] = (),
     ) -> None:
         """``suspects``: GPU blocks that may not be stored."""
         self._cpu = cpu
@@ -79,7 +83,9 @@ class EagerStores:
                     del missing[room:]
                 chosen += [(key, blocks[index]) for index, key in missing]
                 if self._record is not None and missing:
-                    self._record(state.request, number, [start + index for index, _ in missing], [key for _, key in missing])
+                    self._record(
+                        state.request, number, [start + index for index, _ in missing], [key for _, key in missing]
+                    )
                 room -= len(missing)
                 self._advance(group, end)
             next_at = min(next_at, (group.cursor + 1) * need.block_size)
@@ -158,10 +164,14 @@ class EagerStores:
         alive = [
             item
             for item in self._left_over
-            if blocks[item.block].block_hash == item.key and not blocks[item.block].is_null and item.block not in self._suspects
+            if blocks[item.block].block_hash == item.key
+            and not blocks[item.block].is_null
+            and item.block not in self._suspects
         ]
         self.dropped += len(self._left_over) - len(alive)
-        waiting = list({item.key: item for item in alive if item.key not in cpu.cached and item.key not in cpu.pending}.values())
+        waiting = list(
+            {item.key: item for item in alive if item.key not in cpu.cached and item.key not in cpu.pending}.values()
+        )
         chosen, self._left_over = waiting[:room], waiting[room:]
         if self._record is not None:
             for item in chosen:
@@ -188,12 +198,17 @@ class EagerStores:
 
     @staticmethod
     def _still_there(
-        state: RequestState, need: GroupNeeds, start: int, keys: Sequence[OffloadKey], blocks: Sequence[int], pool: GPUBlockPool
+        state: RequestState,
+        need: GroupNeeds,
+        start: int,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[int],
+        pool: GPUBlockPool,
     ) -> list[int]:
         """``blocks``, with the null block in the place of those whose content is not, or not surely, what ``keys`` say.
 
-        The engine takes back what a window or a state has passed, and overwrites a running state in place; the name that it gives a block
-        is right for as long as the block has it.
+        The engine takes back what a window or a state has passed, and overwrites a running state in place; the name
+        that it gives a block is right for as long as the block has it.
         """
         held_from = need.first_needed(state.request.num_computed_tokens)
         null, all_blocks = pool.null_block.block_id, pool.blocks

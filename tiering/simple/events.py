@@ -13,7 +13,8 @@ from tiering.simple.cache_config import is_full_attention
 class SimpleEventGroup:
     """One group, as :class:`tiering.offload.event_types.EventGroupConfig` has it: a CPU block is one GPU block.
 
-    ``sliding_window_size_in_blocks``: None for full attention, of whose blocks alone snapshots are taken; at least 1 otherwise.
+    ``sliding_window_size_in_blocks``: None for full attention, of whose blocks alone snapshots are taken; at least 1
+    otherwise.
     """
 
     group_idx: int

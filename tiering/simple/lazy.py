@@ -19,7 +19,8 @@ Offer = tuple[OffloadKey, int]
 def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
     """How many free blocks a step makes sure of: what two steps can use up at most.
 
-    Per group 2 for a state, ceil(window / block) + 1 for a window, ceil(the step's token budget / block) otherwise; the sum doubled.
+    Per group 2 for a state, ceil(window / block) + 1 for a window, ceil(the step's token budget / block) otherwise; the
+    sum doubled.
     """
     total = 0
     for need in needs:
@@ -35,15 +36,16 @@ def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
 class LazyStores:
     """Walks the GPU's free queue from a cursor; everything before the cursor is free or offloaded.
 
-    The cursor is a block of the queue.  When somebody has taken that block since, its place says nothing any more (it may even be back, at
-    the other end): the walk starts over, which costs some look-ups.
+    The cursor is a block of the queue.  When somebody has taken that block since, its place says nothing any more (it
+    may even be back, at the other end): the walk starts over, which costs some look-ups.
 
-    What a GPU block holds is offloaded once, until the engine uses the block again: a CPU pool that is smaller than the GPU's cache would
-    otherwise take in turn what it has just forgotten, for ever.
+    What a GPU block holds is offloaded once, until the engine uses the block again: a CPU pool that is smaller than the
+    GPU's cache would otherwise take in turn what it has just forgotten, for ever.
 
     What may not be stored, the blocks of ``suspects``, is passed by.
 
-    Blocks that a request has filled whose policy does not let them be stored are ``refused`` until a request that lets them gets them.
+    Blocks that a request has filled whose policy does not let them be stored are ``refused`` until a request that lets
+    them gets them.
     """
 
     def __init__(self, cpu: CPUBlockPool, target: int, suspects: Container[int] = ()) -> None:
@@ -54,11 +56,14 @@ class LazyStores:
         self._offloaded: dict[int, OffloadKey] = {}
         self._refused: set[int] = set()
 
-    def handed_out(self, block_ids: BlockIds, allowed: Sequence[int] | None = None, new_from: Sequence[int] | None = None) -> None:
+    def handed_out(
+        self, block_ids: BlockIds, allowed: Sequence[int] | None = None, new_from: Sequence[int] | None = None
+    ) -> None:
         """The engine has given these GPU blocks, per group, to a request.
 
-        Per group, ``allowed``: how many of them, from the first on, may be stored (None: all); ``new_from``: where those begin that
-        the request is to fill itself, behind those that it found in the engine's prefix cache (None: all are new).
+        Per group, ``allowed``: how many of them, from the first on, may be stored (None: all); ``new_from``: where
+        those begin that the request is to fill itself, behind those that it found in the engine's prefix cache (None:
+        all are new).
         """
         refused = self._refused
         for group, ids in enumerate(block_ids):

@@ -15,9 +15,10 @@ NOT_HELD = -1
 class SimpleCPUOffloadMetadata:
     """Scheduler → worker.  Events are numbered, loads and stores apart; ``NO_EVENT`` where a step has none.
 
-    ``load_gpu_blocks`` and ``load_cpu_blocks`` are co-indexed, and so are those of the store.  ``load_event_to_reqs``: whose load the
-    event is, in the order of their blocks; ``load_ends``, co-indexed with that list: where in ``load_gpu_blocks`` each one's blocks end.
-    ``need_flush``: a request was preempted; the stores that run are to end before this step.
+    ``load_gpu_blocks`` and ``load_cpu_blocks`` are co-indexed, and so are those of the store.  ``load_event_to_reqs``:
+    whose load the event is, in the order of their blocks; ``load_ends``, co-indexed with that list: where in
+    ``load_gpu_blocks`` each one's blocks end. ``need_flush``: a request was preempted; the stores that run are to end
+    before this step.
     """
 
     load_event: int = NO_EVENT
@@ -44,8 +45,8 @@ class SimpleCPUOffloadMetadata:
 class SimpleCPUOffloadWorkerMetadata:
     """Worker → scheduler: store event → how many workers have completed it.
 
-    A worker whose part of event e failed reports ``failed(e)``, a negative number, in its place: the event is then over for that worker,
-    and its blocks never become visible.
+    A worker whose part of event e failed reports ``failed(e)``, a negative number, in its place: the event is then over
+    for that worker, and its blocks never become visible.
     """
 
     completed_store_events: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """What the simple scheduler needs of the engine's own block pool.  Names and meanings are those of vLLM's block pool.
 
-Its blocks have ``block_id``, ``is_null``, ``ref_cnt`` (how many requests and copies use it; 0: it is in the free queue), ``block_hash`` (its
-name in the prefix cache, as in :func:`tiering.api.keys.make_offload_key`, None if it cannot be found) and ``next_free_block``.
+Its blocks have ``block_id``, ``is_null``, ``ref_cnt`` (how many requests and copies use it; 0: it is in the free
+queue), ``block_hash`` (its name in the prefix cache, as in :func:`tiering.api.keys.make_offload_key`, None if it cannot
+be found) and ``next_free_block``.
 """
 
 from __future__ import annotations

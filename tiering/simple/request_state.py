@@ -18,8 +18,9 @@ BlockIds = Sequence[Sequence[int]]
 class GroupState:
     """One KV-cache group of a request.  Two are the same only if they are one object.
 
-    ``keys``: names of its full blocks; ``blocks``: their GPU block ids, as far as the connector was told; ``cursor``: blocks before it
-    were stored, are held, or need not be; ``lost``: those before it that the CPU pool has forgotten since.
+    ``keys``: names of its full blocks; ``blocks``: their GPU block ids, as far as the connector was told; ``cursor``:
+    blocks before it were stored, are held, or need not be; ``lost``: those before it that the CPU pool has forgotten
+    since.
     """
 
     keys: list[OffloadKey] = field(default_factory=list)
@@ -32,11 +33,13 @@ class GroupState:
 class RequestState:
     """One request.
 
-    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's prefix cache, when it
-    was last asked for, None if it was not since it got its blocks; ``loaded_tokens``: those of its load behind them.  ``matched_at``: computed tokens when it was last matched.
-    ``allocated_at_step``: the step for which it got its first blocks.  ``loading``: a load of it has not ended.  ``scheduled``: it has computed something on its present blocks; before, another connector
-    may still load into them.  ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a
-    suspect), until the engine goes back to it; nothing is stored meanwhile.
+    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's
+    prefix cache, when it was last asked for, None if it was not since it got its blocks; ``loaded_tokens``: those of
+    its load behind them.  ``matched_at``: computed tokens when it was last matched. ``allocated_at_step``: the step for
+    which it got its first blocks.  ``loading``: a load of it has not ended.  ``scheduled``: it has computed something
+    on its present blocks; before, another connector may still load into them.  ``invalid_from``: first token whose KV
+    may not be stored (a load did not fill it, or its block is a suspect), until the engine goes back to it; nothing is
+    stored meanwhile.
     """
 
     request: EngineRequest

@@ -1,10 +1,10 @@
 """The scheduler half: finds what the CPU pool holds, orders loads and stores, and holds references while they run.
 
-What keeps KV right here is simpler than fences: every copy has a reference on its GPU blocks and on its CPU blocks from the moment it is
-ordered until all workers have reported it.  Neither pool hands out a block that has references, so no block is reused while a copy reads
-or writes it, whatever becomes of the request.  Nothing else holds references, so afterwards both pools are what they were.  And nothing
-becomes visible that a load, whosever it was, did not fill, that was computed on top of it, or that is from before a reset
-(:mod:`tiering.offload.suspects`).
+What keeps KV right here is simpler than fences: every copy has a reference on its GPU blocks and on its CPU blocks from
+the moment it is ordered until all workers have reported it.  Neither pool hands out a block that has references, so no
+block is reused while a copy reads or writes it, whatever becomes of the request.  Nothing else holds references, so
+afterwards both pools are what they were.  And nothing becomes visible that a load, whosever it was, did not fill, that
+was computed on top of it, or that is from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class SimpleCPUOffloadScheduler:
     """Mirrors the GPU's blocks in a CPU pool.  All calls come from the scheduler's thread, in the order of
     :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
 
-    ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the GPU, instead of all
-    blocks when they are computed; it needs the engine's prefix caching.  ``engine_events``: how the engine writes its own events.
-    ``self_describing_kv_events``: events of full-attention groups also tell tokens, parent and adapter; it needs the eager mode.
-    Raises :class:`ConfigError` for an engine it cannot serve.
+    ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the
+    GPU, instead of all blocks when they are computed; it needs the engine's prefix caching.  ``engine_events``: how the
+    engine writes its own events. ``self_describing_kv_events``: events of full-attention groups also tell tokens,
+    parent and adapter; it needs the eager mode. Raises :class:`ConfigError` for an engine it cannot serve.
     """
 
     def __init__(
@@ -94,10 +94,14 @@ class SimpleCPUOffloadScheduler:
         record = self._record if enable_kv_cache_events and self_describing_kv_events else None
         self._suspects = SuspectBlocks(need.block_size for need in self._needs)
         self._eager = EagerStores(self.cpu_block_pool, self._needs, record, self._suspects)
-        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), self._suspects)
+        self._lazy = LazyStores(
+            self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), self._suspects
+        )
         self._gpu: GPUBlockPool | None = None
         self._states: dict[str, RequestState] = {}
-        self._tables = BlockTables(self._states, self._needs, self._suspects, self._eager, self._lazy if lazy_offload else None)
+        self._tables = BlockTables(
+            self._states, self._needs, self._suspects, self._eager, self._lazy if lazy_offload else None
+        )
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
         self._ordered: list[Blocks] = []
@@ -146,11 +150,14 @@ class SimpleCPUOffloadScheduler:
         state.matched_at = num_computed_tokens
         return end - num_computed_tokens, True
 
-    def update_state_after_alloc(self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
         """``blocks`` are the request's; order the load of ``num_external_tokens`` tokens, if any, behind what is computed.
 
-        A block that has gone from the CPU pool since it was matched is ordered as :data:`NOT_HELD`: the worker reports its GPU block
-        as one that was not filled.  Called twice for a load: with the tokens, and with 0 when the request is scheduled.
+        A block that has gone from the CPU pool since it was matched is ordered as :data:`NOT_HELD`: the worker reports
+        its GPU block as one that was not filled.  Called twice for a load: with the tokens, and with 0 when the request
+        is scheduled.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         block_ids = blocks.get_block_ids()
@@ -165,7 +172,9 @@ class SimpleCPUOffloadScheduler:
             end = -(-(state.matched_at + num_external_tokens) // need.block_size)
             names = chain(group.keys[first:end], [b""] * (end - len(group.keys)))
             pairs += [
-                (block, cached.get(key, NOT_HELD)) for block, key in zip(ids[first:end], names, strict=False) if block != null
+                (block, cached.get(key, NOT_HELD))
+                for block, key in zip(ids[first:end], names, strict=False)
+                if block != null
             ]
         load = Load(state, [gpu for gpu, _ in pairs], [cpu for _, cpu in pairs])
         held = load.held
@@ -181,11 +190,13 @@ class SimpleCPUOffloadScheduler:
         """The request has ended, for whatever reason: (False, None), its blocks may be freed at once; copies hold their own references."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: EngineRequest, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: EngineRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The form of :meth:`request_finished` for engines with several KV-cache groups.
 
-        What is computed and was not stored yet, the last full block above all, is ordered now, unless a load of the request has not
-        ended.  A load that no step has carried yet is dropped; one that is under way is awaited.
+        What is computed and was not stored yet, the last full block above all, is ordered now, unless a load of the
+        request has not ended.  A load that no step has carried yet is dropped; one that is under way is awaited.
         """
         req_id = request.request_id
         state = self._states.pop(req_id, None)
@@ -203,7 +214,7 @@ class SimpleCPUOffloadScheduler:
         self._eager.forget(state)
         return False, None
 
-    # ------------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """The step's loads and stores.  Called once per step, also in steps without tokens."""
@@ -235,12 +246,15 @@ class SimpleCPUOffloadScheduler:
                 ordered += self._take(self._lazy.offers(gpu, self.cpu_block_pool.num_free_blocks), gpu)
             else:
                 ordered += self._take_eager(scheduler_output, gpu)
-        return [block for blocks, _ in ordered for block in blocks], [block for _, blocks in ordered for block in blocks]
+        return [block for blocks, _ in ordered for block in blocks], [
+            block for _, blocks in ordered for block in blocks
+        ]
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take in what the workers reported.  Engines may skip it when there is nothing to report.
 
-        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are heeded first.
+        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are
+        heeded first.
         """
         if connector_output.invalid_block_ids:
             own = chain.from_iterable(load.gpu_blocks for loads in self._loads.values() for load in loads)
@@ -263,7 +277,7 @@ class SimpleCPUOffloadScheduler:
             if store.completed + store.failed >= self._world_size:
                 self._store_ended(self._stores.pop(event))
 
-    # -------------------------------------------------------------------------------------------------------------- rest
+    # ------------------------------------------------------------------------------------------------------------- rest
 
     def has_pending_stores(self) -> bool:
         """Whether stores are ordered that not all workers have reported."""
@@ -280,8 +294,8 @@ class SimpleCPUOffloadScheduler:
     def reset_cache(self) -> bool:
         """Forget everything: what was stored before is never served again, nor is what a copy is just bringing.  True.
 
-        Running requests go on, but nothing more of them is stored until they have given their blocks back.  Nor is what the engine's
-        own cache still holds, where that was not emptied too, or what is computed on top of it.
+        Running requests go on, but nothing more of them is stored until they have given their blocks back.  Nor is what
+        the engine's own cache still holds, where that was not emptied too, or what is computed on top of it.
         """
         self._events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
@@ -306,7 +320,7 @@ class SimpleCPUOffloadScheduler:
     def shutdown(self) -> None:
         """Nothing to release: the memory is the workers'."""
 
-    # ----------------------------------------------------------------------------------------------------------- internals
+    # -------------------------------------------------------------------------------------------------------- internals
 
     def _admit(self, request: EngineRequest) -> RequestState:
         try:

@@ -30,11 +30,12 @@ class SimpleOptions:
 def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> SimpleOptions | None:
     """The options of the simple scheduler; None if the tiering mode is asked for.
 
-    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where they take precedence;
-    so may ``self_describing_kv_events``.  The stack's ``primary.capacity`` is that of all ``world_size`` workers together.  Opens nothing.
+    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where
+    they take precedence; so may ``self_describing_kv_events``.  The stack's ``primary.capacity`` is that of all
+    ``world_size`` workers together.  Opens nothing.
 
-    Raises :class:`ConfigError` for a wrong stack, for one that the simple mode cannot serve (secondary tiers above all), and for words
-    of the tiering mode beside ``mode: simple``.
+    Raises :class:`ConfigError` for a wrong stack, for one that the simple mode cannot serve (secondary tiers above
+    all), and for words of the tiering mode beside ``mode: simple``.
     """
     said = {word: extra_config[word] for word in _MODE_WORDS if word in extra_config}
     config = extra_config.get("config")
@@ -51,11 +52,15 @@ def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> Simp
     if read.mode != "simple":
         return None
     for word in sorted(_OTHER_WORDS & set(extra_config)):
-        raise ConfigError(f"{word}: has no meaning in mode simple, which stores all confirmed blocks as they are; leave it out")
+        raise ConfigError(
+            f"{word}: has no meaning in mode simple, which stores all confirmed blocks as they are; leave it out"
+        )
     allowed = {"config", _SELF_DESCRIBING}
     unknown = sorted(set(extra_config) - allowed - set(StackConfig.model_fields))
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown; allowed are {', '.join(sorted({*allowed, *_MODE_WORDS, 'primary', 'events'}))}")
+        raise ConfigError(
+            f"{unknown[0]}: unknown; allowed are {', '.join(sorted({*allowed, *_MODE_WORDS, 'primary', 'events'}))}"
+        )
     described = extra_config.get(_SELF_DESCRIBING, False)
     if not isinstance(described, bool):
         raise ConfigError(f"{_SELF_DESCRIBING}: {described!r} is not true or false")

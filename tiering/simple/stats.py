@@ -11,7 +11,8 @@ from tiering.simple.block_pool import CPUBlockPool
 class SimpleCounters:
     """What the scheduler has seen since the start: tokens and blocks, and store events that failed.
 
-    ``queried_blocks`` and ``hit_blocks``: of the first full-attention group, of requests that may load, when they were matched first.
+    ``queried_blocks`` and ``hit_blocks``: of the first full-attention group, of requests that may load, when they were
+    matched first.
     """
 
     queried_tokens: int = 0

@@ -16,7 +16,8 @@ from tiering.simple.request_state import BlockIds, RequestState
 class BlockTables:
     """Keeps the block tables of all requests up to date, and tells the modes what they must know of them.
 
-    ``states``: the requests by id; the caller adds and removes them.  ``lazy``: the lazy mode, or None in the eager mode.
+    ``states``: the requests by id; the caller adds and removes them.  ``lazy``: the lazy mode, or None in the eager
+    mode.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class BlockTables:
             if state is not None:
                 self._start(state, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for req_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             state = self._states.get(req_id)
             if state is None or block_ids is None:
                 continue
@@ -99,7 +102,8 @@ class BlockTables:
         if self._lazy is not None:
             # What is known already was handed out before: another request may have got it as well since.
             starts = [
-                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0 for g, ids in zip(state.groups, block_ids, strict=True)
+                len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0
+                for g, ids in zip(state.groups, block_ids, strict=True)
             ]
             self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
         for group, ids in zip(state.groups, block_ids, strict=True):

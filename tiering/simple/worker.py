@@ -1,7 +1,8 @@
 """The worker half of the simple scheduler: one worker's CPU memory, and the copies between it and the KV cache.
 
-Driven like :class:`tiering.connector.worker.OffloadingConnectorWorker`.  A block is copied whole, over all tensors, whatever its group; the
-memory is the worker's alone.  A step's loads start with it; its stores start behind the forward pass, so that they never delay a token.
+Driven like :class:`tiering.connector.worker.OffloadingConnectorWorker`.  A block is copied whole, over all tensors,
+whatever its group; the memory is the worker's alone.  A step's loads start with it; its stores start behind the forward
+pass, so that they never delay a token.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._started = -1
         self._prepared = -1
 
-    # -------------------------------------------------------------------------------------------------------- registration
+    # ----------------------------------------------------------------------------------------------------- registration
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's KV cache, layer by layer, and the CPU memory for it.  Called once.
@@ -84,11 +85,13 @@ class SimpleCPUOffloadWorker(CopyReports):
         for source, destination, handler in self.make_handlers(whole, rows.data, layout):
             self._worker.register_handler(source, destination, handler)
 
-    def make_handlers(self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout) -> Iterator[HandlerEntry]:
+    def make_handlers(
+        self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout
+    ) -> Iterator[HandlerEntry]:
         """The copies between ``kv_caches`` and the CPU blocks."""
         yield from make_handlers(kv_caches, rows, layout)
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Before a step touches the KV cache: after a preemption, end the stores that run, so that their blocks come back."""
@@ -120,17 +123,21 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._prepared = event
         self._stores.add(event)
         blocks = metadata.store_gpu_blocks
-        self._submit(2 * event, (GPULoadStoreSpec(blocks, (len(blocks),), (0,)), CPULoadStoreSpec(metadata.store_cpu_blocks)))
+        self._submit(
+            2 * event, (GPULoadStoreSpec(blocks, (len(blocks),), (0,)), CPULoadStoreSpec(metadata.store_cpu_blocks))
+        )
 
     def drain(self) -> None:
         """End all copies: the memory of the KV cache is about to be taken away."""
         self._worker.wait({2 * event for event in self._stores} | {2 * event + 1 for event in self._loads})
 
-    def _submit(self, job_id: int, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, GPULoadStoreSpec | CPULoadStoreSpec]) -> None:
+    def _submit(
+        self, job_id: int, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, GPULoadStoreSpec | CPULoadStoreSpec]
+    ) -> None:
         if not self._worker.transfer_async(job_id, spec):
             self._over.append(TransferResult(job_id, success=False))
 
-    # ------------------------------------------------------------------------------------------------------------- reports
+    # ---------------------------------------------------------------------------------------------------------- reports
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
         """(sent, received): none is ever sent; received are those whose load has ended since the last call, filled or not.

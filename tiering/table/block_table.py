@@ -1,7 +1,8 @@
 """A table of blocks on a medium of our own: key → row, reference counts, free rows, eviction; in batches.
 
-Used for the primary tier's rows and for the slots of a local tier.  Owned by the scheduler's thread; no locks.  Per block it costs a
-bytes key and an int in a dict, and some bytes in arrays: no object that the garbage collector looks at.
+Used for the primary tier's rows and for the slots of a local tier.  Owned by the scheduler's thread; no locks.  Per
+block it costs a bytes key and an int in a dict, and some bytes in arrays: no object that the garbage collector looks
+at.
 """
 
 from __future__ import annotations
@@ -50,15 +51,26 @@ def load_policy(name: str) -> type[EvictionPolicy]:
 class BlockTable:
     """Which rows hold which blocks.
 
-    ``readable`` (key → row) holds the blocks that may be read; ``pending`` those that are being written.  Both are for reading by
-    the owner's hot paths; only the methods change them.  ``refs[row]``: -1 being written, 0 evictable (or free), n readers.
-    ``keys[row]``: the row's key, None if free.  ``evictable``: rows that could be evicted now.
+    ``readable`` (key → row) holds the blocks that may be read; ``pending`` those that are being written.  Both are for
+    reading by the owner's hot paths; only the methods change them.  ``refs[row]``: -1 being written, 0 evictable (or
+    free), n readers. ``keys[row]``: the row's key, None if free.  ``evictable``: rows that could be evicted now.
 
-    Rows that were being read or written when :meth:`clear` came are *quarantined*: no key leads to them, and they are free once
-    the last reader or the writer is done.
+    Rows that were being read or written when :meth:`clear` came are *quarantined*: no key leads to them, and they are
+    free once the last reader or the writer is done.
     """
 
-    __slots__ = ("_free", "_free_count", "_quarantined", "evictable", "keys", "num_rows", "pending", "policy", "readable", "refs")
+    __slots__ = (
+        "_free",
+        "_free_count",
+        "_quarantined",
+        "evictable",
+        "keys",
+        "num_rows",
+        "pending",
+        "policy",
+        "readable",
+        "refs",
+    )
 
     def __init__(self, num_rows: int, eviction: str | type[EvictionPolicy] = "lru", *, rows_free: bool = True) -> None:
         """A table of ``num_rows`` rows, all free, or, without ``rows_free``, none until :meth:`add_free`."""
@@ -82,7 +94,7 @@ class BlockTable:
         self._free_count = num_rows if rows_free else 0
         self._quarantined: set[int] = set()
 
-    # ------------------------------------------------------------------------------------------------------------- writing
+    # ---------------------------------------------------------------------------------------------------------- writing
 
     @property
     def free(self) -> int:
@@ -201,7 +213,7 @@ class BlockTable:
         """Rows that are in no list of this table are free; the first is handed out first."""
         self._release_to_free(rows)
 
-    # ------------------------------------------------------------------------------------------------------------- reading
+    # ---------------------------------------------------------------------------------------------------------- reading
 
     def pin(self, rows: Rows, times: int = 1) -> None:
         """``times`` more readers for each of ``rows``, which are readable and distinct."""
@@ -241,7 +253,7 @@ class BlockTable:
             return list(keys)
         return [key for key in keys if key not in readable and key not in pending]
 
-    # ------------------------------------------------------------------------------------------------------------ leaving
+    # ---------------------------------------------------------------------------------------------------------- leaving
 
     def drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """``keys`` are lost: unknown at once, their rows free, or in quarantine while they are read.  Returns those that were held."""

@@ -36,8 +36,9 @@ class _Entry:
 class UnsyncedDevice(Files):
     """Real files whose unsynced changes :meth:`lose_power` undoes, as a device with a volatile cache would lose them.
 
-    Of the pages written since the file's last ``fdatasync`` a random choice survives; so does a random leading part of the changes
-    (creations, renames, removals) made in a directory since it was synced, in their order.  ``dropped`` counts what was undone.
+    Of the pages written since the file's last ``fdatasync`` a random choice survives; so does a random leading part of
+    the changes (creations, renames, removals) made in a directory since it was synced, in their order.  ``dropped``
+    counts what was undone.
     """
 
     def __init__(self, seed: int) -> None:
@@ -84,7 +85,9 @@ class UnsyncedDevice(Files):
             self._entries.append(_Entry(target, target.read_bytes() if target.exists() else None, source))
             super().rename(source, target)
             self._paths = {fd: target if path == source else path for fd, path in self._paths.items()}
-            self._pages = [page if page.path != source else _Overwritten(target, page.offset, page.before) for page in self._pages]
+            self._pages = [
+                page if page.path != source else _Overwritten(target, page.offset, page.before) for page in self._pages
+            ]
 
     def unlink(self, path: Path) -> None:
         with self._lock:
@@ -97,7 +100,7 @@ class UnsyncedDevice(Files):
             super().sync_directory(path)
             self._entries = [entry for entry in self._entries if entry.path.parent != path]
 
-    # ------------------------------------------------------------------------------------------------------- the power goes
+    # --------------------------------------------------------------------------------------------------- the power goes
 
     def lose_power(self) -> None:
         """Undo what was not synced.  Nothing may be using the files."""
@@ -133,9 +136,9 @@ class UnsyncedDevice(Files):
 class FaultyDevice(Files):
     """Real files that fail on command.
 
-    ``fail``: called before each operation with its name and path; it raises the :class:`OSError` that the operation shall fail with.
-    ``limit``: most bytes that one read or write moves (0: no limit).  ``direct``: whether files can be opened with O_DIRECT.
-    ``calls``: (operation, path) of all that were tried.
+    ``fail``: called before each operation with its name and path; it raises the :class:`OSError` that the operation
+    shall fail with. ``limit``: most bytes that one read or write moves (0: no limit).  ``direct``: whether files can be
+    opened with O_DIRECT. ``calls``: (operation, path) of all that were tried.
     """
 
     def __init__(self) -> None:
@@ -207,8 +210,9 @@ class _BadRange:
 class BadSectorDevice(FaultyDevice):
     """Real files with bad sectors that stay bad until :meth:`heal`.
 
-    Direct reads and writes of a bad range fail with EIO.  A write through the page cache succeeds; its data is lost when the page is
-    written back (:meth:`write_back`, or a sync), and Linux tells so once per open descriptor: to the next ``fdatasync`` on each.
+    Direct reads and writes of a bad range fail with EIO.  A write through the page cache succeeds; its data is lost
+    when the page is written back (:meth:`write_back`, or a sync), and Linux tells so once per open descriptor: to the
+    next ``fdatasync`` on each.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,8 @@ from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan
 class DictStore(BlockStore):
     """Frames in a dictionary, place → bytes of header and payload.  Tests read and alter ``frames`` at will.
 
-    ``calls``: ("put" or "get", places) of each batch, in order.  Checks that what it is given is what the contract says.
+    ``calls``: ("put" or "get", places) of each batch, in order.  Checks that what it is given is what the contract
+    says.
     """
 
     medium: ClassVar[str] = "MEMORY"
@@ -83,11 +84,15 @@ class DictStore(BlockStore):
 
     def _check(self, block: BlockIO) -> None:
         if len(block.header) != self.header_bytes:
-            raise PermanentStoreError(f"a header buffer of {len(block.header)} bytes; the store asks for {self.header_bytes}")
+            raise PermanentStoreError(
+                f"a header buffer of {len(block.header)} bytes; the store asks for {self.header_bytes}"
+            )
         for view in (block.header, block.payload):
             address = np.frombuffer(view, np.uint8).ctypes.data
             if (address | len(view)) % self.alignment:
-                raise PermanentStoreError(f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.alignment}")
+                raise PermanentStoreError(
+                    f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.alignment}"
+                )
 
 
 class VariableDictStore(DictStore):

@@ -67,7 +67,9 @@ def is_verified(store: BlockStore, block: BlockIO, outcome: Outcome) -> bool:
     if store.variable_size and block.filled != len(block.payload):
         return False
     try:
-        header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=FINGERPRINT, raw_length=len(block.payload))
+        header = verify(
+            block.header[:HEADER_BYTES], key=block.key, fingerprint=FINGERPRINT, raw_length=len(block.payload)
+        )
         verify_raw(header, block.payload, block.key)
     except CorruptBlockError:
         return False

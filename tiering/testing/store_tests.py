@@ -29,10 +29,10 @@ DOCUMENT = "conformance-1.json"
 class BlockStoreTests(ABC):
     """What MUST hold of every store.
 
-    The store is never checked against itself: :meth:`raw_read`, :meth:`raw_write` and :meth:`raw_delete` reach the medium by other
-    means.  ``block_bytes``: the largest payload.  ``shared``: the medium is shared with others (names, probe, delete, reclaim);
-    otherwise its places are slots.  ``persistent``: what was stored is there after the store was closed and made again.
-    ``documents``: whether it keeps them.
+    The store is never checked against itself: :meth:`raw_read`, :meth:`raw_write` and :meth:`raw_delete` reach the
+    medium by other means.  ``block_bytes``: the largest payload.  ``shared``: the medium is shared with others (names,
+    probe, delete, reclaim); otherwise its places are slots.  ``persistent``: what was stored is there after the store
+    was closed and made again. ``documents``: whether it keeps them.
     """
 
     block_bytes: ClassVar[int] = 64 << 10
@@ -157,7 +157,10 @@ class BlockStoreTests(ABC):
         assert outcome is not Done.DONE or frame_bytes(got) == bytes(frame)
 
     def test_outcomes_of_a_batch_are_per_block(self, store: BlockStore) -> None:
-        assert store.put([block_to_put(store, self.place(n), self.block_bytes, number=n) for n in range(6)]) == [Done.DONE] * 6
+        assert (
+            store.put([block_to_put(store, self.place(n), self.block_bytes, number=n) for n in range(6)])
+            == [Done.DONE] * 6
+        )
         self.raw_delete(self.place(1))
         self.raw_write(self.place(4), b"short")
         blocks = [block_to_get(store, self.place(n), self.block_bytes, number=n) for n in (5, 4, 3, 2, 1, 0)]
@@ -169,7 +172,7 @@ class BlockStoreTests(ABC):
         assert store.put([]) == []
         assert store.get([]) == []
 
-    # ------------------------------------------------------------------------------------------------------- concurrency
+    # ------------------------------------------------------------------------------------------------------ concurrency
 
     def test_many_threads_may_use_it_at_once(self, store: BlockStore) -> None:
         def round_trip(number: int) -> bool:
@@ -182,7 +185,9 @@ class BlockStoreTests(ABC):
             assert all(pool.map(round_trip, range(32)))
 
     def test_a_reader_sees_a_whole_block_or_none_while_it_is_replaced(self, store: BlockStore) -> None:
-        versions = [frame_bytes(block_to_put(store, self.place(0), self.block_bytes, version=version)) for version in (1, 2)]
+        versions = [
+            frame_bytes(block_to_put(store, self.place(0), self.block_bytes, version=version)) for version in (1, 2)
+        ]
         store.put_one(block_to_put(store, self.place(0), self.block_bytes, version=1))
         stop = threading.Event()
 
@@ -192,7 +197,9 @@ class BlockStoreTests(ABC):
                 got = block_to_get(store, self.place(0), self.block_bytes)
                 outcome = store.get_one(got)
                 payload = bytes(got.payload)
-                if is_verified(store, got, outcome) and payload not in {frame[store.header_bytes :] for frame in versions}:
+                if is_verified(store, got, outcome) and payload not in {
+                    frame[store.header_bytes :] for frame in versions
+                }:
                     problems.append("a block that nobody wrote was accepted")
             return problems
 
@@ -205,7 +212,7 @@ class BlockStoreTests(ABC):
                 stop.set()
             assert [reader.result() for reader in readers] == [[], []]
 
-    # ------------------------------------------------------------------------------------------------------- shared media
+    # ----------------------------------------------------------------------------------------------------- shared media
 
     def test_a_probe_tells_what_is_there(self, store: BlockStore) -> None:
         if not self.shared:
@@ -232,7 +239,7 @@ class BlockStoreTests(ABC):
         assert [self.raw_read(place) is not None for place in old + kept] == [False] * 5 + [True] * 2
         assert store.reclaim("conformance/epoch-1/") == 0
 
-    # --------------------------------------------------------------------------------------------------------- documents
+    # -------------------------------------------------------------------------------------------------------- documents
 
     def test_a_document_that_was_never_written_is_none(self, store: BlockStore) -> None:
         assert store.read_document(DOCUMENT) is None
@@ -280,7 +287,7 @@ class BlockStoreTests(ABC):
         assert again.read_document(DOCUMENT) == b"kept"
         again.close()
 
-    # -------------------------------------------------------------------------------------------------------- life cycle
+    # ------------------------------------------------------------------------------------------------------- life cycle
 
     def test_blocks_survive_the_store(self, store: BlockStore) -> None:
         if not self.persistent:

@@ -27,8 +27,8 @@ def make_namespace(name: str, group_bytes: tuple[int, ...]) -> Namespace:
 class TierRig:
     """Rows, a tier, and jobs between them.
 
-    ``make_tier(context)`` is called once.  Blocks are stored from rows that hold bytes made of their keys, and loaded into rows that
-    hold something else.
+    ``make_tier(context)`` is called once.  Blocks are stored from rows that hold bytes made of their keys, and loaded
+    into rows that hold something else.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class TierRig:
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
         self.group_bytes = group_bytes
         namespace = make_namespace(model, group_bytes)
-        self.context = TierContext("conformance", self.rows.data, group_bytes, namespace, enable_events=events, revision=revision)
+        self.context = TierContext(
+            "conformance", self.rows.data, group_bytes, namespace, enable_events=events, revision=revision
+        )
         self.tier = make_tier(self.context)
         self.results: list[JobResult] = []
         self._jobs = 0
@@ -69,7 +71,7 @@ class TierRig:
         """Bytes of the block of ``key``."""
         return self.group_bytes[key[-1]]
 
-    # --------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, keys: Sequence[OffloadKey], first_row: int = 0) -> int:
         """Fill rows with the blocks of ``keys`` and submit them; returns the job's id."""

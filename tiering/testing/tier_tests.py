@@ -21,9 +21,10 @@ K = [key_of(number) for number in range(32)]
 class TierTests(ABC):
     """What MUST hold of every tier.
 
-    :meth:`make_tier` makes a tier on this test's medium, every time on the same; the raw methods reach that medium by other means.
-    ``persistent``: what was stored is found again by a tier made later.  ``shared``: several tiers use the medium at the same time, so
-    that a reset of one leaves the others theirs.  ``group_bytes``: bytes of a block per group.
+    :meth:`make_tier` makes a tier on this test's medium, every time on the same; the raw methods reach that medium by
+    other means. ``persistent``: what was stored is found again by a tier made later.  ``shared``: several tiers use the
+    medium at the same time, so that a reset of one leaves the others theirs.  ``group_bytes``: bytes of a block per
+    group.
     """
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
@@ -61,7 +62,7 @@ class TierTests(ABC):
         yield rig
         rig.close()
 
-    # --------------------------------------------------------------------------------------------------------- round trips
+    # ------------------------------------------------------------------------------------------------------ round trips
 
     def test_blocks_come_back_byte_for_byte(self, rig: TierRig) -> None:
         keys = [*K[:8], key_of(1, group=1), key_of(2, group=1)]
@@ -97,7 +98,7 @@ class TierTests(ABC):
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
 
-    # ------------------------------------------------------------------------------------------- media altered behind its back
+    # ------------------------------------------------------------------------------------ media altered behind its back
 
     def _loads_none_and_counts(self, rig: TierRig, keys: Sequence[OffloadKey]) -> None:
         before = rig.tier.get_stats()
@@ -155,7 +156,7 @@ class TierTests(ABC):
         assert rig.load(K[:5]) == K[:3]
         assert rig.lookup(K[:5]) == 3
 
-    # ------------------------------------------------------------------------------------------------------- reset, restart
+    # --------------------------------------------------------------------------------------------------- reset, restart
 
     def test_after_a_reset_nothing_stored_before_is_served(self, rig: TierRig) -> None:
         rig.store(K[:4])
@@ -240,7 +241,7 @@ class TierTests(ABC):
         finally:
             again.close()
 
-    # -------------------------------------------------------------------------------------------------------------- the end
+    # ---------------------------------------------------------------------------------------------------------- the end
 
     def test_shutdown_reports_what_was_in_flight_and_may_be_called_twice(self, rig: TierRig) -> None:
         jobs = [rig.submit_store(K[n : n + 4], first_row=n) for n in range(0, 16, 4)]

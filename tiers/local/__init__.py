@@ -2,9 +2,9 @@
 
 What it guarantees:
 
-- A block that was reported stored survives kill -9 at any moment; with ``durability: fsync`` also a loss of power.  Recovery never
-  makes a broken block readable: every read is verified.  (A key longer than the 48 bytes that a header holds is found again through
-  a checkpoint only.)
+- A block that was reported stored survives kill -9 at any moment; with ``durability: fsync`` also a loss of power.
+  Recovery never makes a broken block readable: every read is verified.  (A key longer than the 48 bytes that a header
+  holds is found again through a checkpoint only.)
 - Everything in the directory together stays within ``capacity``; blocks of other namespaces go before our own.
 - One process owns the directory.  Files are readable by their owner only.
 

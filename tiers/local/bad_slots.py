@@ -1,8 +1,9 @@
 """Slots at which the device has reported an error: out of use, remembered over restarts, and tried again rarely.
 
-A trial writes a pattern over the whole slot, syncs it and reads it back.  A slot that passes is free again; one that does not is tried
-after twice the time.  The list is kept in a document of its own beside the blocks: a header, an entry per slot, and an xxh3-128 of
-both.  A document that is damaged is not used: its slots are found again by the errors that they give.
+A trial writes a pattern over the whole slot, syncs it and reads it back.  A slot that passes is free again; one that
+does not is tried after twice the time.  The list is kept in a document of its own beside the blocks: a header, an entry
+per slot, and an xxh3-128 of both.  A document that is damaged is not used: its slots are found again by the errors that
+they give.
 """
 
 from __future__ import annotations
@@ -79,7 +80,13 @@ class BadSlots:
     """
 
     def __init__(
-        self, name: str, store: LocalStore, index: SlotIndex, io: IoSide, clock: Callable[[], float], stop: threading.Event
+        self,
+        name: str,
+        store: LocalStore,
+        index: SlotIndex,
+        io: IoSide,
+        clock: Callable[[], float],
+        stop: threading.Event,
     ) -> None:
         self._name = name
         self._store = store
@@ -108,7 +115,9 @@ class BadSlots:
             return
         entries = decode(document)
         if entries is None:
-            logger.warning("tier %s: document %s is damaged; bad slots have to be found again", self._name, self._document)
+            logger.warning(
+                "tier %s: document %s is damaged; bad slots have to be found again", self._name, self._document
+            )
             return
         now, wall = self._clock(), time.time()
         for slot, failures, due in entries:
@@ -162,7 +171,8 @@ class BadSlots:
         self._saving, self._unsaved = True, False
         now, wall = self._clock(), time.time()
         document = encode(
-            (slot, entry.failures, wall + entry.due - now) for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
+            (slot, entry.failures, wall + entry.due - now)
+            for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
         )
         write = self._store.write_document
         self._io.run(IoTask("bad-slots", lambda: write(self._document, document), self._saved, background=True))
@@ -214,7 +224,9 @@ class BadSlots:
                 entry.due = now + _RETRY_SECONDS
         self._unsaved = self._unsaved or bool(outcomes)
         if good:
-            logger.info("tier %s: %d slot(s) could be written and read again, and are back in use", self._name, len(good))
+            logger.info(
+                "tier %s: %d slot(s) could be written and read again, and are back in use", self._name, len(good)
+            )
 
     def clear(self) -> None:
         """The directory is not the one that was opened: what is known of it does not hold for the one in its place."""

@@ -1,13 +1,14 @@
 """The checkpoint: the table of a local tier as of a moment, in one file, so that a restart need not read a million headers.
 
-The index is copied slice by slice while the tier works (:class:`CheckpointBuilder`); what changes meanwhile is covered, because every
-segment written after the generation began is marked (:mod:`tiers.local.marks`) and read again at a restart.  Slots that were being
-written at the moment of their copy are listed, and read again too.  So are segments that are not the files that they were: the
-checkpoint has the inode of each, and the time at which it was last written.
+The index is copied slice by slice while the tier works (:class:`CheckpointBuilder`); what changes meanwhile is covered,
+because every segment written after the generation began is marked (:mod:`tiers.local.marks`) and read again at a
+restart.  Slots that were being written at the moment of their copy are listed, and read again too.  So are segments
+that are not the files that they were: the checkpoint has the inode of each, and the time at which it was last written.
 
-The file: a header; the held blocks, least recently used first, as slots (4 bytes each), key lengths (2 each) and keys; the slots that
-were being written; the foreign slots; the segments (4 bytes each), with inode and time (8 each).  Its header has a version, the shape, the
-namespace and an xxh3-128 of everything.  A file that is not entirely right is not used.
+The file: a header; the held blocks, least recently used first, as slots (4 bytes each), key lengths (2 each) and keys;
+the slots that were being written; the foreign slots; the segments (4 bytes each), with inode and time (8 each).  Its
+header has a version, the shape, the namespace and an xxh3-128 of everything.  A file that is not entirely right is not
+used.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ FileState = tuple[int, int]
 class Checkpoint:
     """The content of a checkpoint.
 
-    ``generation``: marks from there on say what is out of date.  ``sequence``: frames written before have lower numbers, frames
-    written after higher ones.  ``slots[i]`` holds the block whose key is the i-th piece of ``keys``, ``lengths[i]`` bytes long; the least
-    recently used comes first.  ``written``: slots that were being written; ``foreign``: slots with blocks of other namespaces.
-    ``modified``: the segments, each with its inode and when it was last written (nanoseconds since 1970).
+    ``generation``: marks from there on say what is out of date.  ``sequence``: frames written before have lower
+    numbers, frames written after higher ones.  ``slots[i]`` holds the block whose key is the i-th piece of ``keys``,
+    ``lengths[i]`` bytes long; the least recently used comes first.  ``written``: slots that were being written;
+    ``foreign``: slots with blocks of other namespaces. ``modified``: the segments, each with its inode and when it was
+    last written (nanoseconds since 1970).
     """
 
     geometry: Geometry
@@ -98,7 +100,8 @@ class CheckpointBuilder:
     def finish(self, modified: dict[int, FileState] | None = None) -> Checkpoint:
         """Sort and pack.  The slices are given up.  ``modified``: see :class:`Checkpoint`.
 
-        In pieces, and in numpy where there are millions of items: this runs beside the scheduler, which needs the interpreter.
+        In pieces, and in numpy where there are millions of items: this runs beside the scheduler, which needs the
+        interpreter.
         """
         keys: list[NDArray[np.uint8]] = []
         lengths: list[NDArray[np.uint16]] = []
@@ -216,4 +219,6 @@ def read_checkpoint(directory: Path, geometry: Geometry, files: Files | None = N
     foreign_slots = take(np.int32, foreign).astype(np.int32)
     numbers, states = take(np.int32, segments), take(np.uint64, 2 * segments)
     modified = dict(zip(numbers.tolist(), map(tuple, states.reshape(-1, 2).tolist()), strict=True))
-    return Checkpoint(geometry, owner, generation, sequence, held_slots, lengths, keys, written_slots, foreign_slots, modified)
+    return Checkpoint(
+        geometry, owner, generation, sequence, held_slots, lengths, keys, written_slots, foreign_slots, modified
+    )

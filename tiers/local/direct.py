@@ -15,13 +15,15 @@ from tiers.local.layout import FRESH, PAGE
 def probe_direct(files: Files, directory: Path, segment: Path | None, *, read_only: bool = False) -> bool:
     """Whether files in ``directory`` take O_DIRECT with addresses, offsets and lengths that are multiples of a page; by doing it.
 
-    With a ``segment`` that is there already nothing is written, so that a full disk does not matter.  Raises :class:`OSError` if not
-    even a plain file can be used there.
+    With a ``segment`` that is there already nothing is written, so that a full disk does not matter.  Raises
+    :class:`OSError` if not even a plain file can be used there.
     """
     view = memoryview(mmap.mmap(-1, 3 * PAGE))
     if segment is not None:
         flags = os.O_RDONLY if read_only else os.O_RDWR
-        return _takes_direct(files, segment, flags, lambda fd: files.preadv(fd, [view[:PAGE], view[PAGE : 2 * PAGE]], PAGE) >= 0)
+        return _takes_direct(
+            files, segment, flags, lambda fd: files.preadv(fd, [view[:PAGE], view[PAGE : 2 * PAGE]], PAGE) >= 0
+        )
     header, row, back = view[:PAGE], view[PAGE : 2 * PAGE], view[2 * PAGE :]
     header[:8], row[:8] = b"kvheader", b"kv block"
     path = directory / ("probe" + FRESH)

@@ -1,6 +1,7 @@
 """Recovery as the scheduler's thread sees it: batches come from the I/O side, and are merged into the index in bounded pieces per step.
 
-A recovery that fails is tried again with growing waits, for as long as it takes: until then the slots that it has not told of stay unseen.
+A recovery that fails is tried again with growing waits, for as long as it takes: until then the slots that it has not
+told of stay unseen.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Recovery: TypeAlias = Generator[RecoveredBatch, None, None]
 class RecoveryFeed:
     """Brings what a directory holds into the index of its tier.
 
-    ``announce``: called with keys that became held.  ``on_end``: called when everything is merged.  ``stop``: set when the tier ends.
-    ``stats``: where blocks are counted that checkpoints named and that are not there any more.
+    ``announce``: called with keys that became held.  ``on_end``: called when everything is merged.  ``stop``: set when
+    the tier ends. ``stats``: where blocks are counted that checkpoints named and that are not there any more.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class RecoveryFeed:
         self._merge()
         return not self.active
 
-    # ----------------------------------------------------------------------------------------------------------- fetching
+    # --------------------------------------------------------------------------------------------------------- fetching
 
     def _fetch(self) -> None:
         """Ask for the next batch, unless enough are waiting."""
@@ -148,14 +149,17 @@ class RecoveryFeed:
         if error is not None:
             if not self._backoff.failures:
                 logger.warning(
-                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s", self._name, error
+                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s",
+                    self._name,
+                    error,
                 )
             self._backoff.failed(self._clock())
             return
         if batch is not None:
             self._take(batch)
             return
-        # Told to stop, it may not have come to its end: then the rest stays unseen, and no checkpoint is written that leaves it out.
+        # Told to stop, it may not have come to its end: then the rest stays unseen, and no checkpoint is written that
+        # leaves it out.
         if not self._stop.is_set():
             self._complete = True
             self._backoff.succeeded()
@@ -174,7 +178,7 @@ class RecoveryFeed:
         self._merge()
         self._fetch()
 
-    # ------------------------------------------------------------------------------------------------------------ merging
+    # ---------------------------------------------------------------------------------------------------------- merging
 
     def _merge(self) -> None:
         """Merge what was recovered, for a few milliseconds."""
@@ -188,7 +192,8 @@ class RecoveryFeed:
                 SEQUENCE.advance_past(batch.seen)
                 self._index.add_free(batch.free)
                 self._index.add_foreign(batch.foreign)
-            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its end.
+            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its
+            # end.
             last = len(batch.keys) - start
             first = max(0, len(batch.keys) - stop)
             if last > first:

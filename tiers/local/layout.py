@@ -6,9 +6,9 @@
       checkpoint, written-<generation>          the table as of a moment, and which segments were written since
       documents/<name>                          the namespaces' documents, and the list of bad slots
 
-Slot s is slot s % slots of segment s // slots.  A slot is a page with the frame's header, then the row.  Segments of another slot
-size or count are those of another layout: nobody here can use them, and they are deleted, oldest first, when room is needed.
-Segments of the same shape are shared by all namespaces; the header of each block tells them apart.
+Slot s is slot s % slots of segment s // slots.  A slot is a page with the frame's header, then the row.  Segments of
+another slot size or count are those of another layout: nobody here can use them, and they are deleted, oldest first,
+when room is needed. Segments of the same shape are shared by all namespaces; the header of each block tells them apart.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class Geometry:
     def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> Geometry:
         """The shape for blocks of at most ``block_bytes``.
 
-        It depends on ``capacity`` only when that is below four segments, so that a capacity can grow and shrink with the blocks
-        kept.  Raises :class:`ConfigError` if ``capacity`` is below one block.
+        It depends on ``capacity`` only when that is below four segments, so that a capacity can grow and shrink with
+        the blocks kept.  Raises :class:`ConfigError` if ``capacity`` is below one block.
         """
         slot_bytes = PAGE + round_up(block_bytes)
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
         if usable < slot_bytes:
             least = slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
-            raise ConfigError(f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so at least {least}")
+            raise ConfigError(
+                f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so at least {least}"
+            )
         target = segment_size
         if usable < _MIN_SEGMENTS * target:
             target = usable // _MIN_SEGMENTS
@@ -115,7 +117,9 @@ def tier_directory(path: str, replica: str | None) -> Path:
     if replica is None:
         return root
     if not _REPLICA.fullmatch(replica) or replica.strip(".") == "":
-        raise ConfigError(f"replica: {replica!r} cannot name a subdirectory; allowed are letters, digits, '.', '_' and '-'")
+        raise ConfigError(
+            f"replica: {replica!r} cannot name a subdirectory; allowed are letters, digits, '.', '_' and '-'"
+        )
     return root / f"{REPLICA_PREFIX}{replica}"
 
 

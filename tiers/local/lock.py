@@ -28,9 +28,9 @@ _guard = threading.Lock()
 class DirectoryLock:
     """The exclusive right to write in a directory, held until :meth:`release` or the death of the process.
 
-    The directory itself is locked, and the file ``lock`` in it, which names the owner: without that file the directory is still owned,
-    and in a directory that was moved away or replaced nothing is.  A child made by fork does not keep the locks.  A reader that only
-    looks needs none.
+    The directory itself is locked, and the file ``lock`` in it, which names the owner: without that file the directory
+    is still owned, and in a directory that was moved away or replaced nothing is.  A child made by fork does not keep
+    the locks.  A reader that only looks needs none.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,8 +1,8 @@
 """Which segments were written since a checkpoint: noted on the disk before the first write into each.
 
-A *generation* begins just before the index is copied for a checkpoint, and is named in it.  The file ``written-<generation>`` has a
-header and one byte per segment, not zero once the segment was (or was about to be) written.  At a restart everything in marked
-segments is read again; what the checkpoint says of the others still holds.
+A *generation* begins just before the index is copied for a checkpoint, and is named in it.  The file
+``written-<generation>`` has a header and one byte per segment, not zero once the segment was (or was about to be)
+written.  At a restart everything in marked segments is read again; what the checkpoint says of the others still holds.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class WrittenMarks:
             self._files.close(current.fd)
 
     def _use(self, number: int, fd: int, marked: set[int]) -> None:
-        # A write that looked at the generation before this one was planned before the index is copied: the checkpoint names its
-        # slot itself, and it needs no mark.
+        # A write that looked at the generation before this one was planned before the index is copied: the checkpoint
+        # names its slot itself, and it needs no mark.
         before, self._current = self._current, _Generation(fd, marked)
         self.generation = number
         if before is not None:

@@ -1,7 +1,7 @@
 """Finding out what a directory holds when it is opened: from a checkpoint and what was written since, or from every header.
 
-Everything here runs on the I/O side, in the background, and hands over :class:`RecoveredBatch` by batch; the scheduler's thread
-merges them into the index a few at a time.  A slot is in exactly one batch.
+Everything here runs on the I/O side, in the background, and hands over :class:`RecoveredBatch` by batch; the
+scheduler's thread merges them into the index a few at a time.  A slot is in exactly one batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _NO_SLOTS: Rows = np.empty(0, np.int64)
 @dataclass(frozen=True, slots=True)
 class RecoveredBatch:
     """What some slots hold: ``keys`` in ``slots`` (co-indexed with ``sequences``, each key once, the most recent first), ``free`` ones,
-    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.  ``lost``: how many
-    blocks the checkpoint names that are not there any more.
+    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.
+    ``lost``: how many blocks the checkpoint names that are not there any more.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -76,9 +76,9 @@ def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
 class Remembered:
     """What a directory says of itself when it is opened, before anything is written there.
 
-    ``segments``: their numbers.  ``checkpoint``: the last one, or why there is none.  ``marked``: the segments written since, in which
-    marking goes on; None if that is not known.  ``changed``: segments that are not the files that the checkpoint knew, though nobody
-    marked them.
+    ``segments``: their numbers.  ``checkpoint``: the last one, or why there is none.  ``marked``: the segments written
+    since, in which marking goes on; None if that is not known.  ``changed``: segments that are not the files that the
+    checkpoint knew, though nobody marked them.
     """
 
     segments: tuple[int, ...] = ()
@@ -103,7 +103,9 @@ def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
     modified = segments.modified()
     known = checkpoint.modified
     changed = {
-        number for number in there if number not in known or (number not in marked and modified.get(number) != known[number])
+        number
+        for number in there
+        if number not in known or (number not in marked and modified.get(number) != known[number])
     }
     return Remembered(there, checkpoint, frozenset(marked), frozenset(changed))
 
@@ -117,9 +119,9 @@ def recover(
 ) -> Generator[RecoveredBatch, None, None]:
     """The blocks of the namespace ``fingerprint`` in the segments that were there when the directory was opened.
 
-    ``stop`` ends it early: what is left stays unseen.  ``known``: slots that an earlier recovery, which ended with an error, has told of
-    (default: none); those may be told of again.  A header that the device cannot read counts as none; it raises
-    :class:`tiering.errors.TemporaryStoreError` for what may pass, such as too many open files.
+    ``stop`` ends it early: what is left stays unseen.  ``known``: slots that an earlier recovery, which ended with an
+    error, has told of (default: none); those may be told of again.  A header that the device cannot read counts as
+    none; it raises :class:`tiering.errors.TemporaryStoreError` for what may pass, such as too many open files.
     """
     recovery = _Recovery(segments, remembered.segments, fingerprint, stop, known)
     checkpoint = remembered.checkpoint
@@ -152,7 +154,7 @@ class _Recovery:
         self._stop = stop
         self._lines = RateLimit(_LOG_PERIOD, time.monotonic)
 
-    # --------------------------------------------------------------------------------------------------------- checkpoint
+    # ------------------------------------------------------------------------------------------------------- checkpoint
 
     def from_checkpoint(
         self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]
@@ -174,7 +176,9 @@ class _Recovery:
         if lost:
             directory = self._segments.directory
             logger.warning(
-                "%s: %d block(s) are lost: the segments that held them are gone, or beyond the capacity", directory, lost
+                "%s: %d block(s) are lost: the segments that held them are gone, or beyond the capacity",
+                directory,
+                lost,
             )
         if changed:
             logger.warning(
@@ -186,7 +190,10 @@ class _Recovery:
         yield from _in_pieces(np.flatnonzero(unclaimed))
 
         found = _Found(checkpoint)
-        for unsure in [doubtful, *(self._slots_of(number) for number in self._numbers if number in marked or number in changed)]:
+        for unsure in [
+            doubtful,
+            *(self._slots_of(number) for number in self._numbers if number in marked or number in changed),
+        ]:
             found.add(unsure, self._scan(unsure), self._fingerprint)
         if self._stop.is_set():
             return
@@ -212,7 +219,7 @@ class _Recovery:
         per_segment = self._geometry.slots_per_segment
         return np.arange(number * per_segment, (number + 1) * per_segment)
 
-    # --------------------------------------------------------------------------------------------------------------- scan
+    # ------------------------------------------------------------------------------------------------------------- scan
 
     def scan_all(self) -> Generator[RecoveredBatch, None, None]:
         """Everything, sorted within groups of segments, those written last coming last: the first blocks serve long before the end."""
@@ -238,8 +245,8 @@ class _Recovery:
     def _scan(self, slots: Rows) -> list[FrameHeader | None]:
         """The headers in ``slots``, in their order, None where there is no block of this format; short if it was told to stop.
 
-        Several at a time, to keep the device busy.  The threads are daemons: one that hangs in the device must not hold up the end of
-        the process.
+        Several at a time, to keep the device busy.  The threads are daemons: one that hangs in the device must not hold
+        up the end of the process.
         """
         pieces = [slots[start : start + _PIECE_SLOTS] for start in range(0, len(slots), _PIECE_SLOTS)]
         found: list[list[FrameHeader | None]] = [[] for _ in pieces]
@@ -286,7 +293,8 @@ class _Recovery:
             try:
                 complete = self._segments.read(segment, offset, [page]) == PAGE
             except OSError as error:
-                # What passes must not turn blocks into free slots: recovery ends here, and what was not read stays unseen.
+                # What passes must not turn blocks into free slots: recovery ends here, and what was not read stays
+                # unseen.
                 if store_error(error, "").temporary:
                     raise store_error(error, f"cannot read headers in {self._segments.directory}") from error
                 unreadable = error
@@ -300,7 +308,8 @@ class _Recovery:
 class _Found:
     """What headers say, sorted out: of two blocks with one key the later written one counts, the other slot is free.
 
-    ``checkpoint``: blocks that were written before it wait until :meth:`confirm` and :meth:`settle` say what the checkpoint knows of them.
+    ``checkpoint``: blocks that were written before it wait until :meth:`confirm` and :meth:`settle` say what the
+    checkpoint knows of them.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
@@ -350,8 +359,8 @@ class _Found:
     def settle(self, changed: NDArray[np.bool_]) -> None:
         """Sort out old blocks that the checkpoint does not name where they are.
 
-        It had given them up, and their slots are free; but not in slots that it has for other blocks, nor in ``changed`` segments: those
-        hold what somebody has put there.
+        It had given them up, and their slots are free; but not in slots that it has for other blocks, nor in
+        ``changed`` segments: those hold what somebody has put there.
         """
         named = set(self._named[np.isin(self._named, np.fromiter(self._old, np.int64, len(self._old)))].tolist())
         for slot, (key, sequence) in self._old.items():
@@ -366,7 +375,10 @@ class _Found:
         # Headers say when a block was written, not when it was used: the later, the more recent.
         ordered = sorted(self._mine.items(), key=lambda item: item[1])
         yield RecoveredBatch(
-            free=np.array(self._free, np.int64), foreign=np.array(self._foreign, np.int64), seen=self._seen, scanned=True
+            free=np.array(self._free, np.int64),
+            foreign=np.array(self._foreign, np.int64),
+            seen=self._seen,
+            scanned=True,
         )
         for start in range(0, len(ordered), BATCH_BLOCKS):
             batch = ordered[start : start + BATCH_BLOCKS][::-1]

@@ -69,7 +69,7 @@ class Segments:
         self._ledgers: dict[int, SyncLedger] = {}
         self._unreserved = False
 
-    # -------------------------------------------------------------------------------------------------------- descriptors
+    # ------------------------------------------------------------------------------------------------------ descriptors
 
     @property
     def _flags(self) -> int:
@@ -124,7 +124,7 @@ class Segments:
         while self._fds:
             self.files.close(self._fds.popitem()[1])
 
-    # --------------------------------------------------------------------------------------------------------------- data
+    # ------------------------------------------------------------------------------------------------------------- data
 
     def write(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write ``buffers``, whole pages, one after another at ``offset``."""
@@ -178,7 +178,8 @@ class Segments:
     def _drop_behind(self, segment: int, fd: int, offset: int, count: int) -> None:
         """Keep written pages from filling the page cache: only clean ones can be dropped, so write them out first.
 
-        Raises :class:`OSError` if that fails: all that was written since the last time is suspect then (:meth:`take_suspects`).
+        Raises :class:`OSError` if that fails: all that was written since the last time is suspect then
+        (:meth:`take_suspects`).
         """
         with self._lock:
             written = self._unsynced.setdefault(segment, [])
@@ -202,7 +203,7 @@ class Segments:
             slots += range(first, first + -(-length // self.geometry.slot_bytes))
         return slots
 
-    # ---------------------------------------------------------------------------------------------------- files on the disk
+    # ------------------------------------------------------------------------------------------------ files on the disk
 
     def adopt(self) -> list[int]:
         """Take into use the complete segments that are there and that the capacity allows; their numbers."""
@@ -317,7 +318,9 @@ class Segments:
                 size = self.files.status(stranger).st_blocks * 512
             except FileNotFoundError:
                 continue
-            logger.info("%s: removing %s, which this engine cannot use, to keep the capacity", self.directory, stranger.name)
+            logger.info(
+                "%s: removing %s, which this engine cannot use, to keep the capacity", self.directory, stranger.name
+            )
             self.files.unlink(stranger)
             excess -= size
             if excess <= 0:
@@ -373,7 +376,9 @@ class Segments:
                 raise
             if not self._unreserved:
                 self._unreserved = True
-                logger.warning("%s: the file system reserves no space (fallocate); segments are written first", self.directory)
+                logger.warning(
+                    "%s: the file system reserves no space (fallocate); segments are written first", self.directory
+                )
             self._fill(fd, pace, wholly=True)
         else:
             self._fill(fd, pace)

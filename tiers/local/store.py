@@ -1,7 +1,7 @@
 """The block store of the local tier: slots in segment files.
 
-A slot number is a block's place.  Header and row go in one vectored call straight between the primary row and the file; neighbouring
-slots go together.  A put is atomic because a torn one does not pass the frame's checksum.
+A slot number is a block's place.  Header and row go in one vectored call straight between the primary row and the file;
+neighbouring slots go together.  A put is atomic because a torn one does not pass the frame's checksum.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Inspection:
 class LocalStore(BlockStore):
     """Slots in segment files in ``directory``, which this process owns from :meth:`open` to :meth:`close`.
 
-    ``capacity``: bytes of everything in the directory.  ``durable``: a put is reported when it would survive a loss of power; without
-    it, when it survives the death of the process.  ``direct``: try O_DIRECT.
+    ``capacity``: bytes of everything in the directory.  ``durable``: a put is reported when it would survive a loss of
+    power; without it, when it survives the death of the process.  ``direct``: try O_DIRECT.
     """
 
     medium = "DISK"
@@ -100,7 +100,7 @@ class LocalStore(BlockStore):
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
 
-    # ---------------------------------------------------------------------------------------------------------- life cycle
+    # ------------------------------------------------------------------------------------------------------- life cycle
 
     @property
     def segments(self) -> Segments:
@@ -129,7 +129,9 @@ class LocalStore(BlockStore):
         except OSError as error:
             raise store_error(error, f"cannot create {self.directory}") from error
         if lost:
-            logger.warning("%s is missing: every block that was stored in %s before is foreign", self._documents, self.directory)
+            logger.warning(
+                "%s is missing: every block that was stored in %s before is foreign", self._documents, self.directory
+            )
         self._lock.acquire()
         try:
             self._compare_with_disk()
@@ -166,7 +168,9 @@ class LocalStore(BlockStore):
 
     def _warn_of_others(self) -> None:
         if self._lock.read_only:
-            logger.warning("%s: the file system is read-only; what is there is served, and nothing is stored", self.directory)
+            logger.warning(
+                "%s: the file system is read-only; what is there is served, and nothing is stored", self.directory
+            )
         mode = stat.S_IMODE(self.directory.stat().st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not self._warned_of_mode:
             self._warned_of_mode = True
@@ -184,7 +188,8 @@ class LocalStore(BlockStore):
         segments.direct = self._try_direct and probe_direct(self.files, self.directory, example, read_only=read_only)
         if self._try_direct and not segments.direct:
             logger.warning(
-                "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU", self.directory
+                "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU",
+                self.directory,
             )
         if not read_only:
             segments.remove_leftovers()
@@ -220,7 +225,9 @@ class LocalStore(BlockStore):
             except OSError as error:
                 if not created:
                     raise store_error(error, self._no_first_segment()) from error
-                logger.warning("%s: %s; beginning with %d segment(s)", self.directory, error.strerror or error, len(created))
+                logger.warning(
+                    "%s: %s; beginning with %d segment(s)", self.directory, error.strerror or error, len(created)
+                )
                 break
             created.append(number)
         return created
@@ -276,7 +283,7 @@ class LocalStore(BlockStore):
             marks.close()
         self._lock.release()
 
-    # ---------------------------------------------------------------------------------------------------------------- data
+    # ------------------------------------------------------------------------------------------------------------- data
 
     def put_one(self, block: BlockIO) -> None:
         (outcome,) = self.put((block,))
@@ -415,7 +422,7 @@ class LocalStore(BlockStore):
             previous = place if len(blocks[position].payload) == row_bytes else -2
         return runs
 
-    # ----------------------------------------------------------------------------------------------------------- documents
+    # -------------------------------------------------------------------------------------------------------- documents
 
     @property
     def _documents(self) -> Path:

@@ -1,8 +1,8 @@
 """The local tier: the generic tier with a slot index, kept over restarts.
 
-Beside moving blocks it does four things in the background: it recovers what the directory holds, it compares the directory with what is
-open, it adds segments ahead of need, and it writes checkpoints.  Each runs on the I/O side as a task; what it finds is merged into the
-index here, in bounded pieces per step.
+Beside moving blocks it does four things in the background: it recovers what the directory holds, it compares the
+directory with what is open, it adds segments ahead of need, and it writes checkpoints.  Each runs on the I/O side as a
+task; what it finds is merged into the index here, in bounded pieces per step.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class LocalTier(BlockTier):
         self._changed = True
         self._checkpoint_due = self.context.clock()
 
-    # --------------------------------------------------------------------------------------------------------------- hooks
+    # ------------------------------------------------------------------------------------------------------------ hooks
 
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
@@ -237,7 +237,9 @@ class LocalTier(BlockTier):
             self._pace.abandon()
         self._bad_slots.save()
         self._wait(
-            lambda: self._advance_checkpoint() and not (self._feed.fetching or self._bad_slots.busy) and self._pace is None,
+            lambda: (
+                self._advance_checkpoint() and not (self._feed.fetching or self._bad_slots.busy) and self._pace is None
+            ),
             deadline,
         )
         if self.namespace is not None and not self._feed.active:
@@ -258,9 +260,15 @@ class LocalTier(BlockTier):
         if self._changed:
             self._checkpoint_due = self.context.clock()
         seconds = self.context.clock() - self._recovery_began
-        logger.info("tier %s: %d blocks recovered from %s in %.1f s", self.name, self.index.blocks, self.store.directory, seconds)
+        logger.info(
+            "tier %s: %d blocks recovered from %s in %.1f s",
+            self.name,
+            self.index.blocks,
+            self.store.directory,
+            seconds,
+        )
 
-    # ------------------------------------------------------------------------------------------------------------ segments
+    # --------------------------------------------------------------------------------------------------------- segments
 
     def _grow(self) -> None:
         """See to it that there are slots that were written once, ahead of need."""
@@ -322,7 +330,7 @@ class LocalTier(BlockTier):
             logger.warning("tier %s: %s; trying again in %.0f s", self.name, reason, RETRY_SPACE_SECONDS)
         self._no_space_until = now + RETRY_SPACE_SECONDS
 
-    # ---------------------------------------------------------------------------------------------------------- inspection
+    # ------------------------------------------------------------------------------------------------------- inspection
 
     def _want_inspection(self, within: float) -> None:
         """Look at the directory ``within`` seconds of the last look, or now if that is over."""
@@ -414,7 +422,7 @@ class LocalTier(BlockTier):
             self.store.directory,
         )
 
-    # --------------------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def _begin_checkpoint(self) -> None:
         if self._feed.active or self._checkpointing:

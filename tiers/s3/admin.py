@@ -68,7 +68,8 @@ def gc(
 ) -> Collected:
     """Remove blocks older than ``older_than`` seconds, then the oldest until at most ``max_total`` bytes are left.
 
-    Age is the service's: when the block was written.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
+    Age is the service's: when the block was written.  Raises :class:`tiering.errors.StoreError`; what was removed stays
+    removed.
     """
     present = list(list_blocks(store))
     total = sum(block.size for block in present)
@@ -116,7 +117,8 @@ def make_client(options: S3Options, credentials: CredentialSource) -> Any:
 def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: str, documents: str) -> str | None:
     """What is wrong with the bucket's lifecycle rules for ``ttl``, None if nothing; the rule is installed where that is asked for.
 
-    ``blocks`` and ``documents`` are the prefixes of block objects and documents.  Never raises for what the service says.
+    ``blocks`` and ``documents`` are the prefixes of block objects and documents.  Never raises for what the service
+    says.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -143,9 +145,7 @@ def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: s
                 "the reset: restrict that rule to other prefixes"
             )
     except (BotoCoreError, ClientError) as error:
-        return (
-            f"ttl: the lifecycle rules of the bucket cannot be read or written, so nobody knows whether it holds: {summary(error)}"
-        )
+        return f"ttl: the lifecycle rules of the bucket cannot be read or written, so nobody knows whether it holds: {summary(error)}"
     finally:
         client.close()
     return None

@@ -34,8 +34,8 @@ def import_boto3() -> Any:
 class CredentialSource:
     """obstore's credential provider over boto3's chain.  May be called from any thread.
 
-    Credentials that boto3 renews are asked for at each call; fixed ones are looked up anew, so that a rotated file is noticed.  Never
-    prints what it holds.
+    Credentials that boto3 renews are asked for at each call; fixed ones are looked up anew, so that a rotated file is
+    noticed.  Never prints what it holds.
     """
 
     def __init__(self, profile: str | None) -> None:

@@ -26,8 +26,12 @@ class S3Tier(BlockTier):
     """The generic tier over a bucket; it says once when blocks are small, and counts requests as the service does."""
 
     def __init__(self, context: TierContext, options: S3Options, store: S3Store) -> None:
-        index = SharedIndex(present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline)
-        super().__init__(context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace))
+        index = SharedIndex(
+            present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
+        )
+        super().__init__(
+            context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace)
+        )
         self._s3 = store
         self._warning = small_block_warning(min(context.group_bytes))
 

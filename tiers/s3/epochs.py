@@ -33,9 +33,9 @@ def collect_epochs(
 ) -> Collected:
     """Remove the blocks of epochs that no epoch document and no lease younger than ``grace`` seconds names.
 
-    ``grace``: blocks and leases that are younger stay (default: a day).  ``now``: the present time (default: this machine's).
-    ``dry_run``: only count (default False).  Ages are the service's.  An engine that comes back to an epoch whose blocks were removed
-    finds misses.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
+    ``grace``: blocks and leases that are younger stay (default: a day).  ``now``: the present time (default: this
+    machine's). ``dry_run``: only count (default False).  Ages are the service's.  An engine that comes back to an epoch
+    whose blocks were removed finds misses.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
     """
     oldest_kept = (now or datetime.datetime.now(datetime.UTC)) - datetime.timedelta(seconds=grace)
     used = _epochs_in_use(store, oldest_kept)

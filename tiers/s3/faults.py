@@ -1,7 +1,7 @@
 """What an object store's failures mean: obstore's exceptions, turned into this project's temporary and permanent errors.
 
-The type decides where it tells enough; otherwise the HTTP status; what is left (no connection, reset, time-out, a body cut short)
-is the network's, hence temporary.
+The type decides where it tells enough; otherwise the HTTP status; what is left (no connection, reset, time-out, a body
+cut short) is the network's, hence temporary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _TRY_AGAIN = frozenset({408, 409, 425, 429})
-_REFUSED = (
-    "refused: wrong or expired credentials, or no permission (s3:GetObject, PutObject, DeleteObject and ListBucket are needed)"
-)
+_REFUSED = "refused: wrong or expired credentials, or no permission (s3:GetObject, PutObject, DeleteObject and ListBucket are needed)"
 
 
 def translate(error: Exception, doing: str) -> StoreError:

@@ -94,7 +94,13 @@ class S3Options(TierOptions):
         if endpoint is None:
             return None
         parts = urlsplit(endpoint)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment:
+        if (
+            parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or parts.path.strip("/")
+            or parts.query
+            or parts.fragment
+        ):
             raise ValueError("not an endpoint; write it like https://host or http://host:port, without bucket and path")
         if parts.username is not None or parts.password is not None:
             raise ValueError("an endpoint holds no credentials; they come from boto3's chain")

@@ -1,8 +1,9 @@
 """The threads that obstore works on: a handful, whatever the machine has.
 
-obstore's runtime starts once per process, with a thread per core unless the environment's TOKIO_WORKER_THREADS says otherwise.  More
-threads than are busy only wake each other, for every piece of a body: on two cores, one thread instead of two took a fifth off the CPU
-that gets from rclone cost.  They only receive and send; checksums, codecs and copies are done by the tier's own threads.
+obstore's runtime starts once per process, with a thread per core unless the environment's TOKIO_WORKER_THREADS says
+otherwise.  More threads than are busy only wake each other, for every piece of a body: on two cores, one thread instead
+of two took a fifth off the CPU that gets from rclone cost.  They only receive and send; checksums, codecs and copies
+are done by the tier's own threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The object store medium: one object per block, moved by obstore, which releases the interpreter lock while it does.
 
-Names: ``<prefix>blocks/<place>`` for blocks and ``<prefix>documents/<name>`` for documents, apart, because a lifecycle rule that lets
-blocks expire must never reach a document (losing the reset epoch would bring blocks from before a reset back to life).
+Names: ``<prefix>blocks/<place>`` for blocks and ``<prefix>documents/<name>`` for documents, apart, because a lifecycle
+rule that lets blocks expire must never reach a document (losing the reset epoch would bring blocks from before a reset
+back to life).
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ _LAST = "~"
 class S3Store(BlockStore):
     """Blocks in a bucket.  Called by several threads at once.
 
-    A put is one request (two with ``check_existing``), hence atomic.  An object is not replaced when ``check_existing`` or
-    ``conditional_put`` says so: its name holds the namespace and the key, so what is there is the block.  A get checks the length
-    before it copies; contents are checked by the frame.  One attempt per call: retrying is a layer's work.
+    A put is one request (two with ``check_existing``), hence atomic.  An object is not replaced when ``check_existing``
+    or ``conditional_put`` says so: its name holds the namespace and the key, so what is there is the block.  A get
+    checks the length before it copies; contents are checked by the frame.  One attempt per call: retrying is a layer's
+    work.
     """
 
     medium: ClassVar[str] = "OBJECT"

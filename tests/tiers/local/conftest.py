@@ -4,4 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.tiers.local.crash_child", "tests.tiers.local.test_lock"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["tests.tiers.local.crash_child", "tests.tiers.local.test_lock"]
+)

@@ -17,7 +17,9 @@ JOBS = 4
 def run(path: str, seed: int, durability: str, first: int, expected: list[int], connection: Connection) -> None:
     """Messages: ("checked", missing, wrong), then ("stored", numbers) for each job that was reported; ends when it is killed or told."""
     rng = random.Random(seed)
-    rig = LocalRig(Path(path), capacity=CAPACITY, durability=durability, max_inflight=4, checkpoint_interval=0.02).open()
+    rig = LocalRig(
+        Path(path), capacity=CAPACITY, durability=durability, max_inflight=4, checkpoint_interval=0.02
+    ).open()
     connection.send(("checked", *check(rig, expected)))
     number = first
     while not connection.poll():
@@ -54,8 +56,8 @@ def check(rig: LocalRig, expected: list[int]) -> tuple[list[int], list[int]]:
 def run_resets(path: str, seed: int, first: int, connection: Connection) -> None:
     """Store and reset until killed.
 
-    Sends ("found", numbers below ``first`` that the tier holds) once, then ("reset", the first number stored after it) for each reset that
-    was certain.
+    Sends ("found", numbers below ``first`` that the tier holds) once, then ("reset", the first number stored after it)
+    for each reset that was certain.
     """
     rng = random.Random(seed)
     rig = LocalRig(Path(path), capacity=CAPACITY, max_inflight=4, checkpoint_interval=0.02).open()

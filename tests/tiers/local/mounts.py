@@ -1,6 +1,7 @@
 """Real file systems for tests: small images, mounted in a mount namespace of a process of its own (needs root).
 
-Run as ``unshare -m python -m tests.tiers.local.mounts SCENARIO DIRECTORY``; it prints "passed".  See ``test_file_systems.py``.
+Run as ``unshare -m python -m tests.tiers.local.mounts SCENARIO DIRECTORY``; it prints "passed".  See
+``test_file_systems.py``.
 """
 
 from __future__ import annotations

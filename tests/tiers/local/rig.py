@@ -41,7 +41,9 @@ class LocalRig(TierRig):
         def make_tier(context: TierContext) -> LocalTier:
             return LocalTier(context, self.local_options, files=files)
 
-        super().__init__(make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows, revision=revision)
+        super().__init__(
+            make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows, revision=revision
+        )
 
     def open(self) -> LocalRig:
         super().open()

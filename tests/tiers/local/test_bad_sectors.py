@@ -46,7 +46,7 @@ def next_slot(rig: LocalRig) -> int:
     return rig.place(K[-1]) + 1
 
 
-# --------------------------------------------------------------------------------------------------------------- one bad slot
+# --------------------------------------------------------------------------------------------------------- one bad slot
 
 
 def test_stores_go_on_beside_a_bad_slot(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_a_block_that_cannot_be_read_is_written_elsewhere_and_all_prefixes_with_
         assert rig.held(shared) == []
         assert rig.store(shared) == shared
         assert rig.place(shared[0]) != bad
-        complete = [tail for tail in tails if rig.lookup([*shared, tail]) == 2 and rig.load([*shared, tail]) == [*shared, tail]]
+        complete = [
+            tail for tail in tails if rig.lookup([*shared, tail]) == 2 and rig.load([*shared, tail]) == [*shared, tail]
+        ]
         assert len(complete) == 40
         assert rig.tier.get_stats().breaker_opened == 0
 
@@ -122,7 +124,7 @@ def test_the_log_tells_of_bad_slots_and_the_kernels_log_once(tmp_path: Path, cap
     assert "kernel's log" in lines[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- everything is bad
+# ---------------------------------------------------------------------------------------------------- everything is bad
 
 
 def test_a_medium_whose_reads_all_fail_is_an_outage_and_comes_back_when_blocks_can_be_read(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_a_medium_whose_writes_all_fail_serves_what_it_holds_and_takes_stores_ag
         assert store_all(rig, many(40, 5000)) == 40
 
 
-# ------------------------------------------------------------------------------------------------------- remembered, tried again
+# ---------------------------------------------------------------------------------------------- remembered, tried again
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -238,7 +240,7 @@ def test_a_bad_slot_is_tried_rarely_and_comes_back_when_it_can_be_written_and_re
         assert bad in {rig.place(key) for key in rig.held(keys)}
 
 
-# ----------------------------------------------------------------------------------------------- media that refuse all writes
+# ----------------------------------------------------------------------------------------- media that refuse all writes
 
 
 class RefusingDisk(FaultyDevice):

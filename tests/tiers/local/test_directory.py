@@ -40,7 +40,7 @@ def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
 
 
-# --------------------------------------------------------------------------------------------------- removed and replaced
+# ------------------------------------------------------------------------------------------------- removed and replaced
 
 
 @pytest.mark.parametrize("how", ["removed", "made again", "moved away"])
@@ -99,7 +99,9 @@ def test_without_a_reset_the_blocks_of_a_disk_that_comes_back_are_served(tmp_pat
         assert rig.load(K[:4]) == K[:4]
 
 
-def test_a_directory_is_not_made_again_below_a_disk_that_is_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_not_made_again_below_a_disk_that_is_not_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path / "disk"
     path = disk / "kv"
     mounted = [disk]
@@ -143,7 +145,7 @@ def test_a_disk_that_is_replaced_while_recovery_fails_is_taken_back(tmp_path: Pa
     rig.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------- owners
+# --------------------------------------------------------------------------------------------------------------- owners
 
 
 def test_a_removed_lock_lets_no_second_owner_in_and_is_made_again(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_waiting_owner_asks_at_short_intervals_however_long_it_has_waited(tmp_
     second.close()
 
 
-# -------------------------------------------------------------------------------------------------- what a file system lacks
+# --------------------------------------------------------------------------------------------- what a file system lacks
 
 
 class ReadOnly(Files):
@@ -235,7 +237,9 @@ class NoReservation(FaultyDevice):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-def test_segments_are_written_where_the_file_system_reserves_no_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_segments_are_written_where_the_file_system_reserves_no_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(tmp_path, files=NoReservation()) as rig:
         geometry = rig.tier.store.geometry
         assert rig.store(K[:8]) == K[:8]
@@ -262,7 +266,9 @@ def test_a_directory_with_lost_and_found_can_be_opened(tmp_path: Path, monkeypat
     assert lost.is_dir()
 
 
-def test_a_crowded_directory_is_opened_without_a_look_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowded_directory_is_opened_without_a_look_at_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:4])
     for number in range(2000):
@@ -350,16 +356,20 @@ def test_a_disk_without_room_for_a_first_segment_is_told_with_what_it_has_and_wh
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     device.fail = fail
-    with pytest.raises(OutOfSpaceError, match=rf"first segment of {GEOMETRY.segment_bytes} bytes .* bytes are free; free some"):
+    with pytest.raises(
+        OutOfSpaceError, match=rf"first segment of {GEOMETRY.segment_bytes} bytes .* bytes are free; free some"
+    ):
         LocalStore(tmp_path / "kv", GEOMETRY, CAPACITY, files=device).open()
 
 
-# ----------------------------------------------------------------------------------------------- other things in their place
+# ------------------------------------------------------------------------------------------ other things in their place
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket"])
 @pytest.mark.parametrize("name", [LOCK_NAME, CHECKPOINT_NAME, "documents/x", "segment"])
-def test_nothing_but_a_plain_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+def test_nothing_but_a_plain_file_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
     directory = tmp_path / "kv"
     store = LocalStore(directory, GEOMETRY, CAPACITY)
     store.open()
@@ -432,7 +442,9 @@ def test_a_link_in_the_way_of_a_new_file_is_replaced_and_not_followed(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_directory_that_others_may_write_gets_one_warning(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_others_may_write_gets_one_warning(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "kv"
     path.mkdir()
     path.chmod(mode)

@@ -43,7 +43,9 @@ def test_the_lock_names_its_owner(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_second_tier_stays_out_of_service_until_the_first_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_tier_stays_out_of_service_until_the_first_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
     second = LocalRig(tmp_path, **options)
     with opened(tmp_path) as first:

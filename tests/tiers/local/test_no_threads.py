@@ -106,7 +106,11 @@ def test_a_breaker_closes_when_its_probe_gets_a_thread(tmp_path: Path, thread_li
 
 @pytest.mark.parametrize("part", ["reopen", "inspect"])
 def test_a_directory_that_went_away_is_opened_again_when_threads_can_be_started(
-    tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch, part: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    thread_limit: ThreadLimit,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
     monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
@@ -158,7 +162,12 @@ def test_the_limit_of_the_kernel(tmp_path: Path) -> None:
         path.chmod(path.stat().st_mode | 0o011)
     os.chown(directory, 65534, 65534)
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(directory)], capture_output=True, text=True, timeout=60, check=False, env={**os.environ}
+        [sys.executable, "-c", _CHILD, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ},
     )
     assert done.stdout.strip() == "done", done.stderr
     assert "ulimit -u" in done.stderr

@@ -54,10 +54,12 @@ def forget_checkpoint(path: Path) -> None:
     (path / CHECKPOINT_NAME).unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- what is found
+# -------------------------------------------------------------------------------------------------------- what is found
 
 
-def test_a_clean_restart_finds_everything_from_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clean_restart_finds_everything_from_the_checkpoint_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:40])
     caplog.set_level(logging.INFO, "kv_tiering.local")
@@ -254,7 +256,7 @@ def test_recovered_blocks_are_announced(tmp_path: Path) -> None:
         assert sorted(announced) == sorted(K[:5])
 
 
-# --------------------------------------------------------------------------------------------------- duplicates and the torn
+# ---------------------------------------------------------------------------------------------- duplicates and the torn
 
 
 @pytest.mark.parametrize("newer", [True, False])
@@ -283,7 +285,9 @@ def test_a_copy_written_after_the_checkpoint_wins_over_the_checkpoint_and_an_old
         for start in range(0, len(filler), 16):
             rig.store(filler[start : start + 16])
         original = rig.place(K[0])
-        target = next(rig.place(key) for key in filler if geometry.locate(rig.place(key))[0] != geometry.locate(original)[0])
+        target = next(
+            rig.place(key) for key in filler if geometry.locate(rig.place(key))[0] != geometry.locate(original)[0]
+        )
         sequence = SEQUENCE.take(1) if later else header_at(rig, original).sequence - 1
         rig.abandon()
         # Take the mark of the first segment away: it was written to before and after the checkpoint.
@@ -320,7 +324,7 @@ def test_a_torn_header_is_a_free_slot(tmp_path: Path) -> None:
         assert rig.tier.index.slots == rig.tier.store.geometry.num_slots
 
 
-# --------------------------------------------------------------------------------------------- checkpoints that are no good
+# ----------------------------------------------------------------------------------------- checkpoints that are no good
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "foreign text", "missing"])
@@ -332,7 +336,9 @@ def test_a_damaged_checkpoint_is_not_used_and_headers_are_read(tmp_path: Path, d
     if damage == "flipped":
         flip_bit(path, len(data) * 4)
     else:
-        path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "foreign text": b"x" * 4096, "missing": b""}[damage])
+        path.write_bytes(
+            {"truncated": data[: len(data) // 2], "empty": b"", "foreign text": b"x" * 4096, "missing": b""}[damage]
+        )
     if damage == "missing":
         path.unlink()
     with opened(tmp_path) as rig:
@@ -393,7 +399,7 @@ def test_a_lost_segment_loses_its_blocks_and_nothing_else(tmp_path: Path) -> Non
         assert rig.load(kept[:20]) == kept[:20]
 
 
-# -------------------------------------------------------------------------------------------------------- in the background
+# ---------------------------------------------------------------------------------------------------- in the background
 
 
 def test_the_tier_serves_while_it_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +447,7 @@ def test_a_reset_during_recovery_lets_nothing_old_in(tmp_path: Path) -> None:
     rig.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- the file itself
+# ------------------------------------------------------------------------------------------------------ the file itself
 
 
 def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -> None:
@@ -457,7 +463,9 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     write_checkpoint(tmp_path, builder.finish(), Files())
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
-    found = {key: slot for batch, slots in checkpoint.key_batches(2) for key, slot in zip(batch, slots.tolist(), strict=True)}
+    found = {
+        key: slot for batch, slots in checkpoint.key_batches(2) for key, slot in zip(batch, slots.tolist(), strict=True)
+    }
     assert found == dict(zip(keys, plan.places, strict=True))
 
 

@@ -17,7 +17,9 @@ def _rounds(path: Path, seed: int, rounds: int) -> None:
     first = resets = 0
     for number in range(rounds):
         ours, theirs = context.Pipe()
-        process = context.Process(target=crash_child.run_resets, args=(str(path), rng.randrange(1 << 30), first, theirs))
+        process = context.Process(
+            target=crash_child.run_resets, args=(str(path), rng.randrange(1 << 30), first, theirs)
+        )
         process.start()
         theirs.close()
         try:

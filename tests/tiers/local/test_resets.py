@@ -48,7 +48,7 @@ def epoch_file(path: Path) -> Path:
     return document
 
 
-# --------------------------------------------------------------------------------------------------------------------- documents
+# ------------------------------------------------------------------------------------------------------------ documents
 
 
 def _remove(document: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_reset_holds_although_a_segment_was_removed(tmp_path: Path) -> None:
     assert found(tmp_path) == []
 
 
-# --------------------------------------------------------------------------------------------------------------- a disk that refuses
+# -------------------------------------------------------------------------------------------------- a disk that refuses
 
 
 class Disk(FaultyDevice):
@@ -193,7 +193,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
     assert found(tmp_path) == []
 
 
-# --------------------------------------------------------------------------------------------------------------------- no threads
+# ----------------------------------------------------------------------------------------------------------- no threads
 
 
 def test_a_reset_for_which_no_thread_can_be_started_is_done_by_those_that_are_there(
@@ -221,7 +221,7 @@ def test_a_reset_without_any_thread_is_done_when_one_can_be_started(tmp_path: Pa
     assert found(tmp_path) == []
 
 
-# ----------------------------------------------------------------------------------------------------------------- kills and power
+# ------------------------------------------------------------------------------------------------------ kills and power
 
 
 class Killed(Files):

@@ -59,7 +59,7 @@ def operations(device: FaultyDevice, *names: str) -> int:
     return sum(operation in names for operation, _ in device.calls)
 
 
-# -------------------------------------------------------------------------------------------------------------- coalescing
+# ----------------------------------------------------------------------------------------------------------- coalescing
 
 
 def test_neighbouring_slots_go_in_one_call_whatever_their_order(store: LocalStore, device: FaultyDevice) -> None:
@@ -97,11 +97,13 @@ def test_a_run_longer_than_a_vectored_call_is_cut(tmp_path: Path, device: Faulty
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------- calls that do less
+# --------------------------------------------------------------------------------------------------- calls that do less
 
 
 @pytest.mark.parametrize("limit", [PAGE, 3 * PAGE, 7 * PAGE])
-def test_calls_that_move_less_are_taken_up_where_they_stopped(store: LocalStore, device: FaultyDevice, limit: int) -> None:
+def test_calls_that_move_less_are_taken_up_where_they_stopped(
+    store: LocalStore, device: FaultyDevice, limit: int
+) -> None:
     device.limit = limit
     put = blocks(store, 0, 1, 2)
     assert store.put(put) == [Done.DONE] * 3
@@ -122,7 +124,7 @@ def test_through_the_page_cache_calls_may_stop_anywhere(tmp_path: Path, limit: i
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,9 @@ def test_through_the_page_cache_calls_may_stop_anywhere(tmp_path: Path, limit: i
         (errno.ENOMEM, TemporaryStoreError),
     ],
 )
-def test_errors_of_the_device_are_typed(store: LocalStore, device: FaultyDevice, number: int, expected: type[StoreError]) -> None:
+def test_errors_of_the_device_are_typed(
+    store: LocalStore, device: FaultyDevice, number: int, expected: type[StoreError]
+) -> None:
     def fail(operation: str, path: Path) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -226,7 +230,7 @@ def test_after_a_failed_opening_the_directory_is_free_and_can_be_opened(tmp_path
     other.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ on the disk
+# ---------------------------------------------------------------------------------------------------------- on the disk
 
 
 def test_files_and_directories_are_private(store: LocalStore) -> None:
@@ -300,7 +304,7 @@ def test_other_files_in_the_directory_count_and_are_left_alone(tmp_path: Path) -
     assert (tmp_path / "notes").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------- geometry
+# ------------------------------------------------------------------------------------------------------------- geometry
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 100 << 20, 10 << 30, 500 << 30, 30 << 40])

@@ -87,7 +87,9 @@ def test_all_that_was_written_before_a_failed_sync_fails_with_it(store: LocalSto
     assert len(outcomes) == min(WRITERS, GEOMETRY.slots_per_segment)
 
 
-def test_an_error_that_the_kernel_meets_by_itself_is_told_of_every_write_before_it(store: LocalStore, device: CachedDevice) -> None:
+def test_an_error_that_the_kernel_meets_by_itself_is_told_of_every_write_before_it(
+    store: LocalStore, device: CachedDevice
+) -> None:
     bad_page(store, device, 0)
     ledger = store.segments.ledger(0)
     ticket = ledger.begin_write()

@@ -35,7 +35,7 @@ def store_all(rig: LocalRig, keys: list[OffloadKey]) -> list[OffloadKey]:
     return [key for start in range(0, len(keys), 16) for key in rig.store(keys[start : start + 16])]
 
 
-# ---------------------------------------------------------------------------------------------------------------- capacity
+# ------------------------------------------------------------------------------------------------------------- capacity
 
 
 def test_the_directory_stays_within_the_capacity_however_much_is_stored(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_segments_are_added_until_the_capacity_is_used(tmp_path: Path, monkeypat
         assert rig.load(stored[:16]) == stored[:16]
 
 
-# ---------------------------------------------------------------------------------------------------------------- full disk
+# ------------------------------------------------------------------------------------------------------------ full disk
 
 
 class FullDisk(FaultyDevice):
@@ -182,10 +182,12 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_loses_nothing(
         assert again.load(K[:24]) == K[:24]
 
 
-# ------------------------------------------------------------------------------------------------------------ the direct way
+# ------------------------------------------------------------------------------------------------------- the direct way
 
 
-def test_a_file_system_without_direct_io_is_used_through_the_page_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = FaultyDevice()
     device.direct = False
     with caplog.at_level(logging.WARNING, "kv_tiering.local"), opened(tmp_path, files=device) as rig:
@@ -211,7 +213,7 @@ def test_every_block_on_the_disk_is_framed(tmp_path: Path) -> None:
             assert frame[4096:] == rig.content(key)
 
 
-# ---------------------------------------------------------------------------------------------------------------- late I/O
+# ------------------------------------------------------------------------------------------------------------- late I/O
 
 
 def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_when_it_ends(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_whe
             go.set()
 
 
-# ------------------------------------------------------------------------------------------------------------------- options
+# -------------------------------------------------------------------------------------------------------------- options
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,9 @@ def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_whe
         ("lookup_deadline", "1s", "from memory"),
     ],
 )
-def test_words_it_does_not_support_are_refused_with_the_reason(tmp_path: Path, word: str, value: str, reason: str) -> None:
+def test_words_it_does_not_support_are_refused_with_the_reason(
+    tmp_path: Path, word: str, value: str, reason: str
+) -> None:
     with pytest.raises(ValidationError, match=f"{word} is not supported by this tier.*{reason}"):
         make_options(tmp_path, **{word: value})
 

@@ -44,7 +44,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_slots_that_the_device_cannot_read_are_free_and_said_to_be_so_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_that_the_device_cannot_read_are_free_and_said_to_be_so_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "kv_tiering.local")
     rig = LocalRig(path, files=scan_fails_with(errno.EIO)).open()
     assert rig.held(K) == []

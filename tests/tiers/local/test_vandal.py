@@ -70,7 +70,9 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
-def test_lives_among_vandals(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_lives_among_vandals(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
     caplog.set_level(logging.INFO)
     path = tmp_path / "kv"

@@ -47,7 +47,7 @@ class Vandal:
         with contextlib.suppress(FileNotFoundError):
             self.acts.append(f"{act.__name__} {act() or ''}")
 
-    # ------------------------------------------------------------------------------------------------------------ segments
+    # --------------------------------------------------------------------------------------------------------- segments
 
     def _segment(self) -> Path:
         found = segment_files(self._directory)
@@ -60,7 +60,9 @@ class Vandal:
         geometry = self._rig.tier.store.geometry
         number = self._rng.randrange(geometry.max_segments + 2)
         name = geometry.segment_name(number)
-        return self._directory / self._rng.choice([name, name, name, name + ".bak", geometry.segment_name(0)[:-6] + str(number)])
+        return self._directory / self._rng.choice(
+            [name, name, name, name + ".bak", geometry.segment_name(0)[:-6] + str(number)]
+        )
 
     def remove(self) -> str:
         path = self._segment()
@@ -115,7 +117,7 @@ class Vandal:
             file.write(bytes(min(size - start, 1 << 16)))
         return f"{path.name} {start}"
 
-    # --------------------------------------------------------------------------------------------------------- other files
+    # ------------------------------------------------------------------------------------------------------ other files
 
     def remove_checkpoint(self) -> None:
         (self._directory / "checkpoint").unlink()

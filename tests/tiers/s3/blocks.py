@@ -13,7 +13,10 @@ def block(place: str, payload_bytes: int = 4096, *, seed: int = 0) -> BlockIO:
     """A block of random bytes, header included (a store does not look at it)."""
     rng = np.random.default_rng(seed)
     return BlockIO(
-        b"k" * 36, place, memoryview(bytearray(rng.bytes(HEADER_BYTES))), memoryview(bytearray(rng.bytes(payload_bytes)))
+        b"k" * 36,
+        place,
+        memoryview(bytearray(rng.bytes(HEADER_BYTES))),
+        memoryview(bytearray(rng.bytes(payload_bytes))),
     )
 
 

@@ -24,7 +24,9 @@ def open_store(fake: FakeS3) -> Iterator[Callable[..., S3Store]]:
     stores: list[S3Store] = []
 
     def build(**words: object) -> S3Store:
-        store = S3Store(S3Options.model_validate({"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/"} | words))
+        store = S3Store(
+            S3Options.model_validate({"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/"} | words)
+        )
         stores.append(store)
         store.open()
         return store

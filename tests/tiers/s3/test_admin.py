@@ -50,7 +50,12 @@ def put_rules(client: Any, *chosen: dict[str, Any]) -> None:
 
 
 def rule(prefix: str, days: int, **words: Any) -> dict[str, Any]:
-    return {"ID": f"rule {prefix}", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": days}} | words
+    return {
+        "ID": f"rule {prefix}",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "Expiration": {"Days": days},
+    } | words
 
 
 class TestLifecycle:

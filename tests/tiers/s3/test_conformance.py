@@ -43,7 +43,9 @@ class _Served:
         endpoint, self.bucket = served
         for name, value in endpoint.environment().items():
             monkeypatch.setenv(name, value)
-        self.options = S3Options(bucket=BUCKET, prefix=f"test-{next(_prefixes)}", endpoint_url=endpoint.endpoint, absent_ttl=0.05)
+        self.options = S3Options(
+            bucket=BUCKET, prefix=f"test-{next(_prefixes)}", endpoint_url=endpoint.endpoint, absent_ttl=0.05
+        )
 
     def _name(self, place: Place) -> str:
         return f"{self.options.prefix}blocks/{place}"

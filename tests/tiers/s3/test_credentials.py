@@ -141,7 +141,9 @@ def test_credentials_that_cannot_be_renewed_fail_the_request_with_a_typed_error(
 
 
 @pytest.mark.parametrize("package", ["boto3", "obstore"])
-def test_a_missing_package_is_a_configuration_error_that_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_configuration_error_that_names_the_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *rest: object, **words: object) -> object:

@@ -35,7 +35,9 @@ def make(fake: FakeS3) -> Iterator[Make]:
     def build(revision: str | None = None, **words: object) -> TierRig:
         chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "max_inflight": 2} | words
         rig = TierRig(
-            lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,), revision=revision
+            lambda context: S3_TIER.build(S3Options.model_validate(chosen), context),
+            group_bytes=(BLOCK_BYTES,),
+            revision=revision,
         )
         rigs.append(rig)
         return rig.open()
@@ -136,7 +138,7 @@ def test_a_reset_does_not_wait_for_a_bucket_that_hangs(fake: FakeS3, make: Make)
     assert rig.load(OBJECTS[:4]) == []
 
 
-# ------------------------------------------------------------------------------------------------------------------- collecting
+# ----------------------------------------------------------------------------------------------------------- collecting
 
 
 def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_time(

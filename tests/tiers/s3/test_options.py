@@ -29,7 +29,9 @@ def test_no_secret_in_the_stack_and_none_in_the_message(word: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "normal"), [("", ""), ("prod", "prod/"), ("prod/", "prod/"), ("a/b=1/c.d", "a/b=1/c.d/")])
+@pytest.mark.parametrize(
+    ("given", "normal"), [("", ""), ("prod", "prod/"), ("prod/", "prod/"), ("a/b=1/c.d", "a/b=1/c.d/")]
+)
 def test_a_prefix_ends_with_a_slash(given: str, normal: str) -> None:
     assert options(prefix=given).prefix == normal
 

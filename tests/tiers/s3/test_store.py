@@ -215,7 +215,9 @@ class TestOpen:
         open_store().put_one(block(PLACE))
         assert NAME in fake.objects
 
-    def test_the_environment_can_name_the_endpoint(self, fake: FakeS3, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_environment_can_name_the_endpoint(
+        self, fake: FakeS3, open_store: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", fake.endpoint)
         open_store(endpoint_url=None).put_one(block(PLACE))
         assert NAME in fake.objects
@@ -280,7 +282,12 @@ class TestRemoving:
         assert len(fake.asked("DELETE")) == 2
 
     def test_reclaim_removes_exactly_what_starts_with_the_prefix(self, fake: FakeS3, open_store: Open) -> None:
-        kept = {"prod/blocks/ns/e2/c": b"x", "prod/blocks/ns/e10/d": b"x", "prod/documents/e1": b"x", "other/blocks/ns/e1/a": b"x"}
+        kept = {
+            "prod/blocks/ns/e2/c": b"x",
+            "prod/blocks/ns/e10/d": b"x",
+            "prod/documents/e1": b"x",
+            "other/blocks/ns/e1/a": b"x",
+        }
         fake.objects |= {"prod/blocks/ns/e1/a": b"x", "prod/blocks/ns/e1/b": b"x"} | kept
         assert open_store().reclaim("ns/e1/") == 2
         assert fake.objects == kept

@@ -18,7 +18,10 @@ from tiers.s3 import S3_TIER, S3Options
 from tiers.s3.definition import S3Tier, element_size
 
 BLOCK_BYTES = 64 << 10
-FAST = {"breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"}, "retries": {"attempts": 3, "backoff": "1ms"}}
+FAST = {
+    "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
+    "retries": {"attempts": 3, "backoff": "1ms"},
+}
 
 
 class Bfloat16Rig(TierRig):
@@ -35,7 +38,11 @@ def make(fake: FakeS3) -> Iterator[Callable[..., TierRig]]:
     rigs: list[TierRig] = []
 
     def build(kind: type[TierRig] = TierRig, **words: object) -> TierRig:
-        chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "absent_ttl": "20ms"} | FAST | words
+        chosen = (
+            {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "absent_ttl": "20ms"}
+            | FAST
+            | words
+        )
         rig = kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
         rigs.append(rig)
         return rig
@@ -75,7 +82,9 @@ class TestOutages:
         assert rig.store(K[:2]) == K[:2]
         assert rig.load(K[:2]) == K[:2]
 
-    def test_an_endpoint_that_does_not_answer_delays_the_start_no_longer_than_its_deadline(self, fake: FakeS3, make: Make) -> None:
+    def test_an_endpoint_that_does_not_answer_delays_the_start_no_longer_than_its_deadline(
+        self, fake: FakeS3, make: Make
+    ) -> None:
         fake.fail(Trouble.HANG, times=1 << 30)
         rig = make(request_timeout="1s")
         begun = time.monotonic()
@@ -162,7 +171,9 @@ class TestCompression:
         make(Bfloat16Rig, compression="zstd").open().store(K[:2])
         assert make(Bfloat16Rig).open().load(K[:2]) == K[:2]
 
-    @pytest.mark.parametrize(("kv_dtype", "size"), [("bfloat16", 2), ("float16", 2), ("fp8_e4m3", 1), ("int8", 1), ("float32", 4)])
+    @pytest.mark.parametrize(
+        ("kv_dtype", "size"), [("bfloat16", 2), ("float16", 2), ("fp8_e4m3", 1), ("int8", 1), ("float32", 4)]
+    )
     def test_splits_by_the_size_of_a_number(self, kv_dtype: str, size: int) -> None:
         layout = KVLayout(
             kv_dtype=kv_dtype,

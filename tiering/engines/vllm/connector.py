@@ -3,13 +3,14 @@
     --kv-transfer-config '{"kv_connector": "TieringConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "tiering.engines.vllm", "kv_connector_extra_config": {"config": "stack.yaml"}}'
 
-vLLM builds one connector in each worker and one in the scheduler.  They may live in different processes of one host: the CPU tier's
-rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.  With ``mode: simple`` in the
-stack the halves are those of :mod:`tiering.simple`: each worker has CPU memory of its own, and the scheduler's half uses vLLM's block pool.
+vLLM builds one connector in each worker and one in the scheduler.  They may live in different processes of one host:
+the CPU tier's rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.
+With ``mode: simple`` in the stack the halves are those of :mod:`tiering.simple`: each worker has CPU memory of its own,
+and the scheduler's half uses vLLM's block pool.
 
-This is the only module that imports vLLM, 0.29 to 0.33.  Importing it beside a vLLM whose connector interface is another one raises
-:class:`~tiering.engines.vllm.lookup.StartupError`.  Importing it also registers the class with vLLM under its name, by which vLLM's
-``MultiConnector`` looks up the classes of its parts in every process.
+This is the only module that imports vLLM, 0.29 to 0.33.  Importing it beside a vLLM whose connector interface is
+another one raises :class:`~tiering.engines.vllm.lookup.StartupError`.  Importing it also registers the class with vLLM
+under its name, by which vLLM's ``MultiConnector`` looks up the classes of its parts in every process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWo
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.events import EventConverter, engine_events
-from tiering.engines.vllm.geometry import Geometry, check_supported, layout_of, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.geometry import (
+    Geometry,
+    check_supported,
+    layout_of,
+    read_geometry,
+    simple_cache,
+    zeroes_early,
+)
 from tiering.engines.vllm.identity import hash_seed, overrides
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
 from tiering.engines.vllm.loads import LoadLedger, ordered_loads
@@ -116,9 +124,9 @@ class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type
 class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV that leaves the GPU in a stack of tiers, and brings it back.
 
-    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's, of the mode that the stack says.  Raises
-    :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a deployment that cannot be
-    offloaded, too little shared memory.
+    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's, of the mode that the stack
+    says.  Raises :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a
+    deployment that cannot be offloaded, too little shared memory.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -181,14 +189,18 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _start_scheduler(self, vllm_config: Any, spec: TieringOffloadingSpec) -> None:
         persistent = {tier.tier_name for tier in spec.stack.secondary if tier_definition(tier.type).persistent}
-        self._adapters = AdapterGuard(tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent)
+        self._adapters = AdapterGuard(
+            tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent
+        )
         if persistent:
             weights = weights_identity(vllm_config.model_config, vllm_config.load_config)
             draft = draft_identity(vllm_config)
             known = spec.model.overrides if draft is None else {**spec.model.overrides, "draft": draft}
             spec.model = dataclasses.replace(spec.model, weights=weights, overrides=known)
         if getattr(vllm_config, "lora_config", None) is not None and persistent:
-            logger.info("requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content")
+            logger.info(
+                "requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content"
+            )
         try:
             self.scheduler_half = OffloadingConnectorScheduler(
                 spec,
@@ -209,7 +221,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False: a store that is lost is a miss later, nothing else."""
         return False
 
-    # ------------------------------------------------------------------------------------------------------- worker side
+    # ------------------------------------------------------------------------------------------------------ worker side
 
     @property
     def _worker(self) -> OffloadingConnectorWorker | SimpleCPUOffloadWorker:
@@ -222,7 +234,9 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
         if not isinstance(self._worker, OffloadingConnectorWorker):
-            raise ConfigError("mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering")
+            raise ConfigError(
+                "mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering"
+            )
         self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def unregister_kv_caches(self) -> None:
@@ -276,7 +290,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
         return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
 
-    # ----------------------------------------------------------------------------------------------------- scheduler side
+    # --------------------------------------------------------------------------------------------------- scheduler side
 
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler | SimpleCPUOffloadScheduler:
@@ -317,7 +331,9 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._open_requests.discard(request.request_id)
         return self._scheduler.request_finished(request, block_ids)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._open_requests.discard(request.request_id)
         return self._scheduler.request_finished_all_groups(request, block_ids)
 
@@ -331,14 +347,15 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         """Forget everything that is held; True, because this engine never again serves what was stored before.
 
-        vLLM takes False for a failure: a pause that clears caches then ends with status 500 and leaves the engine paused.  A tier whose
-        medium has not confirmed the reset yet is no reason for that: it serves nothing until it has, and says so in the log.
+        vLLM takes False for a failure: a pause that clears caches then ends with status 500 and leaves the engine
+        paused.  A tier whose medium has not confirmed the reset yet is no reason for that: it serves nothing until it
+        has, and says so in the log.
         """
         self._adapters.reset()
         self._scheduler.reset_cache()
         return True
 
-    # --------------------------------------------------------------------------------------------------------- both sides
+    # ------------------------------------------------------------------------------------------------------- both sides
 
     def get_kv_connector_stats(self) -> TieringConnectorStats | None:
         """A worker's transfers; the tiers' counters from the scheduler, now and then and whenever it becomes idle."""
@@ -427,12 +444,18 @@ def _kind_of(spec: Any) -> str:
 
 def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
     """Order of dimensions in a page, and what chooses how attention packs K and V in it."""
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
+        vllm_config.cache_config, "kv_cache_layout", None
+    )
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
-    device = current_platform.get_device_name() if not current_platform.is_cpu() else torch.backends.cpu.get_cpu_capability()
+    device = (
+        current_platform.get_device_name() if not current_platform.is_cpu() else torch.backends.cpu.get_cpu_capability()
+    )
     per_kind = getattr(attention, "backend_per_kind", None) or {}
-    return f"{layout}, {current_platform.device_type} {device}, attention {backend} {sorted(map(str, per_kind.items()))}"
+    return (
+        f"{layout}, {current_platform.device_type} {device}, attention {backend} {sorted(map(str, per_kind.items()))}"
+    )
 
 
 def _publishes_events(vllm_config: Any) -> bool:

@@ -53,7 +53,9 @@ class _ExtraKeys:
         feature = 0
         for start in range(first * size, (first + count) * size, size):
             if self._lookahead and self._generate_ahead is not None:
-                keys, feature = self._generate_ahead(request, start, start + size, start + size + self._lookahead, feature)
+                keys, feature = self._generate_ahead(
+                    request, start, start + size, start + size + self._lookahead, feature
+                )
             else:
                 keys, feature = self._generate(request, start, start + size, feature)
             found.append(keys)

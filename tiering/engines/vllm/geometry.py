@@ -37,10 +37,13 @@ class Geometry:
     kv_dtype: str
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], reports_requests: bool) -> None:
+def check_supported(
+    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], reports_requests: bool
+) -> None:
     """Refuse, before anything is opened, what would not work.  Raises :class:`ConfigError`, saying what to change.
 
-    ``reports_requests``: whether this vLLM can be told which requests' loads failed (needed with several KV-cache groups).
+    ``reports_requests``: whether this vLLM can be told which requests' loads failed (needed with several KV-cache
+    groups).
     """
     parallel = vllm_config.parallel_config
     check_role(vllm_config.kv_transfer_config)
@@ -49,7 +52,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
             f"the engine spans {parallel.nnodes} hosts; the CPU tier is shared memory of one host: keep an engine's workers on one host"
         )
     if parallel.distributed_executor_backend == "external_launcher":
-        raise ConfigError("the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp")
+        raise ConfigError(
+            "the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp"
+        )
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -78,7 +83,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
                 f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector"
             )
         if getattr(group, "host_resident", False):
-            raise ConfigError(f"KV-cache group {index} ({kind}) lives in host memory already; run the model without this connector")
+            raise ConfigError(
+                f"KV-cache group {index} ({kind}) lives in host memory already; run the model without this connector"
+            )
     if len(groups) > 1 and not reports_requests:
         raise ConfigError(
             f"the model has {len(groups)} KV-cache groups; failed loads of such models can be reported to vLLM 0.30 and newer only"
@@ -88,7 +95,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[A
 def check_role(transfer: Any) -> None:
     """Raises :class:`ConfigError` unless the connector may both load and store."""
     if transfer.kv_role != "kv_both":
-        raise ConfigError(f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"')
+        raise ConfigError(
+            f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"'
+        )
 
 
 def _cannot_continue(vllm_config: Any) -> bool:
@@ -98,7 +107,9 @@ def _cannot_continue(vllm_config: Any) -> bool:
     return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
 
 
-def read_geometry(vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int) -> Geometry:
+def read_geometry(
+    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int
+) -> Geometry:
     """What scheduler and workers must agree on.  Raises :class:`ConfigError` for a ``block_size`` that does not fit."""
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
@@ -146,8 +157,8 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
 def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether blocks that are allocated anew are zeroed before the connector hears of the step.
 
-    vLLM's second model runner zeroes them (where caches of several precisions share blocks) while it prepares the step; its first one
-    calls ``handle_preemptions`` before anything else.
+    vLLM's second model runner zeroes them (where caches of several precisions share blocks) while it prepares the step;
+    its first one calls ``handle_preemptions`` before anything else.
     """
     prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
     return prepares_first and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -203,8 +214,8 @@ def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context:
 def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
     """Of the computed tokens, how many of the last may be computed again.
 
-    Heads that predict several tokens begin a chunk of a prompt before the end of the last one; and in the layers of a head the last
-    accepted tokens are computed again when drafts after them were rejected.
+    Heads that predict several tokens begin a chunk of a prompt before the end of the last one; and in the layers of a
+    head the last accepted tokens are computed again when drafts after them were rejected.
     """
     ahead = max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
     if is_eagle:
@@ -216,8 +227,8 @@ def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
 def _replica(parallel: Any, engine_id: str) -> str | None:
     """The data-parallel rank, None without data parallelism.
 
-    Each replica of a dense model is configured as an engine of its own, of data-parallel size 1; that it is the first of several
-    shows in what vLLM appends to the engine ids of all of them.
+    Each replica of a dense model is configured as an engine of its own, of data-parallel size 1; that it is the first
+    of several shows in what vLLM appends to the engine ids of all of them.
     """
     index = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
     several = int(getattr(parallel, "data_parallel_size", 1)) > 1 or engine_id.endswith(f"_dp{index}")
@@ -276,7 +287,15 @@ def _kv_dtype(vllm_config: Any) -> str:
 
 def _text(group: KVCacheGroup, found: Any) -> str:
     spec = found.kv_cache_spec
-    words = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state", "cache_dtype_str")
+    words = (
+        "num_kv_heads",
+        "head_size",
+        "head_size_v",
+        "dtype",
+        "kv_quant_mode",
+        "tokens_per_state",
+        "cache_dtype_str",
+    )
     first = _first(spec)
     geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
     return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}"

@@ -53,7 +53,8 @@ def _without_prefix(code: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _rope_is_scaled(hf_config: Mapping[str, Any]) -> bool:
     text = json.dumps(hf_config, default=str)
     return (
-        bool(re.search(r'"(rope_type|type)": "(dynamic|longrope|su|yarn|linear|llama3|mrope)', text)) or '"rope_scaling": {' in text
+        bool(re.search(r'"(rope_type|type)": "(dynamic|longrope|su|yarn|linear|llama3|mrope)', text))
+        or '"rope_scaling": {' in text
     )
 
 

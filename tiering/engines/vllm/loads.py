@@ -26,7 +26,8 @@ def ordered_loads(
 class LoadLedger:
     """The GPU blocks of each request that is being loaded, and the requests of whose hits nothing could be loaded.
 
-    While a request is being loaded nobody else has its blocks, so that a block that was not filled tells whose load it was of.
+    While a request is being loaded nobody else has its blocks, so that a block that was not filled tells whose load it
+    was of.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,11 @@ class LoadLedger:
     def failed(self, received: Collection[ReqId], unfilled: Collection[int]) -> set[ReqId]:
         """Of the requests whose load has ended, those that lack something; ``unfilled`` are the blocks that were not filled."""
         unfilled = set(unfilled)
-        return {req_id for req_id in received if req_id in self._shrunk or not unfilled.isdisjoint(self._blocks.get(req_id, ()))}
+        return {
+            req_id
+            for req_id in received
+            if req_id in self._shrunk or not unfilled.isdisjoint(self._blocks.get(req_id, ()))
+        }
 
     def ended(self, received: Collection[ReqId]) -> None:
         """Forget these requests."""

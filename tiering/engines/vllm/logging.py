@@ -13,8 +13,9 @@ OURS = "kv_tiering"
 def share_logging(engine: logging.Logger, environment: Mapping[str, str] = os.environ) -> bool:
     """Let our lines go where ``engine``'s go, from the same level on; returns whether that was set up, now or by an earlier call.
 
-    Does nothing if somebody has configured logging for us: a handler on our logger or above it, or ``VLLM_CONFIGURE_LOGGING=0``;
-    nor if ``engine`` has no handlers.  A level that our logger has already is kept.  Harmless if repeated.
+    Does nothing if somebody has configured logging for us: a handler on our logger or above it, or
+    ``VLLM_CONFIGURE_LOGGING=0``; nor if ``engine`` has no handlers.  A level that our logger has already is kept.
+    Harmless if repeated.
     """
     ours = engine.manager.getLogger(OURS)
     if ours.handlers:

@@ -1,7 +1,7 @@
 """Requests with LoRA adapters: a block's hash covers an adapter's name (from vLLM 0.31 on its path too), not its content.
 
-So such a request may use no tier that outlives the process, and a name that has stood for two adapters may use none at all.
-Nothing here imports vLLM; its objects are read by attribute.
+So such a request may use no tier that outlives the process, and a name that has stood for two adapters may use none at
+all. Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations

@@ -31,7 +31,18 @@ _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$")
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
 _OWN_FILES = (
-    *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "ipc_cache", "modelexpress"),
+    *(
+        "auto",
+        "hf",
+        "safetensors",
+        "pt",
+        "npcache",
+        "mistral",
+        "fastsafetensors",
+        "instanttensor",
+        "ipc_cache",
+        "modelexpress",
+    ),
     *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
 )
 """The load formats that read the weights of the model that is named, and no others."""
@@ -90,7 +101,8 @@ def _identity(model_config: Any) -> str:
         )
     path = Path(elsewhere)
     if path.exists():
-        # The file itself may be a link into the cache's blobs, where its name is lost; the directory may be a link to anywhere.
+        # The file itself may be a link into the cache's blobs, where its name is lost; the directory may be a link to
+        # anywhere.
         place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         if snapshot := _SNAPSHOT.search(place.as_posix()):
             commit, part = snapshot.groups()

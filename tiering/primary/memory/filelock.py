@@ -1,6 +1,7 @@
 """Locks on bytes of a file that belong to the open descriptor and die with it, also by SIGKILL (Linux open file description locks).
 
-Unlike POSIX record locks they exclude two descriptors of one process from each other; unlike flock they cover single bytes.
+Unlike POSIX record locks they exclude two descriptors of one process from each other; unlike flock they cover single
+bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
     """Hold the byte ``at``.  Raises :class:`RegionError` if it is not to be had before ``deadline`` (monotonic seconds)."""
     while not try_lock(fd, at, 1):
         if time.monotonic() > deadline:
-            raise RegionError("another process holds the shared region's header and does not let go; is a start hanging?")
+            raise RegionError(
+                "another process holds the shared region's header and does not let go; is a start hanging?"
+            )
         time.sleep(_POLL_SECONDS)
     try:
         yield

@@ -97,10 +97,14 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
             thread.join(_PROGRESS_SECONDS)
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
-                logger.info("preparing the primary tier's memory: %s of %s", format_bytes(sum(done)), format_bytes(nbytes))
+                logger.info(
+                    "preparing the primary tier's memory: %s of %s", format_bytes(sum(done)), format_bytes(nbytes)
+                )
     if failures:
         raise failures[0]
-    logger.debug("prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, len(running))
+    logger.debug(
+        "prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, len(running)
+    )
 
 
 def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:
@@ -115,7 +119,9 @@ def _start_threads(work: Callable[[], None], count: int) -> list[threading.Threa
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if running:
-                logger.warning("preparing the primary tier's memory with %d of %d threads: %s", len(running), count, error)
+                logger.warning(
+                    "preparing the primary tier's memory with %d of %d threads: %s", len(running), count, error
+                )
                 break
             raise RegionError(
                 f"no thread can be started to prepare the primary tier's memory ({error}); raise the limit on processes "

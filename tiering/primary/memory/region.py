@@ -1,9 +1,10 @@
 """The primary tier's memory: one shared, page-aligned, mmap'ed buffer of rows that scheduler and workers map.
 
-A region for one process is anonymous.  A region for several is a file in /dev/shm that every side opens by the same name with the
-same arguments, in any order; whoever comes first gives it its size, and the last of the ``sides`` unlinks it, so that from then on
-nothing can be left behind.  Each side holds a lock that the kernel drops with the process: a side that died is not counted, and a
-file in which nobody is left belongs to a start that was killed half-way; the next start removes it.
+A region for one process is anonymous.  A region for several is a file in /dev/shm that every side opens by the same
+name with the same arguments, in any order; whoever comes first gives it its size, and the last of the ``sides`` unlinks
+it, so that from then on nothing can be left behind.  Each side holds a lock that the kernel drops with the process: a
+side that died is not counted, and a file in which nobody is left belongs to a start that was killed half-way; the next
+start removes it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PAGE = mmap.PAGESIZE
 SHM = Path("/dev/shm")
 FILE_PREFIX = "kv-tiering."
 
-# The header is the page after the rows: magic, rows, row stride, sides; then a byte that says that all sides have mapped it.
+# The header is the page after the rows: magic, rows, row stride, sides; then a byte that says that all sides have
+# mapped it.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvregn01"
 _COMPLETE_AT = 64
@@ -75,7 +77,8 @@ def sweep(directory: Path = SHM) -> list[Path]:
 
 
 def _unlink_if_unheld(fd: int, path: Path) -> bool:
-    # Under a lock on every byte nobody is in it; who opened it just now finds it unlinked once it has its lock, and starts again.
+    # Under a lock on every byte nobody is in it; who opened it just now finds it unlinked once it has its lock, and
+    # starts again.
     if not try_lock(fd, 0, 0):
         return False
     try:
@@ -97,10 +100,21 @@ def _release(fd: int, path: Path | None, owner: int) -> None:
 class SharedRegion:
     """``num_rows`` rows of ``row_stride`` bytes (``row_bytes`` rounded up to a page), each starting on a page boundary.
 
-    The memory stays mapped until :meth:`close` was called and every view of it is gone: nobody's view ever becomes invalid.
+    The memory stays mapped until :meth:`close` was called and every view of it is gone: nobody's view ever becomes
+    invalid.
     """
 
-    __slots__ = ("__weakref__", "_complete", "_finalizer", "_rows", "address", "nbytes", "num_rows", "row_bytes", "row_stride")
+    __slots__ = (
+        "__weakref__",
+        "_complete",
+        "_finalizer",
+        "_rows",
+        "address",
+        "nbytes",
+        "num_rows",
+        "row_bytes",
+        "row_stride",
+    )
 
     def __init__(self, fd: int, num_rows: int, row_bytes: int, path: Path | None = None) -> None:
         """Map ``fd``, which the region owns from then on.  Use :meth:`create` or :meth:`open_shared`."""
@@ -153,8 +167,8 @@ class SharedRegion:
         """The region ``name`` of ``sides`` processes (or parts of one), each of which calls this once with the same arguments.
 
         Never waits for another side to come, only (``timeout`` seconds) for one that is changing the header.  Until
-        :attr:`is_complete` the others may still be missing.  Raises :class:`ConfigError` if the sides disagree about the shape,
-        :class:`RegionError`, saying which limit to raise, if there is no room.
+        :attr:`is_complete` the others may still be missing.  Raises :class:`ConfigError` if the sides disagree about
+        the shape, :class:`RegionError`, saying which limit to raise, if there is no room.
         """
         _total_bytes(num_rows, row_bytes)
         if not 1 <= sides <= MAX_SIDES:
@@ -220,7 +234,9 @@ class SharedRegion:
 def _total_bytes(num_rows: int, row_bytes: int) -> int:
     """Of the file, header included.  Raises :class:`ConfigError` for a shape that holds nothing."""
     if num_rows < 1 or row_bytes < 1:
-        raise ConfigError(f"a region of {num_rows} rows of {row_bytes} bytes holds nothing; raise primary.capacity above one block")
+        raise ConfigError(
+            f"a region of {num_rows} rows of {row_bytes} bytes holds nothing; raise primary.capacity above one block"
+        )
     return num_rows * row_stride(row_bytes) + PAGE
 
 

@@ -82,7 +82,9 @@ def available_bytes(proc: Path = Path("/proc")) -> int | None:
     return None
 
 
-def check_room(nbytes: int, directory: Path | None, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> None:
+def check_room(
+    nbytes: int, directory: Path | None, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")
+) -> None:
     """Raise :class:`RegionError` unless ``nbytes`` fit: in ``directory`` (None: no file system), the cgroup and the machine."""
     need = format_bytes(nbytes)
     if directory is not None:

@@ -1,8 +1,9 @@
 """The contract of an index: what is known of one medium, owned by the scheduler's thread.
 
-It answers lookups from memory, chooses places, and is told how I/O ended.  It does no I/O and takes no lock.  The two built-in ones:
-:class:`tiering.secondary.index.slots.SlotIndex` for media of our own (key → slot, free slots, eviction) and
-:class:`tiering.secondary.index.shared.SharedIndex` for media shared with others (what was learnt, and for how long).
+It answers lookups from memory, chooses places, and is told how I/O ended.  It does no I/O and takes no lock.  The two
+built-in ones: :class:`tiering.secondary.index.slots.SlotIndex` for media of our own (key → slot, free slots, eviction)
+and :class:`tiering.secondary.index.shared.SharedIndex` for media shared with others (what was learnt, and for how
+long).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tiering.secondary.contract import PrefixAnswer
 class StorePlan:
     """Which of the offered blocks to write, by position in the offered sequence, and where; and what made room for them.
 
-    ``already_held``: positions of keys that the medium holds.  Positions in neither are declined: no room, or their write is under way
-    (for another job, which may fail).
+    ``already_held``: positions of keys that the medium holds.  Positions in neither are declined: no room, or their
+    write is under way (for another job, which may fail).
     """
 
     positions: list[int]
@@ -35,8 +36,8 @@ class StorePlan:
 class Probe:
     """A question to a shared medium: how much of the chain ``keys`` is there?
 
-    ``place_of`` names a key's place; it is pure, and called on the I/O side (naming a whole chain costs the scheduler too much).
-    ``offers``: it was raised by :meth:`TierIndex.lacking`.
+    ``place_of`` names a key's place; it is pure, and called on the I/O side (naming a whole chain costs the scheduler
+    too much). ``offers``: it was raised by :meth:`TierIndex.lacking`.
     """
 
     keys: Sequence[OffloadKey]
@@ -80,7 +81,9 @@ class TierIndex(ABC):
         """Reserve places for those of ``keys`` that are not held.  Until :meth:`end_store` they are neither answered for nor reused."""
 
     @abstractmethod
-    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+    def end_store(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
+    ) -> None:
         """The writes of a plan have ended (``places`` as planned): what was stored is held, the other places are free."""
 
     @abstractmethod
@@ -88,7 +91,9 @@ class TierIndex(ABC):
         """Where to read ``keys``; None if not held.  A slot is not reused until :meth:`end_load`."""
 
     @abstractmethod
-    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+    def end_load(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
+    ) -> list[OffloadKey]:
         """The reads have ended.  ``lost``: absent or corrupt, to be dropped.  Returns the keys that left the index."""
 
     @abstractmethod

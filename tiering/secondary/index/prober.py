@@ -1,7 +1,7 @@
 """How much of a chain of blocks a shared medium holds, asked in few round trips.
 
-Runs on the I/O side.  A chain is held up to some point: probe exponentially until a block is missing, then narrow the gap; each
-round asks for several positions at once, because a round trip costs far more than a question.
+Runs on the I/O side.  A chain is held up to some point: probe exponentially until a block is missing, then narrow the
+gap; each round asks for several positions at once, because a round trip costs far more than a question.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _GROWTH = 4
 def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, width: int = PROBE_WIDTH) -> int | None:
     """How many leading keys of ``probe`` the medium holds; None if it could not say so of the first one.
 
-    What it cannot say further on counts as missing.  Positions between two that are held are taken to be held: a block that turns
-    out to be missing is a miss for its key when it is read.
+    What it cannot say further on counts as missing.  Positions between two that are held are taken to be held: a block
+    that turns out to be missing is a miss for its key when it is read.
     """
     held, missing = 0, len(probe.keys)
     bounded = False

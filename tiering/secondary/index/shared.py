@@ -1,7 +1,7 @@
 """The index of a medium that is shared with others: what was learnt of it, for how long, in bounded memory.
 
-A place is a name made of the key, so nothing has to be remembered to find a block; what is remembered is whether it is worth
-trying.  Unknown keys are asked about once per prefix, while lookups stay undecided for at most a deadline.
+A place is a name made of the key, so nothing has to be remembered to find a block; what is remembered is whether it is
+worth trying.  Unknown keys are asked about once per prefix, while lookups stay undecided for at most a deadline.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ def object_name(prefix: str, key: OffloadKey) -> str:
 class SharedIndex(TierIndex):
     """What is known of a shared medium.
 
-    ``present_ttl``, ``absent_ttl``: seconds for which is believed that a block is there, or not.  ``lookup_deadline``: seconds for
-    which a lookup stays undecided while a probe is under way; after them the answer is "no" until the probe comes back.
+    ``present_ttl``, ``absent_ttl``: seconds for which is believed that a block is there, or not.  ``lookup_deadline``:
+    seconds for which a lookup stays undecided while a probe is under way; after them the answer is "no" until the probe
+    comes back.
     """
 
     shared: ClassVar[bool] = True
 
     def __init__(
-        self, *, present_ttl: float = 300.0, absent_ttl: float = 10.0, lookup_deadline: float = 0.25, max_entries: int = MAX_ENTRIES
+        self,
+        *,
+        present_ttl: float = 300.0,
+        absent_ttl: float = 10.0,
+        lookup_deadline: float = 0.25,
+        max_entries: int = MAX_ENTRIES,
     ) -> None:
         self._present_ttl = present_ttl
         self._absent_ttl = absent_ttl
@@ -60,7 +66,7 @@ class SharedIndex(TierIndex):
         self._prefix = place_prefix
         self._place_of = partial(object_name, place_prefix)
 
-    # ------------------------------------------------------------------------------------------------------------ lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
         until = list(map(self._present.get, keys, repeat(0.0)))
@@ -101,9 +107,10 @@ class SharedIndex(TierIndex):
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
         """What is known to be absent, and the unknown after it: prefixes are stored from their head.
 
-        What was there when it was last heard of is taken to be there still, however long ago: offering a block that others hold costs a
-        request and its bytes, and a lookup that finds it gone tells.  Of what was never heard of (after a restart, or what was dropped
-        in an outage) the medium is asked first: one question for a chain, instead of a write for each of its blocks.
+        What was there when it was last heard of is taken to be there still, however long ago: offering a block that
+        others hold costs a request and its bytes, and a lookup that finds it gone tells.  Of what was never heard of
+        (after a restart, or what was dropped in an outage) the medium is asked first: one question for a chain, instead
+        of a write for each of its blocks.
         """
         present = self._present
         if all(map(present.__contains__, keys)):
@@ -121,7 +128,7 @@ class SharedIndex(TierIndex):
         present, writing, place_of = self._present, self._writing, self._place_of
         return [key for key in keys if key not in present and (not writing or place_of(key) not in writing)]
 
-    # -------------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         positions: list[int] = []
@@ -137,7 +144,9 @@ class SharedIndex(TierIndex):
         self._writing.update(places)
         return StorePlan(positions, places, already_held)
 
-    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+    def end_store(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
+    ) -> None:
         self._writing.difference_update(places)
         if self._is_present_epoch(places):
             self._learn_present(list(compress(keys, stored)), now + self._present_ttl)
@@ -146,7 +155,9 @@ class SharedIndex(TierIndex):
         """A name for each key, known to be there or not: what is not there is a miss for its key when it is read."""
         return list(map(self._place_of, keys))
 
-    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+    def end_load(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
+    ) -> list[OffloadKey]:
         if not self._is_present_epoch(places):
             return []
         gone = list(compress(keys, lost))
@@ -166,7 +177,8 @@ class SharedIndex(TierIndex):
         self._absent.clear()
         self._asked.clear()
         self._raised.clear()
-        # Questions and jobs under way are of the time before: their answers are told apart by this object, and by the prefix.
+        # Questions and jobs under way are of the time before: their answers are told apart by this object, and by the
+        # prefix.
         self._place_of = partial(object_name, self._prefix)
         return held
 
@@ -174,7 +186,7 @@ class SharedIndex(TierIndex):
     def blocks(self) -> int:
         return len(self._present)
 
-    # ----------------------------------------------------------------------------------------------------------- knowledge
+    # -------------------------------------------------------------------------------------------------------- knowledge
 
     def _is_present_epoch(self, places: Sequence[Place]) -> bool:
         return bool(places) and str(places[0]).startswith(self._prefix)

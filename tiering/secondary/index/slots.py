@@ -4,10 +4,13 @@ A slot is in exactly one of these states:
 
 - *free*; *written* (reserved by :meth:`SlotIndex.plan_store`); *held* (answered for; pinned while it is read);
 - *foreign*: it holds a block of another namespace or an older epoch, used before any block of our own is evicted;
-- *unseen*: not known yet (a medium that is being recovered, or room that is not prepared yet): neither allocated nor answered for;
-- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a *bad* slot).
+- *unseen*: not known yet (a medium that is being recovered, or room that is not prepared yet): neither allocated nor
+  answered for;
+- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a
+  *bad* slot).
 
-Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge` say what is there.
+Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge` say
+what is there.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ _WRITTEN_NOW = np.uint64(0)
 class SlotsSlice:
     """What the index knows of the slots from ``start`` on, one entry per slot, copied.
 
-    ``keys[i]`` is None where no block is held or written; ``written[i]``: a write is under way, so only the medium knows what is
-    there; ``used[i]`` grows with the last use; ``foreign[i]``: see the module.
+    ``keys[i]`` is None where no block is held or written; ``written[i]``: a write is under way, so only the medium
+    knows what is there; ``used[i]`` grows with the last use; ``foreign[i]``: see the module.
     """
 
     start: int
@@ -54,8 +57,9 @@ class SlotsSlice:
 class SlotIndex(TierIndex):
     """Keys and slots of one medium.  Owned by the scheduler's thread.
 
-    ``num_slots``: slots there can ever be.  Eviction begins when more than ``high_watermark`` of the slots in use would be occupied,
-    and then goes on until ``low_watermark`` is reached, in large batches: neighbours that leave together are written together.
+    ``num_slots``: slots there can ever be.  Eviction begins when more than ``high_watermark`` of the slots in use would
+    be occupied, and then goes on until ``low_watermark`` is reached, in large batches: neighbours that leave together
+    are written together.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class SlotIndex(TierIndex):
         """Slots that the medium lost while they were read or written: unseen once that has ended.  Writes to them do not count."""
         self._sequences: Sequences | None = None
 
-    # ------------------------------------------------------------------------------------------------------------- lookup
+    # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
         """Not known during recovery: what is not seen yet may be there."""
@@ -128,7 +132,7 @@ class SlotIndex(TierIndex):
             self._table.policy.touch(rows)
             self._stamp(rows)
 
-    # ------------------------------------------------------------------------------------------------------------- stores
+    # ----------------------------------------------------------------------------------------------------------- stores
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         table = self._table
@@ -136,7 +140,9 @@ class SlotIndex(TierIndex):
         positions = list(range(len(keys)))
         if not (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
             already_held = [position for position, key in enumerate(keys) if key in self._readable]
-            positions = [position for position, key in enumerate(keys) if key not in self._readable and key not in table.pending]
+            positions = [
+                position for position, key in enumerate(keys) if key not in self._readable and key not in table.pending
+            ]
         held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
         if len(held):
             table.pin(held)
@@ -150,7 +156,9 @@ class SlotIndex(TierIndex):
             return StorePlan([], [], already_held, evicted)
         return StorePlan(positions, allocated[0].tolist(), already_held, evicted + allocated[1])
 
-    def end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float) -> None:
+    def end_store(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
+    ) -> None:
         self._end_store(keys, places, stored)
         if self.leaving:
             self._let_leave(places)
@@ -160,13 +168,17 @@ class SlotIndex(TierIndex):
         rows = np.array(places, np.int64)
         good = np.array(stored, np.bool_)
         if table.any_quarantined(places):
-            orphaned = np.array([table.is_quarantined(row) and row not in self._retired for row in rows.tolist()], np.bool_)
+            orphaned = np.array(
+                [table.is_quarantined(row) and row not in self._retired for row in rows.tolist()], np.bool_
+            )
             if orphaned.any():
                 table.end_writing(rows[orphaned])
             mine = ~orphaned & np.array([row not in self._retired for row in rows.tolist()], np.bool_)
             keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
             rows, good = rows[mine], good[mine]
-        self._commit([keys[position] for position in np.flatnonzero(good).tolist()] if not good.all() else keys, rows[good])
+        self._commit(
+            [keys[position] for position in np.flatnonzero(good).tolist()] if not good.all() else keys, rows[good]
+        )
         if not good.all():
             table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
         self._retire_condemned()
@@ -204,7 +216,7 @@ class SlotIndex(TierIndex):
         self._tick += len(rows)
         self._used[rows] = np.arange(self._tick, self._tick - len(rows), -1)
 
-    # -------------------------------------------------------------------------------------------------------------- loads
+    # ------------------------------------------------------------------------------------------------------------ loads
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         slots = self._table.rows_of(keys)
@@ -215,17 +227,23 @@ class SlotIndex(TierIndex):
         places.extend(slots)
         return places
 
-    def end_load(self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float) -> list[OffloadKey]:
+    def end_load(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
+    ) -> list[OffloadKey]:
         self._table.unpin(np.array(places, np.int64))
         gone: list[OffloadKey] = []
         if any(lost):
-            gone = [key for key, place, bad in zip(keys, places, lost, strict=True) if bad and self._readable.get(key) == place]
+            gone = [
+                key
+                for key, place, bad in zip(keys, places, lost, strict=True)
+                if bad and self._readable.get(key) == place
+            ]
             gone = self._table.drop(gone)
         self._retire_condemned()
         self._let_leave(places)
         return gone
 
-    # ---------------------------------------------------------------------------------------- what is there, and what is not
+    # ----------------------------------------------------------------------------------- what is there, and what is not
 
     def clear(self) -> list[OffloadKey]:
         return self._table.clear()
@@ -263,8 +281,8 @@ class SlotIndex(TierIndex):
     def merge(self, keys: Sequence[OffloadKey], slots: Rows, sequences: Sequences) -> list[OffloadKey]:
         """Unseen ``slots`` hold ``keys`` (co-indexed, each key once), written with ``sequences``; the first is the most recent.
 
-        Of two slots with one key the higher sequence wins, and what was written since the start wins over both; the other slot is
-        free.  Returns the keys that are answered for and were not before.
+        Of two slots with one key the higher sequence wins, and what was written since the start wins over both; the
+        other slot is free.  Returns the keys that are answered for and were not before.
         """
         table = self._table
         usable = self._usable(slots)
@@ -303,7 +321,7 @@ class SlotIndex(TierIndex):
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
-    # ---------------------------------------------------------------------------------------------------------- out of use
+    # ------------------------------------------------------------------------------------------------------- out of use
 
     def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
         """The medium has no space for ``slots``, which were planned for ``keys`` and whose write is about to end: out of use.
@@ -322,8 +340,9 @@ class SlotIndex(TierIndex):
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         """The device reported an error at these slots: what they hold is dropped, and they are out of use until :meth:`restore`.
 
-        A slot that is being read, or that has not been seen yet, is out of use once nobody reads it or it is seen.  To be called before
-        the :meth:`end_store` or :meth:`end_load` of the job that failed.  Returns the keys that were held.
+        A slot that is being read, or that has not been seen yet, is out of use once nobody reads it or it is seen.  To
+        be called before the :meth:`end_store` or :meth:`end_load` of the job that failed.  Returns the keys that were
+        held.
         """
         table = self._table
         gone: list[OffloadKey] = []
@@ -397,7 +416,7 @@ class SlotIndex(TierIndex):
         self.slots += len(slots)
         return len(slots)
 
-    # -------------------------------------------------------------------------------------------------------------- trials
+    # ----------------------------------------------------------------------------------------------------------- trials
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         if not self._readable:
@@ -428,9 +447,11 @@ class SlotIndex(TierIndex):
         self._retired -= lost
         self._table.forget(np.array(sorted(lost), np.int64))
         borrowed = {slot: retired for slot, retired in borrowed.items() if slot not in lost}
-        self._restore({slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad})
+        self._restore(
+            {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad}
+        )
 
-    # ------------------------------------------------------------------------------------------------------------- losses
+    # ----------------------------------------------------------------------------------------------------------- losses
 
     def lose(self, start: int, stop: int) -> list[OffloadKey]:
         """The medium has lost slots [start, stop): they are unseen again.  Returns the keys that were held there.
@@ -465,7 +486,7 @@ class SlotIndex(TierIndex):
         self._table.forget(self._table.withdraw(np.array(ended, np.int64)))
         self.leaving.difference_update(ended)
 
-    # -------------------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def slice(self, start: int, stop: int) -> SlotsSlice:
         """A copy of what is known of slots [start, stop): a few array copies, whatever the table's size."""

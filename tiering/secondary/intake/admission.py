@@ -1,7 +1,8 @@
 """Admission: which of the blocks that are offered to a tier it takes.
 
-``all`` takes everything, ``none`` nothing (a tier that is only read), ``second_touch`` what was seen before: a block that is used once
-is not worth a write.  The memory of what was declined is a fixed table of hashes, so it never grows and never stalls.
+``all`` takes everything, ``none`` nothing (a tier that is only read), ``second_touch`` what was seen before: a block
+that is used once is not worth a write.  The memory of what was declined is a fixed table of hashes, so it never grows
+and never stalls.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class AdmitNone(Admission):
 class GhostFilter:
     """A bounded memory of hashes: one table, where a new hash replaces whichever shared its slot.
 
-    After n more insertions a hash is still remembered with probability exp(-n / slots).  Two keys are confused with probability
-    2^-64.
+    After n more insertions a hash is still remembered with probability exp(-n / slots).  Two keys are confused with
+    probability 2^-64.
     """
 
     def __init__(self, slots: int = GHOST_SLOTS) -> None:
@@ -109,8 +110,8 @@ class GhostFilter:
 class AdmitSecondTouch(Admission):
     """Takes a block at its second touch while resident, or when it is stored again within the ghost filter's memory.
 
-    The first store of a block is its first touch and is declined.  Touches by the request that brought the block do not count: a
-    request touches its own blocks at every step.  (A request without a name is nobody's.)
+    The first store of a block is its first touch and is declined.  Touches by the request that brought the block do not
+    count: a request touches its own blocks at every step.  (A request without a name is nobody's.)
     """
 
     def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:

@@ -1,8 +1,8 @@
 """What a tier is offered again: blocks that are in use in the primary tier and that it lacks.
 
-A tier misses what was stored while it was out, before it was there, or beyond its budget.  The blocks that matter of these are used
-again; then the tier asks for them, at a bounded rate, and for each of them rarely: what it declined, or failed to store, it would most
-likely decline again.
+A tier misses what was stored while it was out, before it was there, or beyond its budget.  The blocks that matter of
+these are used again; then the tier asks for them, at a bounded rate, and for each of them rarely: what it declined, or
+failed to store, it would most likely decline again.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def build_io_host(
 ) -> IoHost:
     """The I/O side of one tier around ``store``: retry(breaker(deadline(meter(store)))), a pipeline, and ``options.max_inflight`` threads.
 
-    ``clock`` is the context's if left out; ``sleep`` a wait that ends early when the host is closed.  Nothing is opened or started.
-    Raises :class:`tiering.errors.ConfigError` for compression that the store or the installation cannot do.
+    ``clock`` is the context's if left out; ``sleep`` a wait that ends early when the host is closed.  Nothing is opened
+    or started. Raises :class:`tiering.errors.ConfigError` for compression that the store or the installation cannot do.
     """
     clock = context.clock if clock is None else clock
     stopping = threading.Event()

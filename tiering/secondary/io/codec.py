@@ -1,8 +1,8 @@
 """Compression of blocks on the I/O side: zstd, for elements of two bytes on the high byte plane only.
 
-The low bytes of bf16 and fp16 numbers are noise: they are stored as they are, and only the high plane (sign and exponent) goes
-through zstd, with parameters that were measured best for it.  Elements of other sizes are compressed whole.  What does not shrink by a
-tenth is stored raw; a sample decides that cheaply for most such blocks.
+The low bytes of bf16 and fp16 numbers are noise: they are stored as they are, and only the high plane (sign and
+exponent) goes through zstd, with parameters that were measured best for it.  Elements of other sizes are compressed
+whole.  What does not shrink by a tenth is stored raw; a sample decides that cheaply for most such blocks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ def load_zstandard() -> Any:
 class BlockCodec:
     """Compresses and restores blocks.  Of one thread: it keeps zstd contexts and scratch memory.
 
-    ``element_size``: bytes of a number in the cache; 2 selects the split into byte planes.  Raises :class:`ConfigError` without zstandard.
+    ``element_size``: bytes of a number in the cache; 2 selects the split into byte planes.  Raises :class:`ConfigError`
+    without zstandard.
     """
 
     def __init__(self, element_size: int) -> None:
         self._zstd = load_zstandard()
         self._split = element_size == 2
         self._compressor = self._zstd.ZstdCompressor(
-            compression_params=self._zstd.ZstdCompressionParameters(strategy=1, min_match=7, hash_log=6, write_content_size=1)
+            compression_params=self._zstd.ZstdCompressionParameters(
+                strategy=1, min_match=7, hash_log=6, write_content_size=1
+            )
         )
         self._decompressor = self._zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW)
         self._high: Bytes = np.empty(0, np.uint8)
@@ -79,7 +82,8 @@ class BlockCodec:
     def decode(self, codec: int, row: memoryview, stored_length: int, key: bytes) -> None:
         """Replace the payload in ``row[:stored_length]`` by the block of ``len(row)`` bytes that it encodes.
 
-        Writes nowhere but ``row``.  Raises :class:`FrameError` for anything that is not the encoding of just so many bytes.
+        Writes nowhere but ``row``.  Raises :class:`FrameError` for anything that is not the encoding of just so many
+        bytes.
         """
         target = np.frombuffer(row, np.uint8)
         size = len(target)

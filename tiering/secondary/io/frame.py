@@ -16,8 +16,8 @@ A frame is a header of 128 bytes, zeros up to the store's ``header_bytes``, and 
         72     48  the key, zero padded; of a key longer than 48 bytes, its xxh3-128 instead
        120      8  xxh3-64 of the 120 bytes before
 
-A key longer than 48 bytes is verified on reads like any other, but a scan of headers alone cannot name it.  The checksums detect
-accidents (flips, truncation, misdirected and torn writes), not somebody who forges frames.
+A key longer than 48 bytes is verified on reads like any other, but a scan of headers alone cannot name it.  The
+checksums detect accidents (flips, truncation, misdirected and torn writes), not somebody who forges frames.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def parse_header(view: memoryview) -> FrameHeader | CorruptReason:
     """The header at the start of ``view``, or why there is none.  Never raises, whatever the bytes are."""
     if len(view) < HEADER_BYTES:
         return CorruptReason.LENGTH
-    magic, version, codec, key_length, raw, stored, sequence, digest, fingerprint, key, checksum = _HEADER.unpack_from(view)
+    magic, version, codec, key_length, raw, stored, sequence, digest, fingerprint, key, checksum = _HEADER.unpack_from(
+        view
+    )
     if magic != MAGIC:
         return CorruptReason.MAGIC
     if version != FORMAT_VERSION:
@@ -187,8 +189,8 @@ def verify_raw(header: FrameHeader, raw: memoryview, key: bytes) -> None:
 class SequenceSource:
     """Sequence numbers that only grow, over restarts too.
 
-    They begin at the wall clock's nanoseconds, which a process cannot overtake by counting frames; a medium that finds higher ones
-    (the clock was set back) says so with :meth:`advance_past` before it writes.  Any thread may call.
+    They begin at the wall clock's nanoseconds, which a process cannot overtake by counting frames; a medium that finds
+    higher ones (the clock was set back) says so with :meth:`advance_past` before it writes.  Any thread may call.
     """
 
     def __init__(self, first: int | None = None) -> None:

@@ -1,14 +1,16 @@
 """The I/O side of a tier: a few threads that run jobs in units, and the queues between them and the scheduler's thread.
 
-The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`, :meth:`IoHost.poll`).  A job
-is cut into units by the thread that first takes it up; all threads share its units, the head of the prefix first.
-Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side.  Tasks go before loads, loads before stores.
+The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`,
+:meth:`IoHost.poll`).  A job is cut into units by the thread that first takes it up; all threads share its units, the
+head of the prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side.
+Tasks go before loads, loads before stores.
 
-Threads are daemons: one that hangs in a medium delays neither the others nor the end of the process.  While threads are stuck in
-units whose deadline has passed, others stand in for them, at most as many again; they leave when those come back.
+Threads are daemons: one that hangs in a medium delays neither the others nor the end of the process.  While threads are
+stuck in units whose deadline has passed, others stand in for them, at most as many again; they leave when those come
+back.
 
-A thread that cannot be started (the process or its container may have no more of them) is tried again later.  Until one can be, jobs
-fail, and so do tasks, with a :class:`TemporaryStoreError`: whoever asked for a task tries again.
+A thread that cannot be started (the process or its container may have no more of them) is tried again later.  Until one
+can be, jobs fail, and so do tasks, with a :class:`TemporaryStoreError`: whoever asked for a task tries again.
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ class _Queues:
 class IoHost:
     """Runs the jobs and tasks of one tier.
 
-    Every job that is submitted is returned by :meth:`poll` exactly once, when nothing of it runs any more, whatever happened to it.
-    ``unit_bytes``: most bytes of a unit (a single block may be larger).  ``stopping`` is set when the host is closed.  Threads start
-    with the first job or task.  All methods are called from the scheduler's thread.
+    Every job that is submitted is returned by :meth:`poll` exactly once, when nothing of it runs any more, whatever
+    happened to it. ``unit_bytes``: most bytes of a unit (a single block may be larger).  ``stopping`` is set when the
+    host is closed.  Threads start with the first job or task.  All methods are called from the scheduler's thread.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class IoHost:
         """Deadlines of the units that are running."""
         self._alive = 0
 
-    # ------------------------------------------------------------------------------------------------- the scheduler's thread
+    # ------------------------------------------------------------------------------------------- the scheduler's thread
 
     @property
     def in_flight(self) -> int:
@@ -211,8 +213,8 @@ class IoHost:
     def close(self, deadline: float) -> bool:
         """Stop: what was not begun fails, what runs is waited for until ``deadline``.
 
-        True if no thread touches rows or the medium any more.  After False it may be called again.  The store is neither opened
-        nor closed by the host.
+        True if no thread touches rows or the medium any more.  After False it may be called again.  The store is
+        neither opened nor closed by the host.
         """
         self.stopping.set()
         for _ in self._threads:
@@ -239,7 +241,9 @@ class IoHost:
             return closed
         if not self._alive and self._clock() >= self._start_due:
             self._add_threads(self._num_threads)
-        return None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
+        return (
+            None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
+        )
 
     def _add_threads(self, count: int) -> None:
         """Start up to ``count`` more I/O threads; the first that cannot be started is the last one tried."""
@@ -297,7 +301,8 @@ class IoHost:
             return None
         if unit.state.job.deadline <= now:
             return unit
-        # A thread took the overdue one in between: put this one back, with a token for the thread that found nothing meanwhile.
+        # A thread took the overdue one in between: put this one back, with a token for the thread that found nothing
+        # meanwhile.
         queue.appendleft(unit)
         self._tokens.put(None)
         return None
@@ -308,7 +313,7 @@ class IoHost:
         while (task := _take(self._queues.tasks)) is not None:
             self._end(_TaskDone(task, None, TemporaryStoreError(f"tier {self.name} is closing")))
 
-    # ------------------------------------------------------------------------------------------------------- the I/O threads
+    # -------------------------------------------------------------------------------------------------- the I/O threads
 
     def _work(self) -> None:
         while True:
@@ -335,7 +340,9 @@ class IoHost:
         queues = self._queues
         if (task := _take(queues.tasks)) is not None:
             self._run_task(task)
-        elif (unit := self._take_unit(queues.loads)) is not None or (unit := self._take_unit(queues.stores)) is not None:
+        elif (unit := self._take_unit(queues.loads)) is not None or (
+            unit := self._take_unit(queues.stores)
+        ) is not None:
             self._run_unit(unit)
 
     def _take_unit(self, queue: _Queue) -> _Unit | None:
@@ -364,9 +371,13 @@ class IoHost:
             outcomes = self._pipeline.run(job, ordered)
         except BaseException as error:
             if not isinstance(error, StoreError) and self._unexpected.admit():
-                _log.exception("tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.kind.value, len(positions))
+                _log.exception(
+                    "tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.kind.value, len(positions)
+                )
             forget_frames(error)
-            failure = error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
+            failure = (
+                error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
+            )
             self._end_unit(unit, positions, [failure] * len(positions), begun)
         else:
             self._end_unit(unit, ordered, outcomes, begun)
@@ -383,7 +394,7 @@ class IoHost:
             failure = error
         self._end(_TaskDone(task, result, failure))
 
-    # --------------------------------------------------------------------------------------------------------------- any thread
+    # ------------------------------------------------------------------------------------------------------- any thread
 
     def _fail(self, unit: _Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs.  ``error`` None: it has no blocks."""

@@ -56,8 +56,8 @@ class IoResult:
 class IoTask:
     """Anything else for the I/O side: probes, epochs, recovery.  ``run`` is called on an I/O thread.
 
-    ``on_done`` is called on the scheduler's thread, from ``IoHost.poll``, with the result, or with the exception that ``run`` raised.
-    ``background`` tasks run on a thread of their own and never delay a job.
+    ``on_done`` is called on the scheduler's thread, from ``IoHost.poll``, with the result, or with the exception that
+    ``run`` raised. ``background`` tasks run on a thread of their own and never delay a job.
     """
 
     name: str

@@ -1,11 +1,12 @@
 """A block's way between a primary row and a medium: framed and checksummed on the way out, verified and decoded on the way in.
 
-Works on units (some blocks of one job) on I/O threads.  Payloads go straight between the row and the medium; only compression needs
-scratch memory.  Nothing here holds the interpreter lock for long: bytes are only touched by numpy, xxhash, zstandard and the store.
+Works on units (some blocks of one job) on I/O threads.  Payloads go straight between the row and the medium; only
+compression needs scratch memory.  Nothing here holds the interpreter lock for long: bytes are only touched by numpy,
+xxhash, zstandard and the store.
 
-Media with aligned I/O are given the row up to the next multiple of their alignment.  The bytes between the block and that boundary are
-the row's padding: they are zeroed before a put, so that nothing of a larger block that had the row before gets onto the medium.
-(They belong to no block, so that this disturbs nobody who reads the row meanwhile.)
+Media with aligned I/O are given the row up to the next multiple of their alignment.  The bytes between the block and
+that boundary are the row's padding: they are zeroed before a put, so that nothing of a larger block that had the row
+before gets onto the medium. (They belong to no block, so that this disturbs nobody who reads the row meanwhile.)
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ class _ThreadBuffers(threading.local):
 class Pipeline:
     """Runs units of jobs on ``store``, a store with its layers.  Called by several threads at once.
 
-    ``primary_view``: writable, of shape (num_rows, row_stride_bytes), uint8.  ``compress``: encode what is stored, where the store takes blocks of
-    any size; what is loaded is decoded whatever this says.  ``element_size``: bytes of a number in the cache.  Raises
-    :class:`ConfigError` for a view that is none of that, and if zstandard is needed and missing.
+    ``primary_view``: writable, of shape (num_rows, row_stride_bytes), uint8.  ``compress``: encode what is stored,
+    where the store takes blocks of any size; what is loaded is decoded whatever this says.  ``element_size``: bytes of
+    a number in the cache.  Raises :class:`ConfigError` for a view that is none of that, and if zstandard is needed and
+    missing.
     """
 
     def __init__(
@@ -94,10 +96,14 @@ class Pipeline:
     ) -> None:
         rows = np.asarray(primary_view)
         if rows.ndim != 2 or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:
-            raise ConfigError(f"tier {name}: the primary view is not a writable, contiguous uint8 buffer of two dimensions")
+            raise ConfigError(
+                f"tier {name}: the primary view is not a writable, contiguous uint8 buffer of two dimensions"
+            )
         if compress:
             if not store.variable_size:
-                raise ConfigError(f"tier {name}: compression: this medium has blocks of a fixed size, which would gain nothing")
+                raise ConfigError(
+                    f"tier {name}: compression: this medium has blocks of a fixed size, which would gain nothing"
+                )
             load_zstandard()
         self.store = store
         self.breakers = breakers
@@ -133,7 +139,9 @@ class Pipeline:
         rows = [job.rows[position] for position in positions]
         sizes = [job.sizes[position] for position in positions]
         if min(rows) < 0 or max(rows) >= self._num_rows or min(sizes) <= 0 or max(sizes) > self._stride:
-            raise PermanentStoreError(f"tier {self.name}: job {job.job_id} has rows or sizes outside the primary buffer")
+            raise PermanentStoreError(
+                f"tier {self.name}: job {job.job_id} has rows or sizes outside the primary buffer"
+            )
         if (self._address | self._stride) % self._medium.alignment:
             raise PermanentStoreError(
                 f"tier {self.name}: rows are not aligned to the {self._medium.alignment} bytes the medium asks for"
@@ -141,7 +149,9 @@ class Pipeline:
         unit = self._load if job.kind is IoKind.LOAD else self._store
         outcomes = unit(job, positions, rows, sizes)
         if len(outcomes) != len(positions):
-            raise PermanentStoreError(f"tier {self.name}: the store gave {len(outcomes)} outcomes for {len(positions)} blocks")
+            raise PermanentStoreError(
+                f"tier {self.name}: the store gave {len(outcomes)} outcomes for {len(positions)} blocks"
+            )
         for outcome in outcomes:
             if isinstance(outcome, StoreError):
                 forget_frames(outcome)
@@ -173,7 +183,9 @@ class Pipeline:
             blocks.append(BlockIO(job.keys[position], job.places[position], header, raw, job.deadline))
         return self.store.put(blocks)
 
-    def _store_compressed(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+    def _store_compressed(
+        self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]
+    ) -> list[Outcome]:
         slot = max(sizes)
         batch = max(1, _SCRATCH_BYTES // slot)
         buffers = self._buffers

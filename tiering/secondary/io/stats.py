@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 class IoStats:
     """Counters since the start.
 
-    Bytes are those that moved to or from the medium, headers included.  Seconds are summed over threads.  ``requests`` counts blocks
-    asked of the medium, attempts that failed, probes and deletions included; ``retries`` blocks that were sent again; ``corrupt``
-    blocks refused; ``overdue`` blocks whose deadline passed before an attempt.  ``lock``: held to write, never to read.
+    Bytes are those that moved to or from the medium, headers included.  Seconds are summed over threads.  ``requests``
+    counts blocks asked of the medium, attempts that failed, probes and deletions included; ``retries`` blocks that were
+    sent again; ``corrupt`` blocks refused; ``overdue`` blocks whose deadline passed before an attempt.  ``lock``: held
+    to write, never to read.
     """
 
     read_bytes: int = 0

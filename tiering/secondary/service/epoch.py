@@ -1,6 +1,7 @@
 """Reset epochs as documents beside the blocks: their names, their bytes, and the epoch that a reset moves to.
 
-Blocks carry a fingerprint that covers the epoch, so blocks whose epoch nobody can read any more are foreign to everybody.
+Blocks carry a fingerprint that covers the epoch, so blocks whose epoch nobody can read any more are foreign to
+everybody.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _DIGEST_BYTES = 16
 def epoch_document(namespace: Namespace, number: int = 0) -> str:
     """The name of the document that holds the epoch of ``namespace``.
 
-    ``number``: on shared media, where documents are never replaced, the next one counts where a document is damaged (default 0).
+    ``number``: on shared media, where documents are never replaced, the next one counts where a document is damaged
+    (default 0).
     """
     return f"{EPOCHS}{namespace.directory}" + (f"-{number}" if number else "")
 
@@ -60,8 +62,8 @@ class EpochDocument:
     private: bool = False
     """True if only the process that began the epoch may read its blocks (default False).
 
-    What a process computes after a reset (with other weights, say) is not what the namespace's parameters describe, because they
-    were taken at the start of the process.
+    What a process computes after a reset (with other weights, say) is not what the namespace's parameters describe,
+    because they were taken at the start of the process.
     """
 
     @classmethod
@@ -81,7 +83,13 @@ class EpochDocument:
         if len(data) != _LAYOUT.size + _DIGEST_BYTES or xxh3_128(data[: _LAYOUT.size]).digest() != data[_LAYOUT.size :]:
             return None
         magic, version, flags, base, epoch, revision = _LAYOUT.unpack_from(data)
-        if magic != _MAGIC or version != _VERSION or flags not in (0, _PRIVATE) or epoch == NO_EPOCH or len(epoch) != EPOCH_BYTES:
+        if (
+            magic != _MAGIC
+            or version != _VERSION
+            or flags not in (0, _PRIVATE)
+            or epoch == NO_EPOCH
+            or len(epoch) != EPOCH_BYTES
+        ):
             return None
         return cls(base, epoch, revision, flags == _PRIVATE)
 

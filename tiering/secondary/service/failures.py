@@ -32,12 +32,18 @@ class FailureLog:
         errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
         self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
-        others = [error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))]
+        others = [
+            error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
+        ]
         if others and (events := self._lines.admit(len(others))):
             what = "not stored" if kind is IoKind.STORE else "not loaded"
-            logger.warning("tier %s: %d block(s) were %s, the last one because: %s", self._name, events, what, others[-1])
+            logger.warning(
+                "tier %s: %d block(s) were %s, the last one because: %s", self._name, events, what, others[-1]
+            )
 
     def not_deleted(self, result: None, error: BaseException | None) -> None:
         """A deletion of corrupt blocks ended; ``error`` if it failed."""
         if error is not None and self._lines.admit():
-            logger.warning("tier %s: corrupt blocks could not be deleted, and will be found again: %s", self._name, error)
+            logger.warning(
+                "tier %s: corrupt blocks could not be deleted, and will be found again: %s", self._name, error
+            )

@@ -1,7 +1,8 @@
 """Probes of a medium whose breaker is open: in the background, so that no request has to find out; each exercises what failed.
 
-When reads failed, blocks are read: those whose reads failed, and some others that the tier holds.  When writes failed, slots that hold
-nothing are written the way blocks are.  A medium whose places are names, or a tier without such blocks, is asked through its documents.
+When reads failed, blocks are read: those whose reads failed, and some others that the tier holds.  When writes failed,
+slots that hold nothing are written the way blocks are.  A medium whose places are names, or a tier without such blocks,
+is asked through its documents.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ PROBE_BLOCKS = 8
 class HealthCheck:
     """Probes reads and writes whenever their breaker lets a probe through; one probe of each at a time.
 
-    ``store``: the medium, without layers.  ``block_bytes``: bytes of a block of each group.  ``on_bad_places``: called with places at
-    which the device reported an error while it was probed.  All methods are called on the scheduler's thread.
+    ``store``: the medium, without layers.  ``block_bytes``: bytes of a block of each group.  ``on_bad_places``: called
+    with places at which the device reported an error while it was probed.  All methods are called on the scheduler's
+    thread.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class HealthCheck:
         if writes.state is not BreakerState.CLOSED and not self._writing and writes.allows():
             self._probe_writes(writes)
 
-    # -------------------------------------------------------------------------------------------------------------- reads
+    # ------------------------------------------------------------------------------------------------------------ reads
 
     def _probe_reads(self, breaker: Breaker) -> None:
         failed = breaker.failed_blocks[-PROBE_BLOCKS:]
@@ -84,7 +86,7 @@ class HealthCheck:
         if self._store.read_document(HEALTH_DOCUMENT) not in {None, _PROOF}:
             raise TemporaryStoreError(f"document {HEALTH_DOCUMENT} is not what was written")
 
-    # ------------------------------------------------------------------------------------------------------------- writes
+    # ----------------------------------------------------------------------------------------------------------- writes
 
     def _probe_writes(self, breaker: Breaker) -> None:
         if not breaker.admit():

@@ -26,8 +26,8 @@ RETRY_SECONDS = 60.0
 class Lease:
     """Renews the lease of a private epoch, or of one that a revision names, on a shared medium, for as long as a tier is in it.
 
-    Owned by the scheduler's thread; documents are written on the I/O side.  A lease that is not written yet costs nothing but time: blocks
-    are younger than any collector's patience then.
+    Owned by the scheduler's thread; documents are written on the I/O side.  A lease that is not written yet costs
+    nothing but time: blocks are younger than any collector's patience then.
     """
 
     def __init__(self, name: str, store: BlockStore, io: IoSide, clock: Callable[[], float]) -> None:
@@ -53,12 +53,16 @@ class Lease:
         self._running = True
         self._due = now + RENEWAL_SECONDS * random.uniform(0.8, 1.0)
         content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        self._io.run(IoTask("lease", lambda: self._store.write_document(document, content), self._ended, background=True))
+        self._io.run(
+            IoTask("lease", lambda: self._store.write_document(document, content), self._ended, background=True)
+        )
 
     def _ended(self, result: None, error: BaseException | None) -> None:
         self._running = False
         if error is not None:
             self._due = min(self._due, self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2))
             if not self._failing:
-                logger.warning("tier %s: the lease of its epoch could not be renewed, which is tried again: %s", self._name, error)
+                logger.warning(
+                    "tier %s: the lease of its epoch could not be renewed, which is tried again: %s", self._name, error
+                )
         self._failing = error is not None

@@ -25,9 +25,9 @@ _THREAD_WAIT_SECONDS = 1.0
 class Medium:
     """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time.
 
-    ``revision``: the text that names the weights, if the stack gives one.  ``shared``: others use the medium too, so no document of
-    theirs is ever replaced or removed.  ``writes``: whether the tier stores anything; one that does not must do with a medium that only
-    reads, until a reset.
+    ``revision``: the text that names the weights, if the stack gives one.  ``shared``: others use the medium too, so no
+    document of theirs is ever replaced or removed.  ``writes``: whether the tier stores anything; one that does not
+    must do with a medium that only reads, until a reset.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Medium:
     def enter(self, target: Target | None) -> Namespace:
         """Open the store unless it is open, and return the namespace in the epoch that its blocks have, or in that of ``target``.
 
-        With a ``target`` (a reset) no process that starts later reads anything that was stored before, once this has returned.
-        An epoch that another process began by a reset is its own: a fresh one begins then, for this process and later ones.
-        Raises :class:`tiering.errors.StoreError`; may be called again then.
+        With a ``target`` (a reset) no process that starts later reads anything that was stored before, once this has
+        returned. An epoch that another process began by a reset is its own: a fresh one begins then, for this process
+        and later ones. Raises :class:`tiering.errors.StoreError`; may be called again then.
         """
         if not self._opened:
             self._store.open()
@@ -118,7 +118,7 @@ class Medium:
         if thread.is_alive():
             logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
 
-    # ------------------------------------------------------------------------------------------------- a medium of our own
+    # ---------------------------------------------------------------------------------------------- a medium of our own
 
     def _enter_own(self, *, known: bool) -> Namespace:
         document = epoch_document(self._namespace)
@@ -149,10 +149,12 @@ class Medium:
             if not removed:
                 raise
             logger.warning(
-                "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s", self._name, error
+                "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s",
+                self._name,
+                error,
             )
 
-    # ---------------------------------------------------------------------------------------------------- a shared medium
+    # -------------------------------------------------------------------------------------------------- a shared medium
 
     def _enter_common(self, *, known: bool) -> Namespace:
         """The epoch that all have who start without a revision: the first document that is whole, made by whoever comes first.
@@ -200,7 +202,8 @@ class Medium:
     def _check_parameters(self) -> bool:
         """Whether the parameters are beside the blocks already.
 
-        A fingerprint that stands for two sets of parameters would mix two models' blocks: raises :class:`PermanentStoreError`.
+        A fingerprint that stands for two sets of parameters would mix two models' blocks: raises
+        :class:`PermanentStoreError`.
         """
         document = parameters_document(self._namespace)
         expected = self._namespace.parameters.encode()

@@ -43,7 +43,8 @@ class Backoff:
 class TierService:
     """Opens the medium and enters an epoch; owned by the scheduler's thread, works on the I/O side.
 
-    ``on_entered`` is called on the scheduler's thread each time an epoch has been entered.  A failure is logged once per outage.
+    ``on_entered`` is called on the scheduler's thread each time an epoch has been entered.  A failure is logged once
+    per outage.
     """
 
     attempting: bool
@@ -84,8 +85,8 @@ class TierService:
     def leave(self, target: Target) -> None:
         """Leave the present epoch for that of ``target`` (a reset).
 
-        A medium of our own is out of service until what was stored before is foreign to every later process.  On a shared one only this
-        process moves, so nothing needs to be written.
+        A medium of our own is out of service until what was stored before is foreign to every later process.  On a
+        shared one only this process moves, so nothing needs to be written.
         """
         if self._medium.shared and self.in_service:
             self._on_entered(target.namespace)

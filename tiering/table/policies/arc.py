@@ -1,8 +1,9 @@
 """ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), in batches.
 
-T1 holds rows used once, T2 rows used again; B1 and B2 remember the keys that were evicted from them.  A key that returns while B1
-remembers it says that T1 is too small, one that B2 remembers the opposite; ``target`` is T1's adaptive size.  A batch of victims is
-taken from T1 as far as T1 exceeds its target, then from T2, and from the other list where one has only pinned rows left.
+T1 holds rows used once, T2 rows used again; B1 and B2 remember the keys that were evicted from them.  A key that
+returns while B1 remembers it says that T1 is too small, one that B2 remembers the opposite; ``target`` is T1's adaptive
+size.  A batch of victims is taken from T1 as far as T1 exceeds its target, then from T2, and from the other list where
+one has only pinned rows left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The contract of an eviction policy: it orders the rows of one table and picks victims.
 
-A policy lives on the scheduler's thread, inside a :class:`tiering.table.block_table.BlockTable`.  It deals in batches of row numbers
-(int64 arrays), because a Python call per block is what the scheduler cannot afford.  A policy of one's own is named
-``module:Class`` in the stack file.
+A policy lives on the scheduler's thread, inside a :class:`tiering.table.block_table.BlockTable`.  It deals in batches
+of row numbers (int64 arrays), because a Python call per block is what the scheduler cannot afford.  A policy of one's
+own is named ``module:Class`` in the stack file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RowKeys = NDArray[np.object_]
 class EvictionPolicy(ABC):
     """Orders rows by how much they are worth keeping.
 
-    Constructed as ``cls(num_rows, refs, keys)``.  ``refs`` and ``keys`` are the table's reference count and key of each row, which
-    the policy only reads: a row may be evicted when its count is 0; a policy that remembers the dead finds their keys there.  The
-    table calls :meth:`insert` when a row becomes readable, :meth:`remove` when a row leaves for another reason than eviction,
-    :meth:`release` when rows that the policy may have passed over as pinned are evictable again.  In every batch of rows the FIRST
-    is the most valuable (the head of a prefix) and the last the least.
+    Constructed as ``cls(num_rows, refs, keys)``.  ``refs`` and ``keys`` are the table's reference count and key of each
+    row, which the policy only reads: a row may be evicted when its count is 0; a policy that remembers the dead finds
+    their keys there.  The table calls :meth:`insert` when a row becomes readable, :meth:`remove` when a row leaves for
+    another reason than eviction, :meth:`release` when rows that the policy may have passed over as pinned are evictable
+    again.  In every batch of rows the FIRST is the most valuable (the head of a prefix) and the last the least.
     """
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:

@@ -1,12 +1,13 @@
 """A recency order over rows, in batches: the part that LRU-like policies share.
 
-Every use gives a row a new, larger stamp and appends (row, stamp) to a log; an entry is *live* while its stamp is the row's present
-one.  The least recent row is the first live entry.  A use costs an append; finding a victim costs reading entries that are dead,
-each once; a slow sweep over the log drops dead entries, two for each entry appended, so that the log stays within about twice the
-number of live rows and no single call is long.  All in arrays: nothing here is an object per row.
+Every use gives a row a new, larger stamp and appends (row, stamp) to a log; an entry is *live* while its stamp is the
+row's present one.  The least recent row is the first live entry.  A use costs an append; finding a victim costs reading
+entries that are dead, each once; a slow sweep over the log drops dead entries, two for each entry appended, so that the
+log stays within about twice the number of live rows and no single call is long.  All in arrays: nothing here is an
+object per row.
 
-A row that is pinned when it comes up as a victim is *parked*: it leaves the log, so that it is not looked at again and again, and
-comes back, as the least recent it was, when it is released.  The order is exact, pinned rows included.
+A row that is pinned when it comes up as a victim is *parked*: it leaves the log, so that it is not looked at again and
+again, and comes back, as the least recent it was, when it is released.  The order is exact, pinned rows included.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class RecencyLog:
         """``rows`` are in the list (new, or moved to its end), the first the most recent."""
         count = len(rows)
         clock = self._clock
-        # Both ways around numpy's release of the interpreter lock (arange, and assignments by a reversed index), which would hand it
-        # to a tier's I/O threads in the middle of a step.
+        # Both ways around numpy's release of the interpreter lock (arange, and assignments by a reversed index), which
+        # would hand it to a tier's I/O threads in the middle of a step.
         stamps = _COUNTING[:count] + clock.now if count <= _CHUNK else np.arange(clock.now, clock.now + count)
         clock.now += count
         rows = rows[::-1].copy()

@@ -1,7 +1,8 @@
 """The circuit breakers of a tier: a medium that keeps failing is left alone for a while, then probed, then used again.
 
-Reads and writes have a breaker each (:class:`Breakers`): a medium that refuses writes goes on serving what it holds.  An error that the
-device reports for one place counts towards an outage only together with errors at other places, without a success in between.
+Reads and writes have a breaker each (:class:`Breakers`): a medium that refuses writes goes on serving what it holds.
+An error that the device reports for one place counts towards an outage only together with errors at other places,
+without a success in between.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ def _jitter() -> float:
 class Breaker:
     """Opens after ``options.failures`` failed attempts in a row, or when :meth:`trip` is called.
 
-    ``options.probe_after`` seconds later one attempt is let through.  If it succeeds the breaker closes; if it fails, the next is let
-    through after twice the time, at most ``options.probe_max``.  A probe that never reports is given up after the same time, and a
-    success that comes late makes a probe due at once, so that a breaker never stays open for ever.  A breaker that opens again before
-    it has been closed for ``options.probe_max`` seconds goes on doubling.
+    ``options.probe_after`` seconds later one attempt is let through.  If it succeeds the breaker closes; if it fails,
+    the next is let through after twice the time, at most ``options.probe_max``.  A probe that never reports is given up
+    after the same time, and a success that comes late makes a probe due at once, so that a breaker never stays open for
+    ever.  A breaker that opens again before it has been closed for ``options.probe_max`` seconds goes on doubling.
 
-    ``what`` says in logs what is out of service.  ``jitter``: factor of each wait, drawn anew (default: from 0.75 to 1).
+    ``what`` says in logs what is out of service.  ``jitter``: factor of each wait, drawn anew (default: from 0.75 to
+    1).
 
-    Threads of the I/O side call :meth:`admit`, :meth:`record_success` and :meth:`record_failure`.  :attr:`state` and :meth:`allows`
-    may be read by the scheduler's thread; they take no lock.
+    Threads of the I/O side call :meth:`admit`, :meth:`record_success` and :meth:`record_failure`.  :attr:`state` and
+    :meth:`allows` may be read by the scheduler's thread; they take no lock.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class Breaker:
     def record_failure(self, reason: object, block: BlockIO | None = None) -> None:
         """An attempt failed for a reason that lies with the medium.
 
-        ``block``: one that was asked for (default: not known).  An error that the device reports for the place of a block
-        (:class:`DeviceError`) does not count if it is known of that place already.
+        ``block``: one that was asked for (default: not known).  An error that the device reports for the place of a
+        block (:class:`DeviceError`) does not count if it is known of that place already.
         """
         with self._lock:
             if self.state is BreakerState.HALF_OPEN:
@@ -166,7 +168,9 @@ class Breaker:
         self._announced = bool(times)
         if times:
             often = f" ({times} outages since the last such line)" if times > 1 else ""
-            _log.warning("tier %s: %s, next try within %.1f s%s: %s", self._name, self.what, self._interval, often, reason)
+            _log.warning(
+                "tier %s: %s, next try within %.1f s%s: %s", self._name, self.what, self._interval, often, reason
+            )
 
     def _open(self, reason: object) -> None:
         if self.state is BreakerState.HALF_OPEN:
@@ -226,9 +230,9 @@ def is_medium_failure(outcome: Outcome) -> bool:
 class BreakerLayer(StoreLayer):
     """Tells the breakers how attempts ended, and asks them before each.
 
-    A batch counts as one attempt: as a success if the medium answered for any of its blocks, as a failure if it failed all that it was
-    asked for, as neither if it was asked for none.  A medium of our own that refuses writes (full, read-only) gets none for a while,
-    at once: each further one would cost a block that was evicted for it.
+    A batch counts as one attempt: as a success if the medium answered for any of its blocks, as a failure if it failed
+    all that it was asked for, as neither if it was asked for none.  A medium of our own that refuses writes (full,
+    read-only) gets none for a while, at once: each further one would cost a block that was evicted for it.
     """
 
     def __init__(self, inner: BlockStore, breakers: Breakers) -> None:

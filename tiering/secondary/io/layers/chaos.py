@@ -53,12 +53,18 @@ class ChaosPlan:
 class ChaosLayer(StoreLayer):
     """Injects faults, those asked for with :meth:`inject` first, then by the chances of ``plan``.
 
-    Chance depends on the seed, the operation, the block's key and how often this operation was tried on that key, and on nothing else: the
-    same seed brings the same faults whatever the threads do.  ``sleep`` is called for delays.  ``injected`` counts faults.
+    Chance depends on the seed, the operation, the block's key and how often this operation was tried on that key, and
+    on nothing else: the same seed brings the same faults whatever the threads do.  ``sleep`` is called for delays.
+    ``injected`` counts faults.
     """
 
     def __init__(
-        self, inner: BlockStore, *, seed: int = 0, plan: ChaosPlan | None = None, sleep: Callable[[float], object] | None = None
+        self,
+        inner: BlockStore,
+        *,
+        seed: int = 0,
+        plan: ChaosPlan | None = None,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         super().__init__(inner)
         self.seed = seed
@@ -73,7 +79,7 @@ class ChaosLayer(StoreLayer):
         self._commands: dict[str, deque[Fault]] = {"put": deque(), "get": deque()}
         self._written: list[Place] = []
 
-    # ---------------------------------------------------------------------------------------------------------- commands
+    # --------------------------------------------------------------------------------------------------------- commands
 
     def inject(self, fault: Fault, *, puts: int = 0, gets: int = 0) -> None:
         """Let the next ``puts`` puts and ``gets`` gets of blocks meet ``fault``."""
@@ -92,7 +98,7 @@ class ChaosLayer(StoreLayer):
         """Let everything that hangs go on, now and in future."""
         self._released.set()
 
-    # --------------------------------------------------------------------------------------------------------------- data
+    # ------------------------------------------------------------------------------------------------------------- data
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return [self._outcome(self._put, "put", block) for block in blocks]
@@ -100,7 +106,9 @@ class ChaosLayer(StoreLayer):
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return [self._outcome(self._get, "get", block) for block in blocks]
 
-    def _outcome(self, attempt: Callable[[BlockIO, Fault | None, int], Done], operation: str, block: BlockIO) -> Outcome:
+    def _outcome(
+        self, attempt: Callable[[BlockIO, Fault | None, int], Done], operation: str, block: BlockIO
+    ) -> Outcome:
         fault, dice = self._choose(operation, block.key)
         try:
             if fault is Fault.TEMPORARY:
@@ -138,7 +146,9 @@ class ChaosLayer(StoreLayer):
 
     def _get(self, block: BlockIO, fault: Fault | None, dice: int) -> Done:
         if fault is Fault.SWAP:
-            other = BlockIO(block.key, self._other_place(block.place, dice), block.header, block.payload, block.deadline)
+            other = BlockIO(
+                block.key, self._other_place(block.place, dice), block.header, block.payload, block.deadline
+            )
             outcome = self.inner.get_one(other)
             block.filled = other.filled
             return outcome
@@ -154,7 +164,7 @@ class ChaosLayer(StoreLayer):
                 raise TemporaryStoreError("injected: reset in the middle of a read")
         return outcome
 
-    # --------------------------------------------------------------------------------------------------------------- chance
+    # ----------------------------------------------------------------------------------------------------------- chance
 
     def _choose(self, operation: str, key: bytes) -> tuple[Fault | None, int]:
         with self._lock:
@@ -204,7 +214,9 @@ def _copy_of(block: BlockIO) -> BlockIO:
 
 def _flip(block: BlockIO, dice: int) -> None:
     """Flip a bit of the 128 bytes of the header, or of the payload, with even chances."""
-    part = _bytes(block.header)[:128] if dice & 1 else _bytes(block.payload)[: block.filled if block.filled > 0 else None]
+    part = (
+        _bytes(block.header)[:128] if dice & 1 else _bytes(block.payload)[: block.filled if block.filled > 0 else None]
+    )
     bit = (dice >> 1) % (len(part) * 8)
     part[bit // 8] ^= np.uint8(1 << (bit % 8))
 

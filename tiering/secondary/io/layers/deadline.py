@@ -13,8 +13,8 @@ from tiering.secondary.io.stats import IoStats
 class DeadlineLayer(StoreLayer):
     """Answers :class:`OverdueError` for overdue blocks and hands on the others.
 
-    A medium that moves one block after the other is given them one by one, so that the clock is read between them.  What has begun is
-    not interrupted: its row is in use until it ends.
+    A medium that moves one block after the other is given them one by one, so that the clock is read between them.
+    What has begun is not interrupted: its row is in use until it ends.
     """
 
     def __init__(self, inner: BlockStore, stats: IoStats, *, clock: Callable[[], float]) -> None:
@@ -29,7 +29,9 @@ class DeadlineLayer(StoreLayer):
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self._in_time(self.inner.get, blocks)
 
-    def _in_time(self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]) -> list[Outcome]:
+    def _in_time(
+        self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]
+    ) -> list[Outcome]:
         if self._one_by_one and len(blocks) > 1:
             return [self._in_time(attempt, (block,))[0] for block in blocks]
         now = self._clock()
@@ -39,4 +41,7 @@ class DeadlineLayer(StoreLayer):
         with self._stats.lock:
             self._stats.overdue += len(blocks) - len(live)
         done = iter(attempt(live)) if live else iter(())
-        return [next(done) if block.deadline > now else OverdueError("the deadline passed before an attempt") for block in blocks]
+        return [
+            next(done) if block.deadline > now else OverdueError("the deadline passed before an attempt")
+            for block in blocks
+        ]

@@ -39,7 +39,9 @@ class MeterLayer(StoreLayer):
             outcomes = self.inner.get(blocks)
         finally:
             moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is Done.DONE]
-            size = sum([len(block.header) + (block.filled if block.filled >= 0 else len(block.payload)) for block in moved])
+            size = sum(
+                [len(block.header) + (block.filled if block.filled >= 0 else len(block.payload)) for block in moved]
+            )
             stats = self._stats
             with stats.lock:
                 stats.requests += len(blocks)

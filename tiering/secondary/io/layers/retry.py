@@ -15,9 +15,9 @@ from tiering.secondary.options import RetryOptions
 class RetryLayer(StoreLayer):
     """Sends again only those blocks of a batch that failed for a temporary reason, with the same frame and buffers.
 
-    An attempt starts when the one before it has returned, so that no two of them write one row.  The n-th wait is between half and all
-    of ``backoff`` · 2ⁿ, at most ``backoff_max``; a wait that would end after a block's deadline is not begun, and neither is one
-    once ``stopping`` says so: the block's outcome is then the last error.
+    An attempt starts when the one before it has returned, so that no two of them write one row.  The n-th wait is
+    between half and all of ``backoff`` · 2ⁿ, at most ``backoff_max``; a wait that would end after a block's deadline is
+    not begun, and neither is one once ``stopping`` says so: the block's outcome is then the last error.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class RetryLayer(StoreLayer):
     def _retry(self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes = attempt(blocks)
         for retry in range(self._options.attempts - 1):
-            failed = [at for at, outcome in enumerate(outcomes) if isinstance(outcome, StoreError) and outcome.temporary]
+            failed = [
+                at for at, outcome in enumerate(outcomes) if isinstance(outcome, StoreError) and outcome.temporary
+            ]
             if not failed or self._stopping():
                 break
             wait = self._wait(retry)
