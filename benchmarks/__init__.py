@@ -1,1 +1,2 @@
-"""Benchmarks: what ``make bench`` runs.  One module per subject, ``bench_*.py``, each with ``run(bench: Bench) -> None``."""
+"""Benchmarks: what ``make bench`` runs.  One module per subject, ``bench_*.py``, each with ``run(bench: Bench) ->
+None``."""

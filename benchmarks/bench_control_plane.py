@@ -1,4 +1,5 @@
-"""CPU time of one scheduler step in the tiering manager, against a bare dict with an LRU order (no locks, no accounting, no tiers).
+"""CPU time of one scheduler step in the tiering manager, against a bare dict with an LRU order (no locks, no
+accounting, no tiers).
 
 A step: 64 blocks stored (the CPU tier is full, so 64 are evicted), 64 blocks hit, touched and loaded, one request of 64
 keys that misses; batch calls, events off, a secondary tier that accepts everything and does nothing.  The floor does
@@ -160,7 +161,8 @@ def run(bench: Bench) -> None:
         turns: list[Work] = []
 
         def turn(subject: Subject = subject, turns: list[Work] = turns) -> Work:
-            """Both variants of a round get equal keys, but not the same objects: a key's hash is computed once per object."""
+            """Both variants of a round get equal keys, but not the same objects: a key's hash is computed once per
+            object."""
             if not turns:
                 work = subject.work(steps)
                 turns += [work, [tuple(copied(batch) for batch in step) for step in work]]  # type: ignore[list-item]

@@ -1,4 +1,5 @@
-"""Copies between the KV cache and the primary rows on engines without an accelerator: GB/s and CPU seconds per GB, both ways.
+"""Copies between the KV cache and the primary rows on engines without an accelerator: GB/s and CPU seconds per GB, both
+ways.
 
 A job moves 64 blocks of 32 layers (2 MiB a block) between scattered GPU blocks and scattered rows.  Beside it: one bare
 ``copy_`` of the same bytes, contiguous, which is what the memory allows; and the same pages moved one by one with

@@ -53,7 +53,8 @@ REQUEST = ReqContext("flow")
 
 
 class Flow:
-    """A local tier with as much to do as it can take: jobs of stores, and of loads of what was stored before, in equal numbers."""
+    """A local tier with as much to do as it can take: jobs of stores, and of loads of what was stored before, in
+    equal numbers."""
 
     def __init__(self, directory: Path) -> None:
         rows = JOBS_AHEAD * JOB_BLOCKS
@@ -147,7 +148,8 @@ class Flow:
 
 
 def _child(directory: Path, orders: Connection) -> None:
-    """A process that owns a tier.  Orders: a rate begins a measurement (answered once it runs), None ends it (answered with bytes/s)."""
+    """A process that owns a tier.  Orders: a rate begins a measurement (answered once it runs), None ends it
+    (answered with bytes/s)."""
     flow = Flow(directory)
     orders.send(None)
     while (rate := orders.recv()) is not None:
@@ -193,7 +195,8 @@ class Child:
 
 @dataclass(slots=True)
 class Engine:
-    """Takes steps: control plane (measured), what feeds the tier (not measured), computation without the interpreter."""
+    """Takes steps: control plane (measured), what feeds the tier (not measured), computation without the
+    interpreter."""
 
     subject: Subject
     steps: int
@@ -329,5 +332,6 @@ def run(bench: Bench) -> None:
         child.close()
         gc.unfreeze()
     bench.note(
-        f"Load average before the run: {load:.1f} on {len(os.sched_getaffinity(0))} cores; wall times mean little where it is above zero."
+        f"Load average before the run: {load:.1f} on {len(os.sched_getaffinity(0))} cores; "
+        "wall times mean little where it is above zero."
     )

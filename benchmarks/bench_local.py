@@ -1,4 +1,5 @@
-"""The local tier on a real disk, through its index, frames, checksums and I/O threads, against bare I/O on the same disk.
+"""The local tier on a real disk, through its index, frames, checksums and I/O threads, against bare I/O on the same
+disk.
 
 "tier": jobs submitted to the tier and collected; every block has a header and an xxh3-128, checked on loads; O_DIRECT;
 the tier is full, so that each store evicts.  "one file per block": an O_DIRECT write to a temporary name and a rename,

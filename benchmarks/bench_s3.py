@@ -1,4 +1,5 @@
-"""The object store tier against real servers on loopback: CPU seconds of this process per GB, and GB/s, at concurrency 8.
+"""The object store tier against real servers on loopback: CPU seconds of this process per GB, and GB/s, at concurrency
+8.
 
 Blocks of 2 MiB, uncompressed.  "tier" is everything between a primary row and the socket: frame, xxh3-128, layers, the
 question whether the object is there, and obstore.  Beside it: obstore alone (one buffer up; bytes down and copied into
@@ -47,7 +48,8 @@ PUT_LIMIT, GET_LIMIT = 0.6, 1.0
 
 @dataclass(slots=True)
 class Workload:
-    """Rows to send and rows to fill, and every client that moves them.  Each put round writes new names and removes them."""
+    """Rows to send and rows to fill, and every client that moves them.  Each put round writes new names and removes
+    them."""
 
     server: s3_server.S3Server
     rows: np.ndarray[Any, np.dtype[np.uint8]]
@@ -67,7 +69,8 @@ class Workload:
         return self.count * BLOCK_BYTES
 
     def host(self, *, check_existing: bool = True) -> tuple[S3Store, IoHost]:
-        """The store and I/O side as the tier has them, over the rows: sent from the first half, filled into the second."""
+        """The store and I/O side as the tier has them, over the rows: sent from the first half, filled into the
+        second."""
         words = {
             "bucket": BUCKET,
             "endpoint_url": self.server.endpoint,

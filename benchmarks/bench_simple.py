@@ -1,4 +1,5 @@
-"""The simple scheduler, eager and lazy, beside the tiering manager without secondary tiers, on the mini engine with the same CPU memory.
+"""The simple scheduler, eager and lazy, beside the tiering manager without secondary tiers, on the mini engine with the
+same CPU memory.
 
 Users talk in several turns about documents; the GPU holds a part of their KV, the CPU pool about half of it (small) or
 all of it (large). Told per variant: TTFT p50 and p95; the CPU time that all calls of the connector's scheduler half

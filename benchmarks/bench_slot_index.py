@@ -1,4 +1,5 @@
-"""The index of a local tier: lookups against a bare dict, its memory, and a restart from a checkpoint, at a million blocks.
+"""The index of a local tier: lookups against a bare dict, its memory, and a restart from a checkpoint, at a million
+blocks.
 
 Lookups: runs of 64 neighbouring keys, all held, by the batch call, against ``list(map(dict.__contains__, keys))`` on
 the same keys (equal to, but not identical with those in the table).  Memory: growth of the resident size while a

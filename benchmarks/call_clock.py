@@ -15,7 +15,8 @@ class CallClock:
         self._inside = False
 
     def watch(self, subject: Any, methods: Iterable[str]) -> None:
-        """From now on, every call of one of ``methods`` of ``subject`` counts; what it calls itself counts as its own."""
+        """From now on, every call of one of ``methods`` of ``subject`` counts; what it calls itself counts as its
+        own."""
         for name in methods:
             setattr(subject, name, self._timed(name, getattr(subject, name)))
 

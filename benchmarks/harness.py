@@ -1,4 +1,5 @@
-"""The harness that every benchmark uses: variants side by side, alternating, medians; results as a table, as Markdown and as JSON.
+"""The harness that every benchmark uses: variants side by side, alternating, medians; results as a table, as Markdown
+and as JSON.
 
 A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench: Bench) -> None`` and a module docstring
 that says what is measured and against what.  Machines are noisy: absolute numbers say little, ratios within one run and
@@ -95,7 +96,8 @@ def cpu_seconds() -> float:
 
 
 def timed(work: Callable[[], object], *, nbytes: int | None = None, per: int = 1) -> Sample:
-    """Run ``work`` once.  With ``nbytes``: GB/s and CPU s/GB (1e9 bytes); otherwise wall and CPU seconds, divided by ``per``.
+    """Run ``work`` once.  With ``nbytes``: GB/s and CPU s/GB (1e9 bytes); otherwise wall and CPU seconds, divided by
+    ``per``.
 
     The garbage collector runs before, not meanwhile.
     """
@@ -165,7 +167,8 @@ class Bench:
         unit: str = "",
         warmup: int = 1,
     ) -> dict[str, Stats]:
-        """Run all variants ``repeats`` times in turn and return their statistics, after ``warmup`` rounds that do not count.
+        """Run all variants ``repeats`` times in turn and return their statistics, after ``warmup`` rounds that do not
+        count.
 
         A variant returns the quantity to compare, in ``unit``.  A quick run does one round and no warm-up.  Adds a
         table.

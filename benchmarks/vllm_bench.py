@@ -1,4 +1,5 @@
-"""Benchmarks with the real vLLM (its environment is .venv-vllm): ``python -m benchmarks.vllm_bench [--quick] [--only ttft|cpu]``."""
+"""Benchmarks with the real vLLM (its environment is .venv-vllm): ``python -m benchmarks.vllm_bench [--quick] [--only
+ttft|cpu]``."""
 
 from __future__ import annotations
 

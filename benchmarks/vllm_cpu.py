@@ -1,4 +1,5 @@
-"""What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and without connector.
+"""What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and
+without connector.
 
 A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs
 on command, one at a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of
@@ -48,7 +49,8 @@ ANSWER_TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One round of one engine: CPU seconds in all and by kind of thread, wall seconds, and bytes that every tier has taken so far."""
+    """One round of one engine: CPU seconds in all and by kind of thread, wall seconds, and bytes that every tier has
+    taken so far."""
 
     cpu: float
     threads: dict[str, float]
@@ -97,7 +99,8 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 @contextmanager
 def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connection]]:
-    """An engine process per variant, and the pipe by which it is told what to do.  ``first``: where in their order to begin."""
+    """An engine process per variant, and the pipe by which it is told what to do.  ``first``: where in their order
+    to begin."""
     progress("cpu: starting the engines")
     with ExitStack() as opened:
         opened.enter_context(patch.dict(os.environ, OMP_WAIT_POLICY="passive"))  # read when a process loads the library

@@ -1,4 +1,5 @@
-"""What the benchmarks of the real vLLM share: a model whose prefill matters, an engine in this process, one request step by step."""
+"""What the benchmarks of the real vLLM share: a model whose prefill matters, an engine in this process, one request
+step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ BLOCK_BYTES = BLOCK * TOKEN_BYTES
 MAX_LEN = 4608
 GPU_BLOCKS = 280
 STEP_PAUSE = 0.001
-"""Seconds that vLLM's engine core rests after a step in which the model did not run, while requests or transfers are open."""
+"""Seconds that vLLM's engine core rests after a step in which the model did not run, while requests or transfers are
+open."""
 
 
 def progress(text: str) -> None:
@@ -74,7 +76,8 @@ def running(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterat
 
 @dataclass(slots=True)
 class Asked:
-    """One request from its arrival on.  ``ttft``: seconds to the first token.  ``steps``: (begin, end) of each engine step until then.
+    """One request from its arrival on.  ``ttft``: seconds to the first token.  ``steps``: (begin, end) of each engine
+    step until then.
 
     ``decode``: seconds of each step after it.  ``keys``: of the prompt's blocks, where a connector is.
     """
@@ -149,7 +152,8 @@ def settle(running: Engine, timeout: float = 120.0) -> None:
 
 @dataclass
 class Watch:
-    """When I/O ran: (begin, end) in seconds of ``time.perf_counter``, of loads of each tier and of copies to the GPU ("cpu")."""
+    """When I/O ran: (begin, end) in seconds of ``time.perf_counter``, of loads of each tier and of copies to the GPU
+    ("cpu")."""
 
     spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)

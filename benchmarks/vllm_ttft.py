@@ -1,4 +1,5 @@
-"""Time to the first token of the same prompt of 4,000 tokens, computed, and back from each place that may hold its KV; the real vLLM.
+"""Time to the first token of the same prompt of 4,000 tokens, computed, and back from each place that may hold its KV;
+the real vLLM.
 
 A Llama of 12 layers, hidden size 768, float32 (73,728 bytes of KV per token), vLLM's CPU platform, one process.  Every
 round computes a new prompt, then has it back, in turns, from the engine's own prefix cache, the CPU tier, the local
@@ -74,7 +75,8 @@ def run(bench: Bench) -> None:
 
 @contextmanager
 def stack_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """A CPU tier of 1.3 prompts, a local tier, and a bucket on a server of its own; its credentials are in the environment meanwhile."""
+    """A CPU tier of 1.3 prompts, a local tier, and a bucket on a server of its own; its credentials are in the
+    environment meanwhile."""
     with ExitStack() as opened:
         server = opened.enter_context(rclone_server())
         before = dict(os.environ)
@@ -143,7 +145,8 @@ class Subject:
         io = {tier: f"{values[-1] * 1e3:.0f} ms" for tier, values in self._rounds.in_flight.items()}
         step = f"{self._rounds.decode[-1] * 1e3:.0f} ms"
         progress(
-            f"ttft: round {number + 1}: {last}; alone {rates}; I/O {io}; steps without I/O {beside}; a decoding step {step}"
+            f"ttft: round {number + 1}: {last}; alone {rates}; I/O {io}; steps without I/O {beside}; "
+            f"a decoding step {step}"
         )
 
     def _back(self, path: str, tokens: list[int]) -> Asked:

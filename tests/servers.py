@@ -1,4 +1,5 @@
-"""S3 servers for tests, each a process on loopback in a temporary directory, ended by its id; and raw access to their buckets.
+"""S3 servers for tests, each a process on loopback in a temporary directory, ended by its id; and raw access to their
+buckets.
 
 Raw access goes through boto3, so that the tier, which moves bytes with obstore, is never checked against itself.
 """

@@ -1,4 +1,5 @@
-"""The benchmarks' harness: what is compared with what, what counts as reached, and where results go.  Nothing is timed here."""
+"""The benchmarks' harness: what is compared with what, what counts as reached, and where results go.  Nothing is
+timed here."""
 
 from __future__ import annotations
 

@@ -113,7 +113,10 @@ def _words() -> set[str]:
 
 def quickstart(*arguments: str, code: str = "") -> str:
     """What the library example prints; ``code`` runs before it."""
-    run = f"{code}\nimport runpy, sys\nsys.argv[1:] = {list(arguments)!r}\nrunpy.run_module('examples.library_quickstart', run_name='__main__')"
+    run = (
+        f"{code}\nimport runpy, sys\nsys.argv[1:] = {list(arguments)!r}\n"
+        "runpy.run_module('examples.library_quickstart', run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -127,7 +130,8 @@ def test_the_library_example_runs():
 
 def test_the_library_example_stores_what_fits_of_a_prompt_that_is_larger_than_the_cpu_tier(tmp_path):
     (tmp_path / "small.yaml").write_text(
-        "primary: {capacity: 1MiB, promotion_share: 1.0}\nsecondary: [{type: memory, capacity: 8MiB, primary_share: 1.0}]\n"
+        "primary: {capacity: 1MiB, promotion_share: 1.0}\n"
+        "secondary: [{type: memory, capacity: 8MiB, primary_share: 1.0}]\n"
     )
     printed = quickstart(str(tmp_path / "small.yaml"), "40")
     assert "10 of 40 blocks are stored" in printed

@@ -1,4 +1,5 @@
-"""The arrows between the parts, and what may be imported where.  (Layer by layer, import-linter checks them in ``make lint``.)"""
+"""The arrows between the parts, and what may be imported where.  (Layer by layer, import-linter checks them in
+``make lint``.)"""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_conditions_of_production_are_typed_errors_and_not_asserts():
 
 
 def test_the_library_is_imported_without_torch_and_without_media():
-    code = "import sys, tiering; print(*[m for m in ('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client') if m in sys.modules])"
+    names = "('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client')"
+    code = f"import sys, tiering; print(*[m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -1,4 +1,5 @@
-"""The example of a tier of one's own does what a tier must: it keeps blocks over a restart, apart by namespace, verified."""
+"""The example of a tier of one's own does what a tier must: it keeps blocks over a restart, apart by namespace,
+verified."""
 
 from __future__ import annotations
 

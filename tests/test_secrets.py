@@ -1,4 +1,5 @@
-"""A secret of a stack is shown nowhere: not in an error, a traceback, a log line or what is printed, whoever writes the text."""
+"""A secret of a stack is shown nowhere: not in an error, a traceback, a log line or what is printed, whoever writes
+the text."""
 
 from __future__ import annotations
 

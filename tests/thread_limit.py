@@ -1,4 +1,5 @@
-"""A process that may have no more threads, for tests: starting one fails as it does at the limit of a container or a user."""
+"""A process that may have no more threads, for tests: starting one fails as it does at the limit of a container or a
+user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever a stack is made of: it is refused with a ConfigError, or it is a stack that can be printed and read again."""
+"""Whatever a stack is made of: it is refused with a ConfigError, or it is a stack that can be printed and read
+again."""
 
 from __future__ import annotations
 

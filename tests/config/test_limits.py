@@ -1,4 +1,5 @@
-"""What a stack may hold: bounded files, sizes, durations and paths; whatever else it is given is refused with a ConfigError."""
+"""What a stack may hold: bounded files, sizes, durations and paths; whatever else it is given is refused with a
+ConfigError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From a stack to a running manager: what is checked first, what is opened, and what is closed again when something fails."""
+"""From a stack to a running manager: what is checked first, what is opened, and what is closed again when something
+fails."""
 
 from __future__ import annotations
 
@@ -274,8 +275,8 @@ def sections(tmp_path: object, *kinds: str) -> StackConfig:
 def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog, tmp_path):
     (text,) = [text for text in warnings_of(caplog, sections(tmp_path, "local", "memory")) if "fastest first" in text]
     assert (
-        "secondary[0] (local) is on this machine and stands before secondary[1] (memory), which is in this process's memory"
-        in text
+        "secondary[0] (local) is on this machine and stands before secondary[1] (memory), "
+        "which is in this process's memory" in text
     )
 
 

@@ -104,7 +104,8 @@ class RouterIndex:
 
 @dataclass
 class Media:
-    """What outlives an engine: the slots of its disk, each with a key and its namespace, and the names in the bucket."""
+    """What outlives an engine: the slots of its disk, each with a key and its namespace, and the names in the
+    bucket."""
 
     slots: dict[Place, tuple[OffloadKey, bytes]] = field(default_factory=dict)
     disk: FakeStore = field(default_factory=FakeStore)

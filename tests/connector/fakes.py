@@ -301,7 +301,8 @@ class FakeSpec(OffloadingSpec):
 def make_spec(
     *windows: int | None, gpu_block_size: int = 4, manager: FakeManager | None = None, world_size: int = 1, **extra: Any
 ) -> FakeSpec:
-    """A spec with one KV-cache group per window (None: full attention; one such group by default); ``extra`` as users write it."""
+    """A spec with one KV-cache group per window (None: full attention; one such group by default); ``extra`` as
+    users write it."""
     windows = windows or (None,)
     groups = tuple(
         KVCacheGroup(

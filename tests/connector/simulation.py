@@ -1,4 +1,5 @@
-"""An engine whose memory is simulated block by block, to prove that no KV is ever wrong however copies and steps interleave.
+"""An engine whose memory is simulated block by block, to prove that no KV is ever wrong however copies and steps
+interleave.
 
 The scheduler, block pool and prefix cache are the mini engine's; instead of tensors, each GPU block and each primary
 row holds the name of what was written into it.  Copies are as late as they can be: a store reads, and a load writes,
@@ -138,7 +139,8 @@ class SimWorker:
 
 
 class Beside:
-    """Another connector beside ours, as vLLM's MultiConnector has them: it loads what ours does not have, or fails to."""
+    """Another connector beside ours, as vLLM's MultiConnector has them: it loads what ours does not have, or fails
+    to."""
 
     def __init__(self, ours: OffloadingConnectorScheduler, rng: random.Random) -> None:
         self._ours = ours

@@ -151,7 +151,8 @@ class TestBlocksOfUnequalSizes:
 
     @pytest.mark.parametrize("missing", range(12))
     def test_no_hit_needs_a_block_that_is_missing(self, missing: int) -> None:
-        """Of any group, for windows and speculative heads as well: checked against what the definition says, token by token."""
+        """Of any group, for windows and speculative heads as well: checked against what the definition says, token
+        by token."""
         kinds = [
             (full(4), window(8, 16)),
             (full(8), window(4, 5)),

@@ -1,4 +1,5 @@
-"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, is not stored."""
+"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, is not
+stored."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def load_elsewhere(
     found: int = 0,
     filled: int = FILLED,
 ) -> OffloadingConnectorMetadata:
-    """The step in which another connector loads the tokens up to ``filled`` synchronously, and the rest of the prompt is computed."""
+    """The step in which another connector loads the tokens up to ``filled`` synchronously, and the rest of the
+    prompt is computed."""
     scheduler.get_num_new_matched_tokens(request, found)
     scheduler.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), 0)
     request.num_computed_tokens = filled

@@ -1,4 +1,5 @@
-"""What could not be stored while a request ran is offered once more when it ends, before its blocks are anybody else's."""
+"""What could not be stored while a request ran is offered once more when it ends, before its blocks are anybody
+else's."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ class TestWindows:
         assert source.block_ids.tolist() == [manager.rows[key] for key in request.keys(0) + request.keys(1)[6:]]
 
     def test_a_window_larger_by_one_than_whole_blocks_leaves_a_token_to_compute(self) -> None:
-        """The engine recomputes the last token, which sees one token more to the left than a hit of all tokens needs."""
+        """The engine recomputes the last token, which sees one token more to the left than a hit of all tokens
+        needs."""
         scheduler, manager = make_scheduler(None, 5)
         request = prompt(32)
         manager.hold(request.keys(0) + request.keys(1))

@@ -1,4 +1,5 @@
-"""Random walks: requests come, share prefixes, are preempted and aborted; copies are late and fail; no KV is ever wrong."""
+"""Random walks: requests come, share prefixes, are preempted and aborted; copies are late and fail; no KV is ever
+wrong."""
 
 from __future__ import annotations
 

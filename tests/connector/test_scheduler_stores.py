@@ -1,4 +1,5 @@
-"""What becomes of the blocks that a request computes: when they are offered, what is ordered, when they become readable."""
+"""What becomes of the blocks that a request computes: when they are offered, what is ordered, when they become
+readable."""
 
 from __future__ import annotations
 

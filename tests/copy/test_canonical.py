@@ -1,4 +1,5 @@
-"""Every engine's tensors become int8 tensors (num_blocks, page bytes) over the same memory; what cannot is refused by name."""
+"""Every engine's tensors become int8 tensors (num_blocks, page bytes) over the same memory; what cannot is refused
+by name."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def test_tensors_begin_with_the_blocks_and_are_int8(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_block_s_pages_are_exactly_that_block_s_bytes(layout: str) -> None:
-    """Setting one block through the canonical pages changes what the engine sees of that block, all of it, and nothing else."""
+    """Setting one block through the canonical pages changes what the engine sees of that block, all of it, and
+    nothing else."""
     tensors = LAYOUTS[layout]()
     canonical = canonicalize(tensors, kv.one_group(), NUM_BLOCKS)
     before = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,4 +1,5 @@
-"""What every copy handler guarantees, on the host and with CUDA's calls faked: bitwise round trips, and clean failures."""
+"""What every copy handler guarantees, on the host and with CUDA's calls faked: bitwise round trips, and clean
+failures."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def misbehave(rig: LocalRig, how: str) -> None:
 
 
 def run(path: str, how: str, pipe: Connection) -> None:
-    """Store, let a child misbehave, store more, and die.  Sends the exit code of the child, and ("stored",) in the end."""
+    """Store, let a child misbehave, store more, and die.  Sends the exit code of the child, and ("stored",) in the
+    end."""
     rig = LocalRig(Path(path), checkpoint_interval="1h", capacity="8MiB").open()
     store_all(rig, BEFORE[:50])
     rig.checkpoint()
@@ -115,7 +116,8 @@ def use_manager(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingMana
 
 
 def run_manager(path: str, region: str, pipe: Connection) -> None:
-    """A manager with rows in /dev/shm for a worker that has not come yet; a child uses all of it.  Sends what became of both."""
+    """A manager with rows in /dev/shm for a worker that has not come yet; a child uses all of it.  Sends what became
+    of both."""
     stack = load_stack(
         {
             "primary": {"capacity": 32 * 8192},

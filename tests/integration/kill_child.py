@@ -1,4 +1,5 @@
-"""The engine that the kill loop kills: a whole stack through the public API, storing, loading and resetting until it dies.
+"""The engine that the kill loop kills: a whole stack through the public API, storing, loading and resetting until it
+dies.
 
 What a block contains depends on its number and on the weights that computed it.  A process starts with weights 0, as
 its identity says; a reset comes with other ones.

@@ -29,7 +29,8 @@ from tiering.spec import TieringOffloadingSpec
 
 
 class BadCopies(OffloadingHandler):
-    """Some transfers are refused or fail with rubbish at their destination; the others happen as late as the contract allows.
+    """Some transfers are refused or fail with rubbish at their destination; the others happen as late as the contract
+    allows.
 
     A transfer that was waited for happens then; any other at some later question for results.
     """

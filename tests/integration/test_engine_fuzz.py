@@ -1,4 +1,5 @@
-"""Random engines, stacks and events, repeatable from a seed: whatever happens, what is answered is right to the last bit."""
+"""Random engines, stacks and events, repeatable from a seed: whatever happens, what is answered is right to the last
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What goes wrong while blocks are stored and loaded does not show in the outputs: preemption, aborts, failed copies, broken media."""
+"""What goes wrong while blocks are stored and loaded does not show in the outputs: preemption, aborts, failed
+copies, broken media."""
 
 from __future__ import annotations
 

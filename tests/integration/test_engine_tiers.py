@@ -1,4 +1,5 @@
-"""The mini engine over real stacks: outputs are, to the last bit, those of an engine without tiers, and blocks really come from them."""
+"""The mini engine over real stacks: outputs are, to the last bit, those of an engine without tiers, and blocks
+really come from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 at any moment, over the whole stack: what was reported stored is there again, nothing is wrong, nothing is left behind."""
+"""kill -9 at any moment, over the whole stack: what was reported stored is there again, nothing is wrong, nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tiering.primary.memory.region import SHM, shared_path
 from tiers.local.layout import used_bytes
 
 NEWEST = 200
-"""Of some 1,300 slots: eviction cannot have reached the blocks that were reported last, with all that may have been written unreported."""
+"""Of some 1,300 slots: eviction cannot have reached the blocks that were reported last, with all that may have been
+written unreported."""
 
 OTHERS = 40
 """Blocks of which it is only asked that they are not wrong, should they be there."""

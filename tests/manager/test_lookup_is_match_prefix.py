@@ -125,7 +125,8 @@ def test_one_key(
 def test_a_prefix_is_its_keys_one_after_another(
     wishes: list[Any], history: list[tuple[str, int, Any]], who: int, keys: list[OffloadKey]
 ) -> None:
-    """As long as no tier asks for runs of a least length, and none leaves its answer open: a search stops at the first open one."""
+    """As long as no tier asks for runs of a least length, and none leaves its answer open: a search stops at the
+    first open one."""
     singly, at_once = Twin((1, 1), wishes), Twin((1, 1), wishes)
     for step in history:
         if step[0] != "not_known_yet":

@@ -1,4 +1,5 @@
-"""The tiering manager, behaviour by behaviour: cascades, promotions, reservations, deadlines, misbehaving tiers, resets."""
+"""The tiering manager, behaviour by behaviour: cascades, promotions, reservations, deadlines, misbehaving tiers,
+resets."""
 
 from __future__ import annotations
 

@@ -223,7 +223,8 @@ class ManagerMachine(RuleBasedStateMachine):
         arrive=st.booleans(),
     )
     def promote(self, choice: int, tier: int, keys: list[bytes], wait: float, arrive: bool) -> None:
-        """The whole way of a promotion in one rule, since single rules find it rarely: ask, submit, perhaps too late, arrive."""
+        """The whole way of a promotion in one rule, since single rules find it rarely: ask, submit, perhaps too
+        late, arrive."""
         ctx = self._request(choice)
         self.tier_gains_blocks(tier, keys)
         self.manager.match_prefix(keys, ctx)
@@ -336,15 +337,18 @@ TestManagerMachine.settings = settings(
 
 
 WEIGHTS = {
-    "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14, "prepare_load": 8, "complete_load": 9,
-    "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16, "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
+    "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14,
+    "prepare_load": 8, "complete_load": 9,
+    "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
+    "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
     "tier_does_not_know_yet": 1, "tier_wants_keys": 1, "reset_now_and_then": 6,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
-    """Hypothesis finds short surprises; what needs a long history (eviction, expiry, late arrivals) a weighted walk finds sooner."""
+    """Hypothesis finds short surprises; what needs a long history (eviction, expiry, late arrivals) a weighted walk
+    finds sooner."""
     rnd = random.Random(seed)
     machine = ManagerMachine()
     machine.start(rnd.choice(["lru", "arc"]), rnd.random() < 0.5, seed % 4 == 3)

@@ -22,7 +22,8 @@ _ERRORS = {
 
 
 class BadDisk(FaultyDevice):
-    """Real files on a disk that is full, broken or busy, or whose reads have a flipped bit.  ``injected`` counts what was done."""
+    """Real files on a disk that is full, broken or busy, or whose reads have a flipped bit.  ``injected`` counts
+    what was done."""
 
     seed: ClassVar[int] = 0
     """Of the next one that is made."""

@@ -1,4 +1,5 @@
-"""A memory tier whose medium fails as media do, by chance and repeatably: ``type: tests.mini_engine.chaos_tier:CHAOS_TIER``."""
+"""A memory tier whose medium fails as media do, by chance and repeatably: ``type:
+tests.mini_engine.chaos_tier:CHAOS_TIER``."""
 
 from __future__ import annotations
 

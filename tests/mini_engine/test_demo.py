@@ -1,4 +1,5 @@
-"""The parts of the demonstration: its workload is repeatable, its comparison can fail, its tampering hits blocks and nothing else."""
+"""The parts of the demonstration: its workload is repeatable, its comparison can fail, its tampering hits blocks and
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the scheduler decides, and the connector calls it makes on the way (a scripted connector stands in for the real one)."""
+"""What the scheduler decides, and the connector calls it makes on the way (a scripted connector stands in for the
+real one)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The shared region: its shape, several sides mapping it in any order, and nothing left behind whoever is killed when."""
+"""The shared region: its shape, several sides mapping it in any order, and nothing left behind whoever is killed
+when."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ NUM_ROWS = 64
 
 
 class FakeStore(BlockStore):
-    """Documents, and names that are there; counts questions.  ``failure``: what every call raises.  ``touched``: puts and gets."""
+    """Documents, and names that are there; counts questions.  ``failure``: what every call raises.  ``touched``:
+    puts and gets."""
 
     medium = "FAKE"
 

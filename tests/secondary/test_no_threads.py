@@ -1,4 +1,5 @@
-"""A process that may have no more threads: whatever was to be done fails for now, and is done once threads can be started again."""
+"""A process that may have no more threads: whatever was to be done fails for now, and is done once threads can be
+started again."""
 
 from __future__ import annotations
 

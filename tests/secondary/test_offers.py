@@ -1,4 +1,5 @@
-"""What a tier missed reaches it when it is used again: after an outage, when the tier is new, or when it could not keep up."""
+"""What a tier missed reaches it when it is used again: after an outage, when the tier is new, or when it could not
+keep up."""
 
 from __future__ import annotations
 

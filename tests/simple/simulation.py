@@ -1,4 +1,5 @@
-"""The simple scheduler under the mini engine's scheduler, with memory that is only book-keeping and copies that end when a test says so.
+"""The simple scheduler under the mini engine's scheduler, with memory that is only book-keeping and copies that end
+when a test says so.
 
 The KV of a token is a tag of its weights, its KV-cache group and everything before it.  Whatever is computed on must
 have the right tags, so a block that was reused too early, loaded from the wrong place or found under the wrong name

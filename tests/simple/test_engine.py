@@ -1,4 +1,5 @@
-"""The simple scheduler in the mini engine, with real KV: outputs must be right to the last bit, and really come from what was loaded."""
+"""The simple scheduler in the mini engine, with real KV: outputs must be right to the last bit, and really come from
+what was loaded."""
 
 from __future__ import annotations
 

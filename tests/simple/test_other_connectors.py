@@ -1,4 +1,5 @@
-"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, never becomes visible."""
+"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, never
+becomes visible."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ FILLED = 6
 
 
 class Engine:
-    """A scheduler half, the engine's pool, and steps as vLLM makes them: blocks have their names from their allocation on."""
+    """A scheduler half, the engine's pool, and steps as vLLM makes them: blocks have their names from their
+    allocation on."""
 
     def __init__(self, *, lazy: bool = False, world_size: int = 1, gpu_blocks: int = 64, cpu_blocks: int = 64) -> None:
         self.half = make_scheduler(gpu_blocks, cpu_blocks, lazy=lazy, world_size=world_size)
@@ -45,7 +47,8 @@ class Engine:
     def start(
         self, name: str, text: Sequence[int], found: Sequence[int] = (), filled: int = 0
     ) -> tuple[Request, SimpleCPUOffloadMetadata]:
-        """The first step of a request; another connector loads up to block ``filled``, and the rest of the prompt is computed."""
+        """The first step of a request; another connector loads up to block ``filled``, and the rest of the prompt is
+        computed."""
         request = self.allocate(name, text, found)
         request.num_computed_tokens = max(len(found), filled) * BLOCK
         output = SchedulerOutput([NewRequest(name, (self.tables[name],), request.num_computed_tokens)])

@@ -1,4 +1,5 @@
-"""Another connector for vLLM's MultiConnector: it promises KV that never comes, synchronously or asynchronously, and says so."""
+"""Another connector for vLLM's MultiConnector: it promises KV that never comes, synchronously or asynchronously, and
+says so."""
 
 from __future__ import annotations
 

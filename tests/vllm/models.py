@@ -39,7 +39,8 @@ def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
 
 
 def write_draft(directory: Path, model: Path, noise: float) -> Path:
-    """A copy of the Llama at ``model`` with noise on its weights, which guesses some of its tokens; returns ``directory``."""
+    """A copy of the Llama at ``model`` with noise on its weights, which guesses some of its tokens; returns
+    ``directory``."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -101,7 +102,8 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
 
 
 def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
-    """A DeepSeek V2 without experts; latent attention (MLA) of the size that vLLM's CPU kernel has.  Returns ``directory``."""
+    """A DeepSeek V2 without experts; latent attention (MLA) of the size that vLLM's CPU kernel has.  Returns
+    ``directory``."""
     return _write(
         directory,
         "DeepseekV2",

@@ -1,4 +1,5 @@
-"""An engine in this process, and what tests do with it: ask, push everything out of the GPU's pool, look at bytes really moved."""
+"""An engine in this process, and what tests do with it: ask, push everything out of the GPU's pool, look at bytes
+really moved."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Engine:
         lora: Any = None,
         salt: str | None = None,
     ) -> list[Answer]:
-        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest, ``salt``: their cache salt."""
+        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest, ``salt``:
+        their cache salt."""
         from vllm import SamplingParams
 
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}

@@ -1,4 +1,5 @@
-"""KV events as vLLM publishes them: taken from its ZeroMQ socket, decoded with its own classes, compared with those of its own cache."""
+"""KV events as vLLM publishes them: taken from its ZeroMQ socket, decoded with its own classes, compared with those
+of its own cache."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def published(
 def blocks_of(
     subscriber: Subscriber, prompts: Sequence[list[int]], size: int
 ) -> dict[Any, tuple[list[Any], Any, list[int]]]:
-    """(hashes, parent, tokens) of each whole block of ``size`` tokens, by its own hash, as vLLM announces those of its own cache."""
+    """(hashes, parent, tokens) of each whole block of ``size`` tokens, by its own hash, as vLLM announces those of
+    its own cache."""
     known = {}
     for event in subscriber.stored(GPU):
         parents = [event.parent_block_hash, *event.block_hashes]

@@ -1,4 +1,5 @@
-"""``examples/vllm_offline.py`` as a user runs it, twice: a model with its tokenizer, a stack file, vLLM's own processes and logging."""
+"""``examples/vllm_offline.py`` as a user runs it, twice: a model with its tokenizer, a stack file, vLLM's own
+processes and logging."""
 
 from __future__ import annotations
 
@@ -44,14 +45,18 @@ def write_readable_llama(directory: Path) -> Path:
 
 
 def run_example(model: Path, stack: Path) -> tuple[list[tuple[int, int, int, int]], list[str], str]:
-    """Of each question: tokens, from vLLM's own cache, from the tiers, computed; the answers; everything that was printed."""
+    """Of each question: tokens, from vLLM's own cache, from the tiers, computed; the answers; everything that was
+    printed."""
     command = [sys.executable, "examples/vllm_offline.py", str(model), "--stack", str(stack), "--sentences", "40"]
     command += ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    line = r"^question \d: (\d+) tokens: (\d+) from vLLM's own cache, (\d+) from the tiers, (\d+) computed; [\d.]+ s: (.+)$"
+    line = (
+        r"^question \d: (\d+) tokens: (\d+) from vLLM's own cache, (\d+) from the tiers, (\d+) computed; "
+        r"[\d.]+ s: (.+)$"
+    )
     found = re.findall(line, done.stdout, flags=re.MULTILINE)
     numbers = [(int(tokens), int(own), int(tiers), int(computed)) for tokens, own, tiers, computed, _ in found]
     return numbers, [answer for *_, answer in found], done.stdout

@@ -1,4 +1,5 @@
-"""What users combine with the tiers: speculative decoding, other data types of the KV, salts, prompts as embeddings, prompt logprobs."""
+"""What users combine with the tiers: speculative decoding, other data types of the KV, salts, prompts as embeddings,
+prompt logprobs."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def of_prompts(outputs: Sequence[Any]) -> list[Answer]:
 
 @dataclass(slots=True)
 class Expected:
-    """Of an engine without tiers and without drafts.  ``logprobs``: of the prompts' own tokens; ``after``: what follows what was said."""
+    """Of an engine without tiers and without drafts.  ``logprobs``: of the prompts' own tokens; ``after``: what
+    follows what was said."""
 
     answers: list[Answer]
     logprobs: list[Answer]

@@ -1,4 +1,5 @@
-"""What the connector reads of vLLM's parallelism: which replica it is, and what decode-context parallelism does to a block."""
+"""What the connector reads of vLLM's parallelism: which replica it is, and what decode-context parallelism does to a
+block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The KV caches of vLLM's GPU backends, as its own code lays them out, on the CPU: each layer's blocks go to rows and come back.
+"""The KV caches of vLLM's GPU backends, as its own code lays them out, on the CPU: each layer's blocks go to rows and
+come back.
 
 No engine runs.  Specs are what the backends publish; places, shapes and strides come from vLLM.
 """

@@ -1,4 +1,5 @@
-"""LoRA adapters behind the tiers: KV of an adapter is its own, stays in this process, and never outlives the adapter's path."""
+"""LoRA adapters behind the tiers: KV of an adapter is its own, stays in this process, and never outlives the
+adapter's path."""
 
 from __future__ import annotations
 

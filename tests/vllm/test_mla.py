@@ -1,4 +1,5 @@
-"""Latent attention (MLA): vLLM's CPU kernels for it cannot start from a prefix, so that the connector must not give them one."""
+"""Latent attention (MLA): vLLM's CPU kernels for it cannot start from a prefix, so that the connector must not give
+them one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scheduler and worker in one process, CPU memory only: what leaves the GPU's pool comes back, and outputs stay the same.
+"""Scheduler and worker in one process, CPU memory only: what leaves the GPU's pool comes back, and outputs stay the
+same.
 
 All of it in the tiering mode and in both of the simple scheduler's.
 """
@@ -166,7 +167,8 @@ def test_requests_aborted_while_they_load(tiered, expected):
 
 
 def converse(running: Engine, chunks: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """A streaming session: each chunk is answered before the next one comes.  Returns its whole prompt, as it is at the end."""
+    """A streaming session: each chunk is answered before the next one comes.  Returns its whole prompt, as it is at
+    the end."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -265,7 +267,8 @@ def ask_beside(running: Engine, prompts: Sequence[list[int]]) -> None:
 
 
 def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(tiered):
-    """A request runs: the tiers are reset, and the engine's own cache is not, in which others go on finding blocks of old weights."""
+    """A request runs: the tiers are reset, and the engine's own cache is not, in which others go on finding blocks
+    of old weights."""
     from vllm import SamplingParams
 
     core = tiered.llm.llm_engine

@@ -1,4 +1,5 @@
-"""Beside another connector whose loads fail: nothing that it did not fill, or that was computed on top of it, is ever stored."""
+"""Beside another connector whose loads fail: nothing that it did not fill, or that was computed on top of it, is
+ever stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Secondary tiers behind the real engine: restarts, new machines, broken media, new weights.  One engine after another."""
+"""Secondary tiers behind the real engine: restarts, new machines, broken media, new weights.  One engine after
+another."""
 
 from __future__ import annotations
 

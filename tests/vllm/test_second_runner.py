@@ -1,4 +1,5 @@
-"""vLLM's second model runner, which needs a GPU: its own connector driver, step by step, over our worker half and CPU tensors."""
+"""vLLM's second model runner, which needs a GPU: its own connector driver, step by step, over our worker half and
+CPU tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Spec(OffloadingSpec):
 
 
 class Runner:
-    """The parts of a step that concern the KV cache, in the order of the second runner's ``execute_model`` and ``sample_tokens``."""
+    """The parts of a step that concern the KV cache, in the order of the second runner's ``execute_model`` and
+    ``sample_tokens``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes_early: bool) -> None:
         self.spec = Spec()

@@ -107,7 +107,8 @@ def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterator[Server]:
-    """A server over the directory of one that was reset, while it cascaded, and killed as soon as it said that it was."""
+    """A server over the directory of one that was reset, while it cascaded, and killed as soon as it said that it
+    was."""
     assert wrong(after_a_kill.ask(PROMPTS), expected.prompts) == []
     assert wrong(after_a_kill.ask(FORGOTTEN), expected.forgotten) == []
     assert after_a_kill.reset(tiers=True)
@@ -119,7 +120,8 @@ def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A server over the directory of one that got SIGTERM while it answered ``LAST`` and stored, with what that one answered."""
+    """A server over the directory of one that got SIGTERM while it answered ``LAST`` and stored, with what that one
+    answered."""
 
     server: Server
     answers: list[Answer]

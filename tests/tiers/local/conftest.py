@@ -1,4 +1,5 @@
-"""Children of these tests are forked from a server that has imported what they need, so that hundreds of them are affordable."""
+"""Children of these tests are forked from a server that has imported what they need, so that hundreds of them are
+affordable."""
 
 from __future__ import annotations
 

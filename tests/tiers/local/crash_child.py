@@ -15,7 +15,8 @@ JOBS = 4
 
 
 def run(path: str, seed: int, durability: str, first: int, expected: list[int], connection: Connection) -> None:
-    """Messages: ("checked", missing, wrong), then ("stored", numbers) for each job that was reported; ends when it is killed or told."""
+    """Messages: ("checked", missing, wrong), then ("stored", numbers) for each job that was reported; ends when it
+    is killed or told."""
     rng = random.Random(seed)
     rig = LocalRig(
         Path(path), capacity=CAPACITY, durability=durability, max_inflight=4, checkpoint_interval=0.02

@@ -80,7 +80,8 @@ def test_a_block_that_cannot_be_read_is_written_elsewhere_and_all_prefixes_with_
 
 
 def test_a_hot_bad_block_never_takes_the_tier_out_of_service(tmp_path: Path) -> None:
-    """Every request stores it again when it was missing, and reads it: into a slot whose reads fail, as long as there are such."""
+    """Every request stores it again when it was missing, and reads it: into a slot whose reads fail, as long as
+    there are such."""
     device = BadSectorDevice()
     with opened(tmp_path, files=device) as rig:
         good = K[1:9]
@@ -273,7 +274,8 @@ class RefusingDisk(FaultyDevice):
 def test_a_disk_that_refuses_writes_keeps_what_it_holds(
     tmp_path: Path, number: int, operations: tuple[str, ...], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full copy-on-write disk refuses to overwrite, too: a block evicted for a store that fails is lost for nothing."""
+    """A full copy-on-write disk refuses to overwrite, too: a block evicted for a store that fails is lost for
+    nothing."""
     caplog.set_level(logging.WARNING)
     device = RefusingDisk(*operations)
     with opened(tmp_path, files=device, capacity="6MiB", **FAST) as rig:

@@ -1,4 +1,5 @@
-"""What happens to the directory as a whole: removed, replaced, unmounted, read-only, crowded, taken by somebody else."""
+"""What happens to the directory as a whole: removed, replaced, unmounted, read-only, crowded, taken by somebody
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A local tier in a process that may have no more threads: all that it does in the background is done once it may have some again."""
+"""A local tier in a process that may have no more threads: all that it does in the background is done once it may
+have some again."""
 
 from __future__ import annotations
 

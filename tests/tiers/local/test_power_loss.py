@@ -14,7 +14,8 @@ from tiering.testing.frames import key_of
 
 
 def _life(path: Path, seed: int, durability: str, known: list[OffloadKey], first: int) -> tuple[list[OffloadKey], int]:
-    """Open, check ``known``, store more with checkpoints in between, and lose power; what was reported, and what was undone."""
+    """Open, check ``known``, store more with checkpoints in between, and lose power; what was reported, and what was
+    undone."""
     rng = random.Random(seed)
     device = UnsyncedDevice(seed)
     rig = LocalRig(path, files=device, durability=durability, capacity="4MiB", max_inflight=4).open()
@@ -46,7 +47,8 @@ def test_nothing_reported_is_lost_with_the_power(tmp_path: Path, seed: int) -> N
 
 
 def test_the_device_does_drop_what_was_not_synced(tmp_path: Path) -> None:
-    """Without fsync blocks are lost with the power, else the test above would prove nothing; but none comes back wrong."""
+    """Without fsync blocks are lost with the power, else the test above would prove nothing; but none comes back
+    wrong."""
     reported, dropped = _life(tmp_path, 1, "none", [], 0)
     assert dropped > 0
     rig = LocalRig(tmp_path, capacity="4MiB").open()

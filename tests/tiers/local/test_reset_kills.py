@@ -1,4 +1,5 @@
-"""Store, reset, kill -9 at a random moment, open again: what was stored before a reset that was certain never comes back."""
+"""Store, reset, kill -9 at a random moment, open again: what was stored before a reset that was certain never comes
+back."""
 
 from __future__ import annotations
 

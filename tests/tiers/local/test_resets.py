@@ -1,4 +1,5 @@
-"""Resets of the local tier: whatever becomes of its documents, disk, threads and power, nothing from before comes back."""
+"""Resets of the local tier: whatever becomes of its documents, disk, threads and power, nothing from before comes
+back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Write, kill -9 at a random moment, open again, look: nothing that was reported is lost, and nothing comes back wrong."""
+"""Write, kill -9 at a random moment, open again, look: nothing that was reported is lost, and nothing comes back
+wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.tiers.local import crash_child
 from tests.tiers.local.rig import LocalRig
 
 SAFE = 100
-"""Of some 250 slots, the blocks stored last that eviction cannot have reached, however the recency of recovered ones was rounded."""
+"""Of some 250 slots, the blocks stored last that eviction cannot have reached, however the recency of recovered ones
+was rounded."""
 
 
 def _receive(connection: Connection, timeout: float) -> list[object] | None:

@@ -1,4 +1,5 @@
-"""Durable stores through the page cache, where the kernel tells of a failed write-back once per descriptor and then says all is well."""
+"""Durable stores through the page cache, where the kernel tells of a failed write-back once per descriptor and then
+says all is well."""
 
 from __future__ import annotations
 

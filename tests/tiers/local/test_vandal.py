@@ -1,4 +1,5 @@
-"""Files removed, cut, extended, renamed, copied and swapped under a live tier: nothing wrong, nothing broken, nothing lost silently."""
+"""Files removed, cut, extended, renamed, copied and swapped under a live tier: nothing wrong, nothing broken,
+nothing lost silently."""
 
 from __future__ import annotations
 

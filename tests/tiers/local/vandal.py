@@ -1,4 +1,5 @@
-"""Somebody who tampers with the files of a live tier: removes, cuts, extends, renames, copies, swaps, overwrites them."""
+"""Somebody who tampers with the files of a live tier: removes, cuts, extends, renames, copies, swaps, overwrites
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.tiers.local.rig import LocalRig, segment_files
 
 
 class Vandal:
-    """Damages the directory of ``rig`` at random, deterministically for the generator ``rng``; ``acts`` names what was done."""
+    """Damages the directory of ``rig`` at random, deterministically for the generator ``rng``; ``acts`` names what
+    was done."""
 
     def __init__(self, rig: LocalRig, rng: random.Random) -> None:
         self._rig = rig

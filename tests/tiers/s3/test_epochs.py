@@ -86,7 +86,8 @@ def test_the_same_revision_makes_machines_share_again_also_one_that_starts_with_
 
 
 class _Meeting(S3Store):
-    """A store whose last question about an epoch, before it creates one, is answered when all machines have asked theirs."""
+    """A store whose last question about an epoch, before it creates one, is answered when all machines have asked
+    theirs."""
 
     def __init__(self, options: S3Options, barrier: threading.Barrier) -> None:
         super().__init__(options)
