@@ -16,13 +16,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
-from tiering.errors import CorruptBlockError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.options import TierOptions
+from tiering import CorruptBlockError, PermanentStoreError, TemporaryStoreError
+from tiering.tier import (
+    BlockIO,
+    BlockStore,
+    BlockTier,
+    Done,
+    Place,
+    SharedIndex,
+    StoreProbe,
+    TierContext,
+    TierDefinition,
+    TierOptions,
+)
 
 
 class SQLiteOptions(TierOptions):

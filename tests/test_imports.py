@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,3 +104,26 @@ def test_what_is_public_is_sorted_and_there():
 
 def test_the_version_is_the_distributions():
     assert f'version = "{tiering.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+PUBLIC = ("tiering", "tiering.tier", "tiering.engines.vllm", "tiering.testing")
+"""The names that people outside the framework import; everything else may move."""
+
+
+def is_public(name: str) -> bool:
+    return name in PUBLIC or name.startswith("tiering.testing.")
+
+
+@pytest.mark.parametrize("folder", [".", "demo"])
+def test_examples_import_public_names_only(folder):
+    """The mini engine is no example of a user: it is an engine, and drives the halves of the connector."""
+    found = {name for path in (ROOT / "examples" / folder).glob("*.py") for name in imports(path)}
+    assert {name for name in found if name.split(".")[0] in {"tiering", "tiers"} and not is_public(name)} == set()
+
+
+def test_documents_import_public_names_only():
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    blocks = [block for path in documents for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
+    names = {match[1] for block in blocks for match in re.finditer(r"^\s*(?:from|import) (\S+)", block, re.MULTILINE)}
+    assert {name for name in names if name.split(".")[0] in {"tiering", "tiers"} and not is_public(name)} == set()
+    assert blocks

@@ -15,10 +15,9 @@ import pytest
 
 from examples.own_tier import SQLITE_TIER, SQLiteOptions, SQLiteStore
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
-from tiering.block_store import Place
-from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
+from tiering.tier import Place, SecondaryTierManager, TierContext
 
 BLOCK_BYTES = 16 << 10
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="own tier")

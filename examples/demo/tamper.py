@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiering.secondary.io.frame import MAGIC
+from tiering.testing.frames import MAGIC
 
 _KEY_OFFSET = 72
 """Where a frame has its key; see :mod:`tiering.secondary.io.frame`."""

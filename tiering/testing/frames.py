@@ -10,7 +10,19 @@ from xxhash import xxh3_128_digest
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import CorruptBlockError
-from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, encode_header, verify, verify_raw
+from tiering.secondary.io.frame import HEADER_BYTES, MAGIC, SEQUENCE, encode_header, verify, verify_raw
+
+__all__ = [
+    "FINGERPRINT",
+    "MAGIC",
+    "aligned",
+    "block_to_get",
+    "block_to_put",
+    "frame_bytes",
+    "is_verified",
+    "key_of",
+    "random_bytes",
+]
 
 FINGERPRINT = bytes(range(16))
 """The namespace of these blocks."""
