@@ -1,4 +1,7 @@
-"""kv-tiering: a multi-tier KV-cache hierarchy for LLM inference.  This is the public API; what is not named here is private."""
+"""The public API of kv-tiering, a multi-tier KV-cache hierarchy for LLM inference.
+
+Names that are not listed in ``__all__`` are private.
+"""
 
 from tiering.api.engine import OffloadingSpec
 from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key

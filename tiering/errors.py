@@ -1,7 +1,6 @@
-"""The errors this project raises: what went wrong, and whether trying again can help.
+"""The errors of this project; each says what failed and whether a retry can help.
 
-Every error is a :class:`TieringError`.  ``temporary`` is the only thing that code may decide on; the text is for people
-and says what to do.
+Every error is a :class:`TieringError`. Code decides on ``temporary`` alone; the text is for people and says what to do.
 """
 
 from __future__ import annotations
@@ -10,22 +9,21 @@ from typing import ClassVar
 
 
 class TieringError(Exception):
-    """Base of every error raised by this project.
-
-    ``temporary`` is True when the same call may succeed later without anybody changing anything.
-    """
+    """Base class of every error that this project raises."""
 
     temporary: ClassVar[bool] = False
+    """True if the same call may succeed later without any change to the setup."""
 
 
 class ConfigError(TieringError, ValueError):
-    """A stack, an engine configuration or an argument is wrong.  Raised before anything is opened."""
+    """An invalid stack, engine configuration or argument. Raised before anything is opened."""
 
 
 class NotReadableError(TieringError, KeyError):
-    """A key was to be loaded that is not readable in the primary tier.  Nothing was pinned.
+    """A load of keys that are not readable in the primary tier. No row was pinned.
 
-    ``keys`` are those that are not readable.
+    Attributes:
+        keys: the keys that are not readable.
     """
 
     def __init__(self, keys: list[bytes]) -> None:
@@ -37,61 +35,64 @@ class NotReadableError(TieringError, KeyError):
 
 
 class RegionError(TieringError):
-    """The shared memory region cannot be created or mapped; the text says which limit to raise."""
+    """A shared memory region that cannot be created or mapped; the text names the limit to raise."""
 
 
 class TierUnavailableError(TieringError):
-    """A tier that is marked ``required`` cannot be opened."""
+    """A tier marked ``required`` that cannot be opened."""
 
 
 class WrongThreadError(TieringError, RuntimeError):
-    """A manager was used by a second thread while the first one, which owns it, is alive.  Nothing was done."""
+    """A call from a second thread while the manager's owner thread is alive. The call changed nothing."""
 
 
 class StoreError(TieringError):
-    """A block store could not do what it was asked.  One of its two children says whether to try again."""
+    """A failed operation of a block store. Its two subclasses say whether a retry can help."""
 
 
 class TemporaryStoreError(StoreError):
-    """Throttling, resets, time-outs, a full queue: the same request may succeed later."""
+    """A failure that may pass: throttling, connection resets, time-outs, a full queue."""
 
     temporary: ClassVar[bool] = True
 
 
 class PermanentStoreError(StoreError):
-    """Refused for good: no permission, no such bucket, no space, an invalid name, a broken device."""
+    """A failure that a retry cannot cure: no permission, no bucket, no space, an invalid name, a broken device."""
 
 
 class WritesRefusedError(PermanentStoreError):
-    """The medium takes no writes for the time being.  It is not an outage: the tier goes on serving what it holds."""
+    """A medium that takes no writes at present. This is no outage: the tier goes on serving the blocks it holds."""
 
 
 class OutOfSpaceError(WritesRefusedError):
-    """The medium is full, or its quota is used up."""
+    """A full medium, or an exhausted quota."""
 
 
 class ReadOnlyError(WritesRefusedError):
-    """The file system is mounted read-only, which also happens when its device reports an error."""
+    """A read-only file system. Linux also remounts a file system read-only when its device reports an error."""
 
 
 class DeviceError(PermanentStoreError):
-    """The device reports an error at the place of one block.
+    """A device error at the place of one block.
 
-    It concerns that place and not the medium: the block is dropped, and its place is taken out of use.
+    Only that place is affected, not the medium: the tier drops the block and takes its place out of use.
     """
 
 
 class InUseError(PermanentStoreError):
-    """Another process owns the medium.  The tier asks again at short intervals, so that it takes over soon after the owner's end."""
+    """A medium that another process owns.
+
+    The tier retries at short intervals and takes over soon after the owner exits.
+    """
 
 
 class PlaceLostError(PermanentStoreError):
-    """The medium does not have the place of a block any more: somebody removed its file.  It is not an outage."""
+    """A block whose place is gone from the medium, for example because its file was deleted. This is no outage."""
 
 
 class CorruptBlockError(PermanentStoreError):
-    """What the medium returned is not the block that was asked for.  The block is dropped and counted as a miss."""
+    """Bytes from the medium that are not the requested block. The tier drops the block and counts a miss."""
 
 
 class OverdueError(TemporaryStoreError):
-    """The deadline of the job passed before this block's I/O was started, or finished."""
+    """A block whose I/O was not started or not finished before the deadline of its job."""

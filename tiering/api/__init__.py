@@ -1,1 +1,1 @@
-"""The contracts and the plain values that every other package uses.  Imports nothing of the framework but the errors."""
+"""The contracts and plain values that every other package uses. Imports only the errors."""

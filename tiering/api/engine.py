@@ -1,4 +1,4 @@
-"""What an engine tells about its KV cache: its configuration, its tensors, and the spec that offloads them."""
+"""The contracts with an engine: its configuration, its KV-cache tensors, and the spec that offloads them."""
 
 from __future__ import annotations
 
@@ -14,47 +14,58 @@ from tiering.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """One KV-cache group of the engine: layers that share block tables.
-
-    ``gpu_block_size``: tokens in one GPU block, context-parallel factor included.  ``sliding_window``: tokens, None for
-    full attention.  ``kind``: "full_attention", "sliding_window", "mamba", ... as the engine calls it. ``is_eagle``: a
-    speculative head has layers here.  ``retained_tokens``: tokens before a sliding window that the engine keeps
-    besides.  ``volatile_tokens``: as many of the last computed tokens may be computed again while the request runs
-    (default 0 each).
-    """
+    """One KV-cache group of the engine: layers that share block tables."""
 
     layer_names: tuple[str, ...]
+    """Names of the layers, as the engine gives them."""
     gpu_block_size: int
+    """Size of one GPU block in tokens, context-parallel factor included."""
     sliding_window: int | None = None
+    """Size of the attention window in tokens; None for full attention."""
     kind: str = "full_attention"
+    """The engine's name for the kind of the group: "full_attention", "sliding_window", "mamba", ..."""
     is_eagle: bool = False
+    """True if a speculative head has layers in this group."""
     retained_tokens: int = 0
+    """Number of tokens before a sliding window that the engine keeps in addition to the window."""
     volatile_tokens: int = 0
+    """Number of last computed tokens whose KV the engine may compute again while the request runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine tells the framework about itself, once, at start.
-
-    ``block_sizes``: tokens per GPU block for each group, before context parallelism; ``context_parallel_size`` is
-    decode × prefill size.  ``hash_block_size``: tokens covered by one of ``request.block_hashes``.  ``world_size``:
-    workers that hold KV side by side.
-    """
+    """The configuration that an engine passes to the framework once, at start."""
 
     block_sizes: tuple[int, ...]
+    """Size of a GPU block in tokens, per KV-cache group, before context parallelism."""
     hash_block_size: int
+    """Number of tokens that one entry of ``request.block_hashes`` covers."""
     groups: tuple[KVCacheGroup, ...]
+    """The KV-cache groups, in the engine's order."""
     world_size: int = 1
+    """Number of workers that hold parts of the same KV cache."""
     context_parallel_size: int = 1
+    """Product of the decode and the prefill context-parallel size."""
     enable_prefix_caching: bool = True
+    """True if the engine's own prefix cache on the GPU is on."""
     max_batch_tokens: int = 8192
+    """Largest number of tokens that the engine schedules in one step."""
     engine_id: str = ""
+    """Name of the shared memory between scheduler and workers; empty if the engine is a single process."""
 
 
 class OffloadingSpec(ABC):
-    """How one engine offloads: built once on each side from the engine's configuration and the user's extra configuration.
+    """The factory of one engine's offloading: its manager in the scheduler and its copies in the workers.
 
-    Raises :class:`ConfigError` for block sizes that do not fit together.
+    The scheduler and each worker build one spec from the same configuration.
+
+    Args:
+        engine: the engine's configuration.
+        extra_config: the user's extra configuration. ``block_size`` is the offloaded block size in tokens (default:
+            the GPU block size); ``offload_prompt_only`` (default True) excludes generated tokens.
+
+    Raises:
+        ConfigError: the block sizes do not fit together.
     """
 
     def __init__(self, engine: EngineConfig, extra_config: Mapping[str, Any] | None = None) -> None:
@@ -80,8 +91,8 @@ class OffloadingSpec(ABC):
         sizes = set(self.gpu_block_size)
         if len(sizes) != 1:
             raise ConfigError(
-                f"block_size: {block_size} cannot be used, the KV-cache groups have different GPU block sizes {sorted(sizes)}; "
-                "leave block_size out"
+                f"block_size: {block_size} cannot be used, the KV-cache groups have different GPU block sizes "
+                f"{sorted(sizes)}; leave block_size out"
             )
         (gpu_size,) = sizes
         if block_size % gpu_size:
@@ -90,39 +101,50 @@ class OffloadingSpec(ABC):
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:
-        """Tokens in one offloaded block, per KV-cache group."""
+        """Size of one offloaded block in tokens, per KV-cache group."""
         return tuple(size * self.block_size_factor for size in self.gpu_block_size)
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side.  Called once."""
+        """Return the manager for the scheduler. The engine calls this once."""
 
     @abstractmethod
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:
-        """The worker's side: (source spec class, destination spec class, :class:`tiering.copy.contract.OffloadingHandler`)."""
+        """Return the copies for the worker.
+
+        Returns:
+            Tuples of source spec class, destination spec class and
+            :class:`~tiering.copy.contract.OffloadingHandler`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheTensor:
-    """A KV tensor whose first dimension is ``num_blocks``: int8 of shape (num_blocks, page_size_bytes), padding included."""
+    """A KV tensor whose first dimension is the block."""
 
     tensor: Any
+    """An int8 tensor of shape (num_blocks, page_size_bytes)."""
     page_size_bytes: int
+    """Size of one page in bytes, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """One layer (or group of layers): which of the tensors, and its page size without padding, in bytes."""
+    """The reference of a layer, or of a set of layers, to its canonical tensor."""
 
     tensor_idx: int
+    """Index of the tensor in :attr:`CanonicalKVCaches.tensors`."""
     page_size_bytes: int
+    """Size of one page in bytes, padding excluded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """The unique tensors, and for each KV-cache group the refs of its layers, in the order in which a row holds them."""
+    """The canonical form of an engine's KV cache."""
 
     tensors: tuple[CanonicalKVCacheTensor, ...]
+    """The unique tensors."""
     group_data_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...] = field(default=())
+    """References to the tensors per KV-cache group, in the order in which a row holds them."""

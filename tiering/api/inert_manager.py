@@ -1,4 +1,4 @@
-"""A manager in a child made by fork: an empty cache that takes nothing, and leaves the parent's tiers alone."""
+"""The manager in a forked child: an empty cache that stores nothing and leaves the parent's tiers alone."""
 
 from __future__ import annotations
 
@@ -13,64 +13,71 @@ from tiering.errors import NotReadableError
 
 
 class InertManager:
-    """The methods that take the place of the manager's in a forked child (:func:`tiering.runtime.forks.inert_in_children`)."""
+    """The methods that replace the manager's in a forked child.
+
+    See :func:`tiering.runtime.forks.inert_in_children`.
+    """
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """No."""
+        """Return False."""
         return False
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
-        """None of them."""
+        """Return no hits."""
         return PrefixMatch(0, False)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Nothing is readable in this process: raises :class:`NotReadableError`."""
+        """Refuse the load, because no block is readable in this process.
+
+        Raises:
+            NotReadableError: ``keys`` is not empty.
+        """
         if keys:
             raise NotReadableError(list(keys))
         return CPULoadStoreSpec([])
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
-        """None."""
+        """Return an empty mapping."""
         return {}
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """There is no room."""
+        """Return None: there is no room."""
         return None
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """The default policy."""
+        """Return the default policy."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def take_events(self) -> list[OffloadingEvent]:
-        """None."""
+        """Return no events."""
         return []
 
     def on_schedule_end(self) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def has_pending_work(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     def reset_cache(self, revision: str | None = None) -> bool:
-        """The parent's blocks stay as they are."""
+        """Return False; the parent's blocks stay as they are."""
         return False
 
     def get_stats(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return empty statistics."""
         return {"manager": {}, "primary": {}, "tiers": {}}
 
     def shutdown(self) -> None:
-        """Nothing is done."""
+        """Do nothing."""

@@ -1,29 +1,35 @@
-"""The names of blocks: the engine's block hash and the KV-cache group, as plain bytes."""
+"""The keys of blocks: the engine's block hash and the KV-cache group index, as plain bytes."""
 
 from __future__ import annotations
 
 PRIMARY_TIER = "cpu"
-"""The primary tier's name where tiers are told by name; no secondary tier may have it."""
+"""Name of the primary tier in events, statistics and messages. No secondary tier may have this name."""
 
 OffloadKey = bytes
-"""A block's name: the block hash followed by the KV-cache group index as four big-endian unsigned bytes.
+"""The key of a block: its block hash, then the KV-cache group index as four big-endian unsigned bytes.
 
-Bytes, not tuples: a table of a million keys must not be a million objects for the garbage collector.
+Keys are bytes, not tuples: the garbage collector would have to track a million tuples in a table of a million keys.
 """
 
 GROUP_BYTES = 4
+"""Length of the group index in a key, in bytes."""
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """Name the block of group ``group_idx`` whose (last) block hash is ``block_hash``."""
+    """Return the key of a block.
+
+    Args:
+        block_hash: hash of the block; of the last GPU block if the offloaded block spans several.
+        group_idx: index of the KV-cache group.
+    """
     return block_hash + group_idx.to_bytes(GROUP_BYTES, "big")
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """The block hash that ``key`` was made of."""
+    """Return the block hash in ``key``."""
     return key[:-GROUP_BYTES]
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """The KV-cache group index that ``key`` was made of."""
+    """Return the KV-cache group index in ``key``."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")

@@ -1,4 +1,4 @@
-"""The contract of offloading managers, and the values that they answer with."""
+"""The contract of offloading managers and the values that their methods return."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from tiering.api.transfer import BlockIDsLoadStoreSpec, LoadStoreSpec
 
 
 class PrefixMatch(NamedTuple):
-    """Answer of :meth:`OffloadingManager.match_prefix`.
-
-    ``hits``: how many leading keys are held.  ``pending``: the answer may still change (one of those is not readable
-    yet, or the first key after them is undecided).
-    """
+    """The result of :meth:`OffloadingManager.match_prefix`."""
 
     hits: int
+    """Number of leading keys that are held."""
     pending: bool
+    """True if the result may still change: a hit is not readable yet, or the first key after the hits is undecided."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What to store, and where.  ``store_spec`` is co-indexed with ``keys_to_store``."""
+    """The blocks to store and the rows to store them in."""
 
     keys_to_store: list[OffloadKey]
+    """The keys that are not held yet, in the order of the call."""
     store_spec: BlockIDsLoadStoreSpec
+    """The rows, one per entry of ``keys_to_store``."""
     evicted_keys: list[OffloadKey]
+    """The keys that were evicted to make room."""
 
 
 MEDIUM_CPU = "CPU"
-"""The medium of host memory in events."""
+"""Medium of host memory in events."""
 
 MEDIUM_STORAGE = "STORAGE"
-"""The medium of everything slower than host memory in events."""
+"""Medium in events of every tier that is slower than host memory."""
 
 LOCAL = "LOCAL"
 """Locality in events of a medium that only this machine reaches."""
@@ -52,44 +53,51 @@ _event_orders = count()
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks became readable in a tier (``removed`` False) or are gone from it (True).
+    """Blocks that became readable in a tier (``removed`` False) or are gone from the tier (``removed`` True).
 
-    Make an event when its blocks come or go: all events of a process are ordered by their making.
+    Create the event at the moment its blocks come or go: creation orders all events of a process.
     """
 
     keys: list[OffloadKey]
-    """The blocks."""
+    """The keys of the blocks."""
     medium: str
-    """:data:`MEDIUM_CPU` or :data:`MEDIUM_STORAGE`; engines and routers know no other words."""
+    """:data:`MEDIUM_CPU` or :data:`MEDIUM_STORAGE`. Engines and routers know no other values."""
     locality: str
     """:data:`LOCAL` or :data:`REMOTE`."""
     tier: str
-    """The tier's name; :data:`PRIMARY_TIER` for the primary one."""
+    """Name of the tier; :data:`~tiering.api.keys.PRIMARY_TIER` for the primary one."""
     removed: bool
-    """True if the blocks are gone."""
+    """True if the blocks are gone, False if they became readable."""
     order: int = field(default_factory=_event_orders.__next__, compare=False, repr=False)
     """Position of this event among all events of the process."""
 
 
 class OffloadingManager(ABC):
-    """Keeps track of offloaded blocks.  Runs in the scheduler process, on the scheduler's thread.
+    """The index of offloaded blocks. Runs in the scheduler process, on the scheduler's thread.
 
-    Nothing blocks, but :meth:`reset_cache` and :meth:`shutdown`, up to a deadline.  Reference count of a row: -1 being
-    written (not readable, not evictable), 0 readable and evictable, n > 0 n readers.  Keys are unique within a call.
+    No method blocks except :meth:`reset_cache` and :meth:`shutdown`, which block up to a deadline. The reference count
+    of a row is -1 while the row is written (neither readable nor evictable), 0 if it is readable and evictable, and n >
+    0 if n loads read it. Keys are unique within a call.
     """
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """True: readable in the primary tier now.  False: not held anywhere, or cannot be brought in.
+        """Look up one block.
 
-        None: ask again later (being written, being promoted, or a tier does not know yet).
+        Returns:
+            True if the block is readable in the primary tier now. False if no tier holds the block, or it cannot be
+            promoted. None if the caller should look up again later: a store or promotion is in flight, or a tier is
+            still probing.
         """
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
-        """The batch form of :meth:`lookup`, with the same meaning: how many leading keys are held, and whether that may change.
+        """Look up a prefix; the batch form of :meth:`lookup`, with the same meaning.
 
-        ``at_least``: fewer hits are of no use to the caller: nothing need be brought in or waited for that would not
-        make as many.
+        Args:
+            keys: keys of consecutive blocks.
+            req_context: the request that asks.
+            at_least: smallest number of hits that is of use to the caller; default 1. The manager may skip promotions
+                and report nothing as pending where fewer blocks could be loaded.
         """
         pending = False
         for hits, key in enumerate(keys):
@@ -101,71 +109,93 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Protect ``keys`` from eviction until :meth:`complete_load` and say where they are.
+        """Pin ``keys`` until :meth:`complete_load` and return their rows.
 
-        Raises :class:`tiering.errors.NotReadableError`, with nothing pinned, unless all are readable.
+        Raises:
+            NotReadableError: some keys are not readable; no row was pinned.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Mark ``keys``, a prefix in its order, as recently used, the head more recently than the tail.
+        """Mark the blocks of a prefix as recently used, its head more recently than its tail.
 
-        Also for blocks that the accelerator already has; unknown keys are ignored.
+        Callers also touch blocks that the GPU already has. Unknown keys are ignored.
         """
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """End the protection that :meth:`prepare_load` gave.  Unknown keys are ignored and counted."""
+        """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted."""
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Take a row for each of ``keys`` that is not held yet.  All or nothing: None, and nothing changed, if there is no room.
+        """Reserve a row for each of ``keys`` that is not held yet.
 
-        A key of this call that is already held is never evicted to make room for it.
+        No key of this call is evicted to make room for another one.
+
+        Returns:
+            The reserved rows; or None, with nothing changed, if the tier has no room for all of them.
         """
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Make what was stored readable; or, without success, free what was still being written.
+        """Make stored blocks readable, or free their rows if the store failed.
 
-        Keys that were readable before stay so.  Unknown keys (a reset came between) are ignored and counted.
+        Keys that were readable before stay readable. Unknown keys are ignored and counted; a reset may have dropped
+        them.
+
+        Args:
+            keys: the keys of a :meth:`prepare_store`.
+            req_context: the request that stored them.
+            success: False if the copy failed.
         """
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
-        """Of ``keys``, how many were brought in from elsewhere for this request, by medium ("DISK", "OBJECT", ...).  Changes nothing."""
+        """Return how many of ``keys`` were promoted for this request, by source medium ("DISK", "OBJECT", ...).
+
+        The call changes nothing.
+        """
         return {}
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Called exactly once for each request, before any other call for it."""
+        """Admit a request and return its policy.
+
+        Called exactly once for each request, before any other call for that request.
+        """
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Called exactly once for each request, when it ends for whatever reason."""
+        """Release the state of a request. Called exactly once for each request, however the request ends."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Hand out the events since the last call, in an order that a consumer can apply.  Changes nothing else."""
+        """Return the events since the last call, in an order that a consumer can apply. Changes nothing else."""
         return ()
 
     def on_schedule_end(self) -> None:
-        """The end of a step; called once per step, also without requests."""
+        """End a step. Called once per step, also for steps without requests."""
 
     def has_pending_work(self) -> bool:
-        """True while jobs are in flight: the engine must keep stepping."""
+        """Return True while jobs are in flight; the engine must then keep stepping."""
         return False
 
     def reset_cache(self, revision: str | None = None) -> bool:
-        """Forget everything: this process never serves again what was stored before.  Waits for a few milliseconds at most.
+        """Drop all blocks: this process never again serves a block that was stored before the call.
 
-        True if that is certain also after a restart.  False if a medium of our own could not confirm it yet: its tier
-        serves nothing until it has.  On a medium that is shared, only this process moves, and nothing that others
-        stored is removed. ``revision`` names the weights from now on: all engines that give the same text share their
-        blocks on shared media.  Without it (the default) what is stored from now on is for this process alone.
+        Blocks for a few milliseconds at most. On a shared medium, only this process changes its namespace; blocks of
+        other engines stay.
+
+        Args:
+            revision: name of the weights from now on. All engines that give the same text share their blocks on shared
+                media. Default None: only this process can load the blocks that it stores from now on.
+
+        Returns:
+            True if the reset also survives a restart. False if one of the tier's own media has not confirmed the reset
+            yet; that tier serves no blocks until its medium has.
         """
         return True
 
     def get_stats(self) -> Mapping[str, Any]:
-        """What happened since the start, as plain data."""
+        """Return the counters since the start, as plain data."""
         return {}
 
     def shutdown(self) -> None:
-        """Drain and release everything, within a deadline.  May be called twice."""
+        """Drain and release everything within a deadline. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""What must not be printed: secrets in a configuration, by the name of the field, the form of the value, and by value.
+"""The masking of secrets in messages: by field name, by the form of a value, and by known values.
 
-Secrets of a stack are learnt when it is read.  From then on they are masked wherever our errors and log lines would
-show them, also in what a tier of one's own or a client library says.
+Reading a stack records its secrets. From then on all errors and log lines of this project mask these secrets, also in
+texts from custom tiers and client libraries.
 """
 
 from __future__ import annotations
@@ -25,37 +25,44 @@ _SECRET_WORD = re.compile(
     r"secret|passw|pwd|token|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
     re.IGNORECASE,
 )
-# All repetitions are bounded: texts come from outside, and a search must not take time that grows with the square of
-# their length.
+# All repetitions are bounded, so that searching an untrusted text does not take time quadratic in its length.
 _USER = re.compile(
     r"""(?<=//)(?:[^/\s'"<>]{1,256}|[^/\s'"<>:]{0,64}:[^\s'"<>]{0,256})(?=@)"""
     r"""|(?<![\w/.])[\w.+-]{1,64}:[^\s'"<>@/]{1,256}(?=@[\w\[])"""
 )
-"""User and password before a host, with a scheme or without; passwords with a slash, which should be quoted and often are not."""
+"""User and password before a host, with or without a scheme.
+
+The pattern also matches passwords with a slash; a slash should be quoted and often is not.
+"""
 _PAIR = re.compile(
-    r"""(?<![\w.-])([\w.-]{0,32}(?:secret|token|signature|credential|passw|pwd|account_?key|access_?key|api_?key)[\w.-]{0,32})"""
-    r"""=([^&;,\s'"<>]+)""",
+    r"""(?<![\w.-])([\w.-]{0,32}"""
+    r"""(?:secret|token|signature|credential|passw|pwd|account_?key|access_?key|api_?key)"""
+    r"""[\w.-]{0,32})=([^&;,\s'"<>]+)""",
     re.IGNORECASE,
 )
 """``password=...`` in the query of a URL, or in the text that names a database."""
 _QUERY = re.compile(r"""(?<=[?&])([^=&?\s'"]{0,32}key[^=&?\s'"]{0,32})=([^&\s'"<>]+)""", re.IGNORECASE)
 
 _SHORTEST = 4
-"""Secrets of fewer characters are masked where they stand, but not searched for: every text would hold them."""
+"""Minimum length of a secret that is masked by value, in characters. Shorter secrets are masked in their field only."""
 
 _PLAIN = re.compile(r"[0-9.]{1,7}[a-z]{0,3}|true|false|none|null|auto", re.IGNORECASE)
-"""Values of words such as max_tokens that no text can do without; they too are masked only where they stand."""
+"""Values too common to search for in texts, such as the number of ``max_tokens``.
+
+They are masked in their field only.
+"""
 
 _MOST = 256
-"""Ways of writing secrets that are remembered; a stack has a few."""
+"""Maximum number of remembered spellings of secrets. A typical stack has a few."""
 
 
 class _Learnt:
-    """The secrets that were learnt, as they may be written.  ``longest_first``: the order in which texts are searched for them."""
+    """The known secrets, in each spelling that a message may contain."""
 
     def __init__(self) -> None:
         self._written: dict[str, None] = {}
         self.longest_first: tuple[str, ...] = ()
+        """The spellings in the order in which texts are searched for them."""
 
     def add(self, secret: str) -> None:
         for written in (secret, unquote(secret), quote(secret, safe=""), repr(secret)[1:-1]):
@@ -70,12 +77,12 @@ _learnt = _Learnt()
 
 
 def is_secret(word: object) -> bool:
-    """Whether a field of this name holds a secret."""
+    """Return True if a field named ``word`` holds a secret."""
     return isinstance(word, str) and _SECRET_WORD.search(word) is not None
 
 
 def masked(word: object, value: object) -> object:
-    """``value`` of the field ``word`` as it may be printed, nested fields included; models become mappings."""
+    """Return ``value`` of the field ``word`` with secrets masked, nested fields included; models become mappings."""
     if isinstance(value, (SecretStr, SecretBytes)):
         return MASK if value.get_secret_value() else ""
     if is_secret(word) and isinstance(value, (str, bytes, int, float)) and not isinstance(value, bool):
@@ -94,17 +101,17 @@ def masked(word: object, value: object) -> object:
 
 
 def is_masked(text: str) -> bool:
-    """Whether ``text`` is what a printed configuration shows in place of a secret, ours or pydantic's."""
+    """Return True if ``text`` is a mask, ours or pydantic's, that a printed configuration shows for a secret."""
     return _MASKED.fullmatch(text) is not None
 
 
 def shown(value: object) -> str:
-    """``value`` as an error message quotes it: masked, on one line, and short."""
+    """Return ``value`` as error messages quote it: masked, on one line, and short."""
     if isinstance(value, (str, bytes)):
         value = value[: 4 * _SHOWN]
     try:
         text = repr(masked("", value))
-    except ValueError:  # Python writes no integers of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__} with a number of very many digits"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -113,7 +120,7 @@ def shown(value: object) -> str:
 
 
 def mask_text(text: str) -> str:
-    """``text`` without what looks like a secret, and without the secrets that were learnt."""
+    """Return ``text`` with known secrets, and parts that look like secrets, masked."""
     for secret in _learnt.longest_first:
         text = text.replace(secret, MASK)
     text = _USER.sub(MASK, text)
@@ -121,21 +128,27 @@ def mask_text(text: str) -> str:
 
 
 def learn(word: object, value: object) -> None:
-    """Remember the secrets in ``value`` of the field ``word``: all of it where the word names a secret, else what looks like one."""
+    """Remember the secrets in a value.
+
+    Args:
+        word: name of the field. If the name suggests a secret, the whole value is one; otherwise only the parts of the
+            value that look like secrets are remembered.
+        value: the field's value.
+    """
     if isinstance(value, (SecretStr, SecretBytes)):
         value, word = value.get_secret_value(), "secret"
     if isinstance(value, bytes):
         value = value.decode(errors="backslashreplace")
     if not isinstance(value, str):
         return
-    value = value.encode(errors="backslashreplace").decode()  # as errors show bytes that are no text
+    value = value.encode(errors="backslashreplace").decode()  # errors show undecodable bytes in this form
     if is_secret(word):
         _learnt.add(value)
     for match in _USER.finditer(value):
         _learnt.add(match[0])
         _learnt.add(match[0].partition(":")[2])
         _learnt.add(base64.b64encode(match[0].encode()).decode())
-    # A whole value is one address: its password may hold spaces and quotes too, which end an address within a text.
+    # A value that is one URL as a whole may have spaces and quotes in its password; within a text they end the URL.
     whole = re.search(r"//[^/:@]*:(.+)@", value, re.DOTALL)
     if whole is not None:
         _learnt.add(whole[1])
@@ -144,24 +157,24 @@ def learn(word: object, value: object) -> None:
 
 
 def shows_secret(error: BaseException) -> bool:
-    """Whether the traceback of ``error``, with all errors that led to it, would show a secret."""
+    """Return True if the traceback of ``error``, its causes included, would show a secret."""
     text = "".join(traceback.format_exception(error))
     return mask_text(text) != text
 
 
 def safe_cause(error: Exception) -> Exception | None:
-    """``error`` as the cause of another one, or None if its traceback would show a secret."""
+    """Return ``error`` for use as a cause, or None if its traceback would show a secret."""
     return None if shows_secret(error) else error
 
 
 class _SecretFilter(logging.Filter):
-    """Masks the text of a record, and of the traceback that it carries."""
+    """A filter that masks the text of a log record and of its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
         except (TypeError, ValueError, KeyError):
-            return True  # arguments that do not fit their format: handlers report it in their own way
+            return True  # the arguments do not fit the format; the handlers report such a record themselves
         safe = mask_text(message)
         if safe != message:
             record.msg, record.args = safe, None
@@ -176,7 +189,10 @@ _filter = _SecretFilter()
 
 
 def guard_logs() -> None:
-    """Mask secrets in what the loggers of this project write from now on.  Filters are not inherited: each logger has its own."""
+    """Mask secrets in the output of all existing loggers of this project.
+
+    Filters are not inherited, so each logger gets its own.
+    """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "kv_tiering" and isinstance(logger, logging.Logger):
             logger.addFilter(_filter)

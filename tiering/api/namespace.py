@@ -1,8 +1,8 @@
-"""The namespace: a fingerprint of everything that changes the bytes of a block or their meaning.
+"""The namespace: a fingerprint of everything that determines the bytes and the meaning of a block.
 
-Two configurations that differ in any of it never read each other's blocks, on any tier: every frame carries the
-fingerprint, and shared media have it in their object names.  The reset epoch is part of it: a new epoch makes
-everything older foreign.
+Configurations that differ in any parameter never read each other's blocks, on any tier: every frame carries the
+fingerprint, and object names on shared media contain it. The reset epoch is part of the namespace, so a new epoch
+invalidates all older blocks.
 """
 
 from __future__ import annotations
@@ -18,34 +18,44 @@ from typing import Any
 from tiering.errors import ConfigError
 
 FORMAT_VERSION = 2
-"""Version of the frame and of what surrounds it; part of every namespace."""
+"""Version of the block frame and of the formats around it; part of every namespace."""
 
 EPOCH_BYTES = 16
+"""Length of an epoch in bytes."""
 
 NO_EPOCH = bytes(EPOCH_BYTES)
-"""The epoch of a namespace that no tier has entered yet.  No block is ever stored in it."""
+"""Epoch of a namespace that no tier has entered yet. No block is ever stored in this epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How an engine lays KV out in a block.  Nothing has a default: what is left out could not tell two layouts apart."""
+    """The layout of an engine's KV in a block.
+
+    No field has a default, because an omitted field could not tell two layouts apart.
+    """
 
     kv_dtype: str
     """Data type of the cache, KV quantisation included (e.g. "bfloat16", "fp8_e4m3")."""
     layer_names: tuple[str, ...]
+    """Names of all layers that have KV."""
     groups: tuple[str, ...]
     """One readable description per KV-cache group: kind, layers, window, head geometry."""
     gpu_block_size: tuple[int, ...]
+    """Size of a GPU block in tokens, per KV-cache group."""
     block_size_factor: int
+    """Number of GPU blocks in one offloaded block."""
     group_bytes: tuple[int, ...]
+    """Size of an offloaded block in bytes, per KV-cache group, without padding."""
     memory_order: str
-    """Order of dimensions in a page (e.g. "NHD", "HND"), and which dimension the blocks are."""
+    """Order of dimensions in a page (e.g. "NHD", "HND"), and the index of the block dimension."""
     parallel_sizes: tuple[tuple[str, int], ...]
-    """("tensor", 2), ("pipeline", 1), ("decode_context", 1), ..."""
+    """Name and size of each kind of parallelism: ("tensor", 2), ("pipeline", 1), ("decode_context", 1), ..."""
     hash_algorithm: str
+    """Name of the algorithm that computes block hashes."""
     hash_seed: str
-    """The seed of the block hashes; "random" if it differs from process to process (persistent tiers then refuse)."""
+    """Seed of the block hashes; "random" if it differs between processes. Persistent tiers then refuse the model."""
     hash_block_size: int
+    """Number of tokens that one block hash covers."""
 
 
 _COMMIT_OR_DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,}(?![0-9a-f])")
@@ -53,23 +63,27 @@ _COMMIT_OR_DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,}(?![0-9a-f])")
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What computed the KV.
+    """The identity of the model and engine that computed the KV.
 
-    ``weights``: a commit revision, or a digest of config and weight files; never just a name, since weights change
-    under a name. ``name``: for people.  It is part of the namespace only where ``weights`` is neither a commit nor a
-    digest, which have 32 hex digits or more: the same weights under another name or path share their blocks. ``dtype``:
-    of the computation.  ``layout``: a :class:`KVLayout`, or, for callers whose layout is their own, any text that
-    changes whenever it does.  ``overrides``: configuration that changes results (rope scaling and the like).
-    ``volatile_scales``: KV scales that change at run time and live outside the block; persistent tiers refuse such a
-    model.
+    Raises:
+        ConfigError: ``name``, ``weights``, ``dtype`` or ``layout`` is empty or of the wrong type.
     """
 
     name: str
+    """Readable name. Part of the namespace only if ``weights`` is neither a commit nor a digest.
+
+    Commits and digests have 32 hex digits or more. The same weights share their blocks under any name or path.
+    """
     weights: str
+    """A commit revision, or a digest of config and weight files. Never just a name: weights change under a name."""
     dtype: str
+    """Data type of the computation."""
     layout: KVLayout | str
+    """A :class:`KVLayout`; or, for engines with a layout of their own, any text that changes with the layout."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration that changes results, such as rope scaling; plain data."""
     volatile_scales: bool = False
+    """True if KV scales change at run time and live outside the block. Persistent tiers refuse such a model."""
 
     def __post_init__(self) -> None:
         for word in ("name", "weights", "dtype"):
@@ -81,9 +95,12 @@ class ModelIdentity:
 
     @property
     def persistent_reason(self) -> str | None:
-        """Why blocks of this model must not outlive the process, or None if they may."""
+        """The reason why blocks of this model must not outlive the process, or None if they may."""
         if self.volatile_scales:
-            return "its KV scales change at run time and are not part of a block; use static scales, or an unquantised KV cache"
+            return (
+                "its KV scales change at run time and are not part of a block; "
+                "use static scales, or an unquantised KV cache"
+            )
         if isinstance(self.layout, KVLayout) and self.layout.hash_seed == "random":
             return (
                 f"the block hashes of {self.layout.hash_algorithm} are seeded at random in each process; "
@@ -92,7 +109,7 @@ class ModelIdentity:
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """The readable parameters, as JSON-able data."""
+        """Return the parameters of the namespace in readable form, as JSON-able data."""
         layout: Any = asdict(self.layout) if isinstance(self.layout, KVLayout) else self.layout
         return {
             **({} if _COMMIT_OR_DIGEST.search(self.weights) else {"name": self.name}),
@@ -105,17 +122,16 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The parameters of a namespace and its present epoch.
-
-    ``base`` (16 bytes) identifies the parameters, the same over resets; ``fingerprint`` (16 bytes) covers the epoch too
-    and is what frames carry.
-    """
+    """The parameters of a namespace and its present epoch."""
 
     parameters: str
-    """Canonical JSON."""
+    """The parameters as canonical JSON."""
     epoch: bytes = NO_EPOCH
+    """The present epoch, :data:`EPOCH_BYTES` long."""
     base: bytes = field(init=False)
+    """Digest of the parameters, 16 bytes. Resets do not change it."""
     fingerprint: bytes = field(init=False)
+    """Digest of the parameters and the epoch, 16 bytes. Every frame carries it."""
 
     def __post_init__(self) -> None:
         base = hashlib.sha256(self.parameters.encode()).digest()[:16]
@@ -126,9 +142,16 @@ class Namespace:
     def build(
         cls, model: ModelIdentity, group_bytes: tuple[int, ...], *, namespace: str = "", salt: str = ""
     ) -> Namespace:
-        """The namespace of ``model`` with blocks of ``group_bytes``, and the user's own ``namespace`` and ``salt``.
+        """Return the namespace of a model.
 
-        Raises :class:`ConfigError` if ``model.overrides`` is not plain data.
+        Args:
+            model: identity of the model.
+            group_bytes: size of an offloaded block in bytes, per KV-cache group.
+            namespace: the user's own text that keeps blocks apart; default empty.
+            salt: like ``namespace`` but secret; only its digest enters the namespace.
+
+        Raises:
+            ConfigError: ``model.overrides`` is not plain data.
         """
         parameters = {
             "format": FORMAT_VERSION,
@@ -144,21 +167,22 @@ class Namespace:
 
     @property
     def directory(self) -> str:
-        """A name for ``base`` in paths and object names: 32 hex digits."""
+        """``base`` as a name in paths and object names: 32 hex digits."""
         return self.base.hex()
 
     def with_epoch(self, epoch: bytes) -> Namespace:
-        """The same parameters in another epoch."""
+        """Return the same parameters in another epoch."""
         return replace(self, epoch=epoch)
 
     def next_epoch(self) -> Namespace:
-        """The same parameters in a new random epoch, which nobody else has."""
+        """Return the same parameters in a new random epoch, which no other process has."""
         return self.with_epoch(secrets.token_bytes(EPOCH_BYTES))
 
     def revision_epoch(self, revision: str) -> Namespace:
-        """The same parameters in the epoch that everybody has who gives the same text ``revision``.
+        """Return the same parameters in the epoch that all engines with the same text ``revision`` share.
 
-        Raises :class:`ConfigError` for a revision that is not a text with something in it.
+        Raises:
+            ConfigError: ``revision`` is not a text, or is empty.
         """
         return self.with_epoch(
             hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES]
@@ -166,12 +190,16 @@ class Namespace:
 
 
 def fingerprint_of(base: bytes, epoch: bytes) -> bytes:
-    """The fingerprint (16 bytes) of the namespace ``base`` in ``epoch``: what the frames of its blocks carry."""
+    """Return the 16-byte fingerprint of the namespace ``base`` in ``epoch``, as frames carry it."""
     return hashlib.sha256(base + epoch).digest()[:16]
 
 
 def revision_digest(revision: str) -> bytes:
-    """Digest of the text ``revision``: 16 bytes.  Raises :class:`ConfigError` for what is not a text, or has nothing in it."""
+    """Return the 16-byte digest of the text ``revision``.
+
+    Raises:
+        ConfigError: ``revision`` is not a text, or is empty.
+    """
     if not isinstance(revision, str) or not revision.strip():
         raise ConfigError(f"revision: {revision!r} is not a text that names the weights")
     return hashlib.sha256(revision.encode()).digest()[:16]

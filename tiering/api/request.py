@@ -1,4 +1,4 @@
-"""The context of a request, and what a request may ask of the tiers."""
+"""The context of a request, and the policy that the manager returns for it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """Who asks: the request's id and its ``kv_transfer_params``."""
+    """The identity of a request."""
 
     req_id: str
+    """The engine's id of the request."""
     kv_transfer_params: Mapping[str, Any] | None = None
+    """The request's ``kv_transfer_params``; None if it has none."""
 
 
 class OffloadPolicy(enum.Enum):
-    """Which blocks of a request the connector offers to the manager."""
+    """The blocks of a request that the connector offers to the manager."""
 
     BLOCK_LEVEL = "block_level"
     """Newly computed blocks."""
     REQUEST_LEVEL = "request_level"
-    """All blocks of the request, also those that the primary tier holds already (some tier wants them all)."""
+    """All blocks of the request, including blocks that the primary tier already holds.
+
+    Some tier requires all of them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOffloadingContext:
-    """What the manager answers to a new request."""
+    """The manager's reply to a new request."""
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    """The blocks that the connector should offer for the request."""

@@ -1,8 +1,7 @@
-"""What one request asks of the tiers, read from its ``kv_transfer_params``: the one place that decides what they mean.
+"""The policy of one request, parsed from its ``kv_transfer_params``. No other module interprets them.
 
-Wrong parameters mean one thing everywhere: the request neither loads nor stores (:data:`NEITHER`), and whoever admits
-the request first says which word is wrong.  What is handed on from there carries :data:`NEITHER_PARAMS`, so that nobody
-says it twice.
+Invalid parameters have one meaning everywhere: the request neither loads nor stores (:data:`NEITHER`). The component
+that admits the request logs the invalid field, and passes :data:`NEITHER_PARAMS` on so that the problem is logged once.
 """
 
 from __future__ import annotations
@@ -17,37 +16,41 @@ from tiering.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """What one request asks of the tiers: ``kv_transfer_params={"kv_tiering": {...}}``.
-
-    ``load``/``store``: may blocks be loaded for it / of it be stored.  ``max_load_tokens``/``max_store_tokens``:
-    leading tokens that may be (None: all).  ``tiers``: names of the secondary tiers it may use (None: all).
-    """
+    """The parsed form of ``kv_transfer_params={"kv_tiering": {...}}``."""
 
     load: bool = True
+    """True if blocks may be loaded for the request."""
     store: bool = True
+    """True if blocks of the request may be stored."""
     max_load_tokens: int | None = None
+    """Number of leading tokens that may be loaded; None: all."""
     max_store_tokens: int | None = None
+    """Number of leading tokens that may be stored; None: all."""
     tiers: frozenset[str] | None = None
+    """Names of the secondary tiers that the request may use; None: all."""
 
 
 DEFAULT_REQUEST_POLICY = RequestPolicy()
 
 NEITHER = RequestPolicy(load=False, store=False, tiers=frozenset())
-"""The policy of a request whose parameters are wrong."""
+"""The policy of a request with invalid parameters."""
 
 _KEY = "kv_tiering"
 
 NEITHER_PARAMS: Mapping[str, Any] = MappingProxyType({_KEY: {"load": False, "store": False, "tiers": ()}})
-"""Well-formed parameters that mean :data:`NEITHER`."""
+"""Valid parameters that mean :data:`NEITHER`."""
 
 _ALLOWED = ("load", "store", "max_load_tokens", "max_store_tokens", "tiers")
 
 
 def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> RequestPolicy:
-    """Read a request's parameters.  Raises :class:`ConfigError` naming the field that is wrong.
+    """Parse a request's parameters.
 
-    Read are the words of ``kv_tiering``, and beside it the routers' ``max_load_tokens`` and ``max_offload_tokens`` (our
-    ``max_store_tokens``).  Where both say a number, the smaller one counts.
+    The fields are those of ``kv_tiering``, and the routers' ``max_load_tokens`` and ``max_offload_tokens`` (our
+    ``max_store_tokens``) next to it. If both places give a number, the smaller one counts.
+
+    Raises:
+        ConfigError: a field is invalid; the message names it.
     """
     if kv_transfer_params is None:
         return DEFAULT_REQUEST_POLICY

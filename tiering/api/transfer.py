@@ -1,4 +1,4 @@
-"""Load/store specs: the two sides of a transfer, as block ids of one medium."""
+"""The load and store specs: the two sides of a transfer, as block ids on one medium."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from numpy.typing import ArrayLike, NDArray
 from tiering.errors import ConfigError
 
 Rows = NDArray[np.int64]
-"""Row numbers (or block ids): a one-dimensional int64 array."""
+"""Row numbers or block ids: a one-dimensional int64 array."""
 
 
 class LoadStoreSpec(ABC):
-    """One side of a transfer: which blocks, on which medium."""
+    """One side of a transfer: a set of blocks on one medium."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """The name of the medium, e.g. ``"GPU"``."""
+        """Return the name of the medium, e.g. ``"GPU"``."""
 
 
 def as_rows(values: ArrayLike) -> Rows:
-    """``values`` as a one-dimensional int64 array (not copied if it is one already)."""
+    """Return ``values`` as a one-dimensional int64 array, without a copy if it is one already."""
     rows = np.asarray(values, dtype=np.int64)
     return rows if rows.ndim == 1 else rows.reshape(-1)
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """A side of a transfer that is described by block ids, held as an int64 array in ``block_ids``."""
+    """One side of a transfer, given by block ids."""
 
     __slots__ = ("block_ids",)
 
     def __init__(self, block_ids: ArrayLike) -> None:
         self.block_ids: Rows = as_rows(block_ids)
+        """Block ids, an int64 array."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -45,15 +46,20 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks in the accelerator's KV cache, ordered by KV-cache group.
+    """Blocks in the GPU's KV cache, ordered by KV-cache group.
 
-    ``group_sizes[i]`` of the ids belong to group i.  Within a group they are logically consecutive blocks of one
-    request, and ``block_indices[i]`` is the logical index of the first, so that a worker can skip the leading part of
-    an offloaded block that is larger than a GPU block and not aligned with it.  Where only some blocks of a request are
-    stored, the spec covers whole offloaded blocks, in runs (``block_indices[i]`` is then that of the first run, and a
-    multiple of the block size factor).
+    Within a group, the ids are logically consecutive blocks of one request. An offloaded block may span several GPU
+    blocks and start before the first id; ``block_indices`` lets a worker skip that leading part. If only some blocks of
+    a request are stored, the spec covers whole offloaded blocks in several runs. ``block_indices[i]`` is then the index
+    of the first run and a multiple of the block size factor.
 
-    Raises :class:`ConfigError` if the lengths disagree.
+    Args:
+        block_ids: ids of the GPU blocks.
+        group_sizes: number of ids that belong to each KV-cache group.
+        block_indices: logical index, within the request, of the first block of each group.
+
+    Raises:
+        ConfigError: the lengths disagree.
     """
 
     __slots__ = ("block_indices", "group_sizes")
@@ -67,7 +73,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         if len(group_sizes) != len(block_indices):
             raise ConfigError(f"group_sizes has {len(group_sizes)} groups, block_indices {len(block_indices)}")
         self.group_sizes: tuple[int, ...] = tuple(group_sizes)
+        """Number of block ids per KV-cache group."""
         self.block_indices: tuple[int, ...] = tuple(block_indices)
+        """Logical index of the first block per KV-cache group."""
 
     @staticmethod
     def medium() -> str:
@@ -75,7 +83,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Rows of the primary tier's buffer."""
+    """Rows of the primary tier."""
 
     __slots__ = ()
 
@@ -85,4 +93,4 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
-"""(source, destination) of a transfer."""
+"""Source and destination of a transfer."""

@@ -1,4 +1,4 @@
-"""Sizes, durations and shares as people write them, and the base class of the stack file's parts."""
+"""The readable forms of sizes, durations and shares, and the base class of the stack file's parts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tiering.api.masking import masked, shown
 
 MAX_SIZE = 1 << 60
-"""Largest size that a stack may name, in bytes: 1 EiB."""
+"""Largest size that a stack may contain, in bytes: 1 EiB."""
 
 MAX_DURATION = 3650 * 86400.0
-"""Longest duration that a stack may name, in seconds: 3650 days."""
+"""Longest duration that a stack may contain, in seconds: 3650 days."""
 
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*((?:[kmgtpe]i?)?b?)\s*", re.IGNORECASE)
 
@@ -35,7 +35,8 @@ _VARIABLE = re.compile(r"\$(\{|[A-Za-z_][A-Za-z0-9_]*)")
 def parse_size(value: object) -> int:
     """Return the bytes that ``"8GiB"``, ``"500GB"``, ``"64 MiB"`` or a whole number of bytes stands for.
 
-    Raises :class:`ValueError` for anything else, and for sizes beyond :data:`MAX_SIZE`.
+    Raises:
+        ValueError: the value is not a size, or exceeds :data:`MAX_SIZE`.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -52,7 +53,8 @@ def parse_size(value: object) -> int:
 def parse_duration(value: object) -> float:
     """Return the seconds that ``"7d"``, ``"500ms"``, ``"2m"`` or a number of seconds stands for.
 
-    Raises :class:`ValueError` for anything else, and for durations beyond :data:`MAX_DURATION`.
+    Raises:
+        ValueError: the value is not a duration, or exceeds :data:`MAX_DURATION`.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         number, unit = value, 1.0
@@ -69,7 +71,11 @@ def parse_duration(value: object) -> float:
 
 
 def check_path(path: str) -> str:
-    """Return ``path`` if it can be meant as a path.  Raises :class:`ValueError` for a NUL, or a variable that was not expanded."""
+    """Return ``path`` if it is a plausible path.
+
+    Raises:
+        ValueError: the path contains a NUL character or an unexpanded variable.
+    """
     if "\0" in path:
         raise ValueError("holds a NUL character, which no path can")
     found = _VARIABLE.search(path)
@@ -95,25 +101,26 @@ def _check_file(path: Path) -> Path:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-"""A size in bytes, as people write it."""
+"""A size: bytes, or text such as "8GiB"."""
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
-"""A duration in seconds, as people write it."""
+"""A duration: seconds, or text such as "10s"."""
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+"""A fraction greater than 0, at most 1."""
 
 Directory = Annotated[str, Field(min_length=1), AfterValidator(_check_directory)]
-"""A directory's path; ``~`` stands for a home directory.  Nobody looks at the directory when a stack is validated."""
+"""Path of a directory; ``~`` stands for a home directory. Validation does not access the directory."""
 
 FilePath = Annotated[Path, AfterValidator(_check_file)]
-"""A file's path.  Nobody looks at the file when a stack is validated."""
+"""Path of a file. Validation does not access the file."""
 
 
 class Strict(BaseModel):
-    """A part of the stack file: unknown words are errors, values do not change."""
+    """A part of the stack file. Unknown words are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False, hide_input_in_errors=True)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, object]]:
-        """What ``repr`` and ``str`` print: the fields, secrets masked."""
+        """Return the fields for ``repr`` and ``str``, with secrets masked."""
         return [(name, masked(name, value)) for name, value in self]
