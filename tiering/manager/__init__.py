@@ -1,1 +1,1 @@
-"""The tiering manager: cascades, promotions, the search for prefixes, and requests."""
+"""The tiering manager: cascades, promotions, prefix search and requests."""

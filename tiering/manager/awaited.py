@@ -1,4 +1,4 @@
-"""Blocks that a tier wants of a request while somebody else is still writing them: they are cascaded as soon as they are readable."""
+"""Blocks that are cascaded for a request as soon as another request has finished writing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tiering.table.block_table import BlockTable
 
 
 class AwaitedBlocks:
-    """Remembers, per request, the blocks that are pending in the primary table and are to be cascaded for it."""
+    """Per request, the blocks that are pending in the primary table and must be cascaded for that request.
+
+    A tier with the request-level policy wants all blocks of a request, also those that another request is storing.
+    """
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
@@ -20,7 +23,13 @@ class AwaitedBlocks:
         return request in self._awaited
 
     def add(self, request: Request, keys: Sequence[OffloadKey], own: Sequence[OffloadKey]) -> None:
-        """``request`` waits for those of ``keys`` that others write; ``own`` are those that it writes itself."""
+        """Note the blocks that ``request`` needs and other requests are writing.
+
+        Args:
+            request: the request that a tier wants all blocks of.
+            keys: all blocks of the store, in their order.
+            own: the part of ``keys`` that this request writes itself; its own store cascades them.
+        """
         pending = self._table.pending
         if len(pending) > len(own):
             others = [key for key in keys if key in pending]
@@ -29,7 +38,12 @@ class AwaitedBlocks:
                 self._awaited.setdefault(request, {}).update((key, None) for key in others if key in awaited)
 
     def take(self) -> list[tuple[Request, list[OffloadKey]]]:
-        """Requests for which something is decided, and what has become readable of it; what failed is forgotten."""
+        """Take the blocks that are no longer pending.
+
+        Returns:
+            Each request with at least one such block, and those of its blocks that became readable. The list is empty
+            if all of them failed. Failed blocks are not awaited any longer.
+        """
         if not self._awaited:
             return []
         readable, pending = self._table.readable, self._table.pending
@@ -45,5 +59,5 @@ class AwaitedBlocks:
         return decided
 
     def forget(self, request: Request) -> None:
-        """Nothing more is cascaded for ``request``."""
+        """Stop waiting for blocks of ``request``."""
         self._awaited.pop(request, None)

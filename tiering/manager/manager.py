@@ -1,8 +1,8 @@
 """The tiering manager: one CPU primary tier in front of any number of secondary tiers.
 
-Every stored block is offered to all secondary tiers (a cascade); a lookup that misses the primary tier asks them in
-order, fastest first, and brings what they hold back into primary rows (a promotion).  Runs on the scheduler's thread;
-nothing here does I/O.
+Every stored block is offered to all secondary tiers (a cascade). A lookup that misses the primary tier probes the
+secondary tiers in order, fastest first. The blocks that they hold are loaded back into primary rows (a promotion).
+The manager runs on the scheduler's thread and does no I/O.
 """
 
 from __future__ import annotations
@@ -45,24 +45,27 @@ _log = logging.getLogger("kv_tiering.manager")
 _order = attrgetter("order")
 
 NOBODY = ReqContext("")
-"""For cascades that belong to no request."""
+"""Context of cascades that belong to no request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job that a tier has not reported yet: a cascade of pinned ``rows``, or a promotion.  ``deadline``: of its tier's jobs."""
+    """A job that its tier has not reported yet: a cascade or a promotion."""
 
     state: TierState
     rows: Rows
+    """Rows that the job reads or writes; those of a cascade are pinned."""
     deadline: float
+    """Time by which the tier should have reported the job."""
     promotion: Promotion | None = None
+    """The promotion; None for a cascade."""
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Cascades what is stored to all secondary tiers, promotes what is missed from them.
+    """The manager of a primary tier and its secondary tiers: it cascades stores and promotes missing blocks.
 
-    With no secondary tiers it is simply a CPU cache.  A tier that breaks its contract (an exception, a job id that is
-    not its own) is logged, counted and taken out of service; the engine goes on.
+    Without secondary tiers, the manager is a CPU cache. A tier that breaks its contract (it raises, or reports a job id
+    that is not its own) is logged, counted and taken out of service; the engine goes on.
     """
 
     def __init__(
@@ -80,17 +83,25 @@ class TieringOffloadingManager(OffloadingManager):
         news: News | None = None,
         one_thread: bool = True,
     ) -> None:
-        """``secondary_tiers``: fastest first.
+        """Create the manager; the tiers are opened by :meth:`open_tier`.
 
-        ``promotion_share``: share of the primary rows that promotions and reservations may hold together.  Deadlines in
-        seconds: ``reservation_deadline`` for a promoted block to be loaded, ``reset_deadline`` for media to confirm a
-        reset while the engine waits, ``shutdown_deadline`` for :meth:`shutdown`. ``keep_secondary``: a reset empties
-        the primary tier only. ``news``: where the tiers announce what has ended. ``one_thread``: the first thread that
-        uses the manager owns it, and others get a :class:`WrongThreadError` until :meth:`hand_over`; without, the
-        caller sees to it that no two threads use it at the same time.
+        Args:
+            primary_tier: the CPU tier.
+            secondary_tiers: the tiers behind it, fastest first; default: none.
+            enable_events: collect the events of all tiers for :meth:`take_events`; default: False.
+            clock: monotonic clock, in seconds.
+            promotion_share: largest share of the primary rows that promotions and reservations may hold together.
+            reservation_deadline: seconds for which a promoted block waits to be loaded before it may be evicted.
+            reset_deadline: seconds for which the engine waits until all media have confirmed a reset.
+            shutdown_deadline: longest duration of :meth:`shutdown`, in seconds.
+            keep_secondary: a reset empties the primary tier only; default: False.
+            news: the object on which tiers announce finished jobs; default: one of the manager's own.
+            one_thread: the first thread that uses the manager owns it. Other threads get a :class:`WrongThreadError`
+                until :meth:`hand_over`. If False, the caller ensures that no two threads use the manager at the same
+                time.
         """
         self.news = news or News()
-        """Announces that a tier has something new; :mod:`tiering.manager.waiting` listens."""
+        """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
         self._owner = OwnerThread(enabled=one_thread)
         self.primary_tier = primary_tier
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
@@ -172,7 +183,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._tell_used(readable, rows, req_context)
 
     def _tell_used(self, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
-        """Readable ``keys`` are used: a tier that lacks some of them may ask for them at the end of the step."""
+        """Report the use of readable ``keys``, so that a tier that lacks some can ask for them at the step's end."""
         request = self._requests.get(ctx.req_id)
         if not self._states or (request is not None and not request.policy.store):
             return
@@ -217,7 +228,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._close_if_done(request)
 
     def _refilled(self, rows: Rows) -> None:
-        """Other blocks than before are in these rows: which tiers hold them is open."""
+        """Note that ``rows`` have new blocks, so that tiers are told of the next use of these blocks."""
         for state in self._states:
             state.settled_until[rows] = 0.0
 
@@ -234,7 +245,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade(states, held, rows, ctx)
 
     def _cascade(self, states: Sequence[TierState], keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
-        """Offer readable ``keys`` to tiers: one job each, the rows pinned until it is reported."""
+        """Offer readable ``keys`` to tiers, one job per tier; the rows are pinned until the jobs are reported."""
         serving = [state for state in states if state.in_service]
         if not serving:
             return
@@ -299,7 +310,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._close(request)
 
     def _close(self, request: Request) -> None:
-        """No more cascades for this request can follow: tell the tiers."""
+        """Tell the tiers that the request has finished; no cascade for it follows."""
         request.finished = True
         self._awaited.forget(request)
         self._promotions.leave(request)
@@ -308,25 +319,32 @@ class TieringOffloadingManager(OffloadingManager):
                 self._call(state, state.tier.on_request_finished, request.ctx)
 
     def open_tier(self, rank: int, deadline: float) -> bool:
-        """Open the secondary tier ``rank`` (0 is the fastest), waiting at most until ``deadline``.  True if it is in service.
+        """Open a secondary tier, and return True if the tier is in service.
 
-        A tier that raises is out of service, as in any other call.
+        A tier that raises is taken out of service, as in any other call.
+
+        Args:
+            rank: position of the tier; 0 is the fastest.
+            deadline: time until which the call may wait.
         """
         state = self._states[rank]
         return bool(self._call(state, state.tier.open, deadline))
 
     def hand_over(self) -> None:
-        """Let another thread drive the manager: the next one that uses it owns it.
+        """Let another thread drive the manager: the next thread that uses the manager owns it.
 
-        Call it on the thread that has used the manager so far, when that thread is done with it; not needed if the
-        thread has ended.  Raises :class:`WrongThreadError` on any other thread.
+        Call this method on the thread that has used the manager so far. The call is not needed if that thread has
+        ended.
+
+        Raises:
+            WrongThreadError: the calling thread does not own the manager.
         """
         self._owner.hand_over()
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def _collect(self) -> None:
-        """Take the finished jobs of all tiers, and give up what is overdue."""
+        """Take the finished jobs of all tiers, and give up overdue promotions and expired reservations."""
         self._collected = True
         for state in self._states:
             for result in self._call(state, state.tier.get_finished) or ():
@@ -357,7 +375,7 @@ class TieringOffloadingManager(OffloadingManager):
             faster = [other for other in job.promotion.owner.tiers if other.rank < state.rank and other.tier.fill]
             if faster:
                 owner = job.promotion.owner
-                # Tiers were told that nothing more follows for a request that has finished.
+                # The tiers know that a finished request has no further cascades.
                 self._cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx)
 
     def _flush_promotions(self) -> None:
@@ -376,7 +394,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._call(state, submit, job)
 
     def _call(self, state: TierState, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a tier; if it raises, which it must not, it is taken out of service and the answer is None."""
+        """Call a method of a tier; if the method raises, take the tier out of service and return None."""
         try:
             return method(*arguments)
         except Exception as error:
@@ -413,7 +431,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._collected = False
 
     def has_pending_work(self) -> bool:
-        """True while jobs are in flight, but for those that hang beyond their tier's deadline: an idle engine need not spin for them."""
+        """Return True while jobs are in flight or queued.
+
+        Jobs that hang beyond their tier's deadline do not count: an idle engine need not step for them.
+        """
         if self._promotions.queued:
             return True
         now = self._clock()
@@ -442,7 +463,7 @@ class TieringOffloadingManager(OffloadingManager):
         return {"manager": stats.as_dict(), "primary": self._primary_fields(), "tiers": tiers}
 
     def _primary_fields(self) -> dict[str, int]:
-        """The primary tier in the words of :class:`tiering.secondary.stats.TierStats`, as far as they have a meaning for it."""
+        """Return the fields of :class:`tiering.secondary.stats.TierStats` that apply to the primary tier."""
         buffer, blocks = self.primary_tier.get_kv_memoryview(), len(self._readable)
         return {
             "blocks": blocks,
@@ -455,7 +476,11 @@ class TieringOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------------------------------------------- reset, shutdown
 
     def reset_cache(self, revision: str | None = None) -> bool:
-        """See the base class.  Raises :class:`ConfigError`, with nothing done, for a ``revision`` that is not a text."""
+        """Forget all blocks; see the base class.
+
+        Raises:
+            ConfigError: ``revision`` is not a text; nothing was reset.
+        """
         if get_ident() != self._owner.ident:
             self._owner.claim()
         if revision is not None:
@@ -472,7 +497,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._keep_secondary:
             return True
         shares = Shares(self._clock, self._reset_deadline, len(self._states))
-        # The last ones first: shared media, which need no time, leave theirs to the disks before them.
+        # The slowest tier comes first: shared media need no time, and leave their share to the disks.
         promised = [self._reset_tier(state, shares.next_deadline(), revision) for state in reversed(self._states)]
         return all(promised)
 
@@ -484,8 +509,8 @@ class TieringOffloadingManager(OffloadingManager):
         if state.in_service or state.resetting:
             state.in_service, state.resetting = False, True
             _log.error(
-                "tier %s: nothing that it holds is served any more, but a restart could find it again; out of service until its medium has "
-                "confirmed the reset",
+                "tier %s is out of service until its medium has confirmed the reset: its old blocks are not served any "
+                "more, but a restart before then could find them again",
                 state.tier.name,
             )
         return False
@@ -503,7 +528,7 @@ class TieringOffloadingManager(OffloadingManager):
             stopped = bool(self._call(state, state.tier.shutdown, share)) and stopped
         self._collect()
         if self._jobs:
-            _log.warning("%d jobs were not finished at shutdown", len(self._jobs))
+            _log.warning("%d jobs of secondary tiers were not finished at shutdown", len(self._jobs))
         if stopped:
             self.primary_tier.shutdown()
         else:

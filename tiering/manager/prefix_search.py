@@ -1,7 +1,8 @@
-"""The search for the longest prefix that is held: through the primary table, what is in flight to it, and the secondary tiers.
+"""The search for the longest prefix that the tiers hold.
 
-What a tier holds beyond the primary tier is promoted on the way.  Nothing is asked or pinned twice in one search, so
-that a prefix with many holes costs what one without costs, and a little for each hole.
+A block counts if the primary table holds it, if it is in flight to the primary table, or if a secondary tier holds it.
+Blocks that only a secondary tier holds are promoted on the way. One search probes and pins no block twice, so the cost
+of a prefix with many holes grows by a small amount per hole.
 """
 
 from __future__ import annotations
@@ -21,36 +22,44 @@ from tiering.manager.requests import Request, TierState
 from tiering.table.block_table import BlockTable
 
 MAX_RUNS = 128
-"""Runs of missing blocks that one search promotes at most; the rest of a prefix with more holes is for a later step."""
+"""Largest number of runs of missing blocks that one search promotes; later steps promote the rest."""
 
 UNDECIDED_PATIENCE = 10.0
-"""Seconds, from its first open answer on, for which one request waits for tiers that do not know yet."""
+"""Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
 
 _NONE: frozenset[OffloadKey] = frozenset()
 
 
 @dataclass(slots=True)
 class _Walk:
-    """The state of one search.
-
-    ``at_least``: hits without which nothing is of use.  ``held_until``: per tier rank, the position up to which the
-    tier has said that it holds the keys.  ``pinned``: rows of the readable keys before ``pinned_until``.
-    """
+    """The state of one search."""
 
     keys: Sequence[OffloadKey]
     at_least: int = 1
+    """Smallest number of hits that is of use to the caller."""
     held_until: dict[int, int] = field(default_factory=dict)
+    """Per tier rank, the position in ``keys`` up to which the tier holds the blocks."""
     pinned: list[Rows] = field(default_factory=list)
+    """Rows of the readable keys before ``pinned_until``."""
     pinned_until: int = 0
     runs: int = 0
+    """Runs of missing blocks that were looked up so far."""
 
 
 class PrefixSearch:
-    """Searches for one manager.  ``call(state, method, *arguments)`` calls a tier and answers None if it raises."""
+    """Prefix searches of one manager."""
 
     def __init__(
         self, table: BlockTable, promotions: Promotions, call: Callable[..., Any], clock: Callable[[], float]
     ) -> None:
+        """Create the search over a manager's parts.
+
+        Args:
+            table: the primary table.
+            promotions: starts the promotions of blocks that a secondary tier holds.
+            call: ``call(state, method, *arguments)`` calls a method of a tier, and returns None if the method raises.
+            clock: monotonic clock, in seconds.
+        """
         self._table = table
         self._readable = table.readable
         self._pending = table.pending
@@ -59,9 +68,14 @@ class PrefixSearch:
         self._clock = clock
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
-        """Go on from ``position``: the keys before it are readable, the one at it is not.
+        """Return the longest prefix of ``keys``, searching on from ``position``.
 
-        Nothing is promoted, and no answer is left open, for a prefix of fewer than ``at_least`` hits.
+        Args:
+            request: the request that asks.
+            keys: blocks of a prompt, in their order.
+            position: index of the first key that is not readable; all keys before it are readable.
+            at_least: smallest useful number of hits. No block is promoted for a shorter prefix, and its answer is
+                never pending.
         """
         walk = _Walk(keys, at_least)
         try:
@@ -99,7 +113,11 @@ class PrefixSearch:
         return PrefixMatch(position, pending and position >= walk.at_least)
 
     def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, bool]:
-        """How many keys from ``position``, which the primary tier lacks, are being promoted now; else, is that one undecided."""
+        """Promote blocks from ``position`` on from the fastest tier that holds them.
+
+        Returns:
+            The number of blocks that are being promoted now, and True if there are none because a tier is undecided.
+        """
         undecided = False
         for state in request.tiers:
             if not state.in_service:
@@ -123,7 +141,18 @@ class PrefixSearch:
     def _run_to_promote(
         self, state: TierState, request: Request, walk: _Walk, position: int, end: int
     ) -> list[OffloadKey]:
-        """The leading keys, of those to ``end`` that a tier says it holds, that the primary tier lacks; none if not worth a load."""
+        """Return the leading keys that one load should promote: held by the tier, and missing in the primary tier.
+
+        Args:
+            state: the tier.
+            request: the request that asks.
+            walk: the search.
+            position: index of the first missing key.
+            end: index behind the last key that the tier holds.
+
+        Returns:
+            The keys. The list is empty if the tier holds too few blocks to be worth a load.
+        """
         held = walk.keys[position:end]
         keys: Iterable[OffloadKey] = held
         refused, failed = request.refused, request.failed.get(state.rank, _NONE)
@@ -141,7 +170,10 @@ class PrefixSearch:
         return list(takewhile(lambda key: key not in readable and key not in pending, chain(head, rest)))
 
     def _pin_head(self, walk: _Walk, position: int) -> None:
-        """Promotions must not evict the readable blocks of the same prefix, which they would be worthless without."""
+        """Pin the readable blocks before ``position``.
+
+        A promotion must not evict blocks of its own prefix: the promoted blocks are useless without them.
+        """
         head = walk.keys[walk.pinned_until : position]
         walk.pinned_until = position
         rows = np.array([row for row in map(self._readable.get, head) if row is not None], np.int64)

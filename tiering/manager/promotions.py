@@ -1,10 +1,13 @@
-"""Promotions: bringing blocks from secondary tiers into primary rows, for those who asked for them.
+"""Promotions: loads of blocks from secondary tiers into primary rows, for the requests that asked for them.
 
-A promotion takes its rows at once, so that a second request sees the block in flight, but is submitted at the end of
-the step: one job per (tier, request).  The first asker owns it; if it leaves, another inherits.  What arrives is
-reserved (pinned) for its askers until they load it, finish, or the reservation expires, so that promotions cannot evict
-each other for ever; the rows that promotions and reservations hold are bounded.  A promotion that is overdue is a miss
-for its askers at once; its rows come back when the tier reports the job.
+A promotion takes its rows at once, so that a second request finds the block in flight. It is submitted at the end of
+the step, as one job per tier and request. The first request that asks owns the promotion; if that request finishes,
+another one inherits it.
+
+Promoted blocks are reserved (pinned) for the requests that asked, until these load them or finish, or until the
+reservation expires. So promotions cannot evict each other for ever. The number of rows that promotions and reservations
+hold is bounded. An overdue promotion is a miss for its requests at once; its rows become free when the tier reports the
+job.
 """
 
 from __future__ import annotations
@@ -25,26 +28,29 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """Blocks on their way from one tier into primary rows.
-
-    ``others``: further requests that asked for a key, in the order of their asking.  ``awaited``: somebody still counts
-    on it (the keys are pending in the primary table); otherwise its rows are quarantined.  ``worthless``: a reset came;
-    what arrives is dropped. ``ended``: its job was reported.
-    """
+    """Blocks that are being loaded from one tier into primary rows."""
 
     state: TierState
+    """The tier that holds the blocks."""
     owner: Request
+    """The request that the load job is submitted for."""
     keys: list[OffloadKey]
     rows: list[int]
+    """Primary rows, co-indexed with ``keys``."""
     deadline: float
+    """Time after which the promotion is overdue."""
     others: dict[OffloadKey, list[Request]] = field(default_factory=dict)
+    """Per key, further requests that asked for it, the first one first."""
     awaited: bool = True
+    """True while the keys are pending in the primary table; afterwards the rows are quarantined."""
     worthless: bool = False
+    """True if a reset came after the promotion began: blocks that arrive are dropped."""
     ended: bool = False
+    """True if the tier has reported the job."""
 
 
 class Promotions:
-    """All promotions of a manager, queued and running, and the reservations that they end in."""
+    """All promotions of a manager, queued and running, and the reservations of promoted blocks."""
 
     def __init__(
         self,
@@ -54,7 +60,15 @@ class Promotions:
         max_rows: int,
         reservation_deadline: float,
     ) -> None:
-        """``max_rows``: rows that promotions and reservations may hold together; ``reservation_deadline``: seconds."""
+        """Create the promotions of one manager.
+
+        Args:
+            primary: the primary tier that the blocks are promoted into.
+            stats: the manager's counters.
+            clock: monotonic clock, in seconds.
+            max_rows: largest number of rows that promotions and reservations may hold together.
+            reservation_deadline: seconds after which a reservation expires.
+        """
         self._primary = primary
         self._table = primary.table
         self._stats = stats
@@ -67,12 +81,17 @@ class Promotions:
         self._expiries: deque[tuple[float, Request, list[OffloadKey]]] = deque()
         self._reservations: NDArray[np.int32] = np.zeros(primary.num_rows, np.int32)
         self.rows_promoting = 0
+        """Rows of queued and running promotions, those that were given up left out."""
         self.rows_reserved = 0
+        """Rows with at least one reservation."""
 
     # -------------------------------------------------------------------------------------------------------------- ask
 
     def join(self, request: Request, keys: Sequence[OffloadKey]) -> None:
-        """``request`` waits for ``keys``, which are pending in the primary table (those that are being stored are nobody's promotion)."""
+        """Add ``request`` to the promotions of ``keys``, which are pending in the primary table.
+
+        Keys that are pending because they are being stored belong to no promotion and are left out.
+        """
         if request.asked.issuperset(keys):
             return
         for key in keys:
@@ -82,9 +101,17 @@ class Promotions:
                 promotion.others.setdefault(key, []).append(request)
 
     def start(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
-        """Promote the leading ``keys``, held by a tier and unknown to the primary table, as far as there is room.
+        """Promote the leading ``keys`` as far as there is room.
 
-        Returns how many; the first that found no room is refused to this request from now on, and counted.
+        If there is no room for all of them, the first key without room stays a miss for this request, and is counted.
+
+        Args:
+            state: the tier that holds the blocks.
+            request: the request that asks.
+            keys: blocks that the primary table neither holds nor expects.
+
+        Returns:
+            The number of blocks that are being promoted.
         """
         count = min(
             len(keys),
@@ -120,11 +147,11 @@ class Promotions:
 
     @property
     def queued(self) -> bool:
-        """Whether promotions wait for the end of the step."""
+        """True if promotions wait for the end of the step."""
         return bool(self._queued)
 
     def take_queued(self) -> list[Promotion]:
-        """The promotions to submit now."""
+        """Return the queued promotions, which are running from now on."""
         promotions = list(self._queued.values())
         self._queued.clear()
         for promotion in promotions:
@@ -132,7 +159,15 @@ class Promotions:
         return promotions
 
     def end(self, promotion: Promotion, arrived: Sequence[OffloadKey] | None) -> tuple[list[OffloadKey], Rows]:
-        """A promotion's job has ended: ``arrived`` of its keys (None: all) are good.  Returns what is readable now, and its rows."""
+        """End a promotion whose job the tier has reported.
+
+        Args:
+            promotion: the promotion.
+            arrived: those of its keys that were loaded; None: all of them.
+
+        Returns:
+            The keys that became readable, and their rows.
+        """
         keys, rows = promotion.keys, as_rows(promotion.rows)
         promotion.ended = True
         promotion.state.loading_rows -= len(keys)
@@ -183,7 +218,7 @@ class Promotions:
                 request.asked.discard(key)
 
     def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
-        """The tier did not bring ``keys``: it does not answer yes for them again to those who asked."""
+        """Note that the tier failed to load ``keys``, so that the requests that asked do not ask it for them again."""
         rank = promotion.state.rank
         promotion.owner.failed.setdefault(rank, set()).update(keys)
         for key in keys:
@@ -202,7 +237,7 @@ class Promotions:
             for key, requests in promotion.others.items():
                 if key in row_of:
                     for request in requests:
-                        if request is not promotion.owner:  # an heir is among those who asked
+                        if request is not promotion.owner:  # A request that inherited the promotion is also in others.
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
                 self._reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
@@ -219,14 +254,20 @@ class Promotions:
         self._expiries.append((self._clock() + self._reservation_deadline, request, keys))
 
     def claim(self, request: Request, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """``request`` loads ``keys`` now: their reservations become the protection of the load, the others are pinned."""
+        """Protect the rows of a load that begins now.
+
+        Args:
+            request: the request that loads.
+            keys: blocks to load. The pin of a reserved block passes to the load; all other blocks are pinned.
+            rows: rows of the blocks, co-indexed with ``keys``.
+        """
         reserved = np.array([request.reserved.pop(key, None) is not None for key in keys], np.bool_)
         self._uncount(rows[reserved])
         if not reserved.all():
             self._table.pin(rows[~reserved])
 
     def release(self, request: Request) -> None:
-        """``request`` needs its reservations no more."""
+        """End all reservations of ``request``."""
         if request.reserved:
             self._unreserve(request, list(request.reserved))
 
@@ -245,7 +286,7 @@ class Promotions:
     # ----------------------------------------------------------------------------------------------- deadlines, leaving
 
     def expire(self, now: float) -> None:
-        """Give up what is overdue: running promotions become a miss for their askers, reservations end."""
+        """Give up running promotions that are overdue at ``now``, and end reservations that have expired."""
         for running in self._running.values():
             while running and (running[0].ended or running[0].deadline <= now):
                 promotion = running.popleft()
@@ -257,10 +298,10 @@ class Promotions:
             self._stats.reservations_expired += self._unreserve(request, keys)
 
     def give_up(self, promotion: Promotion) -> None:
-        """Nobody waits for a running promotion any more: a miss for its askers; the rows stay away until its job has ended.
+        """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
 
-        Until then they count against the tier's own share only: a tier that hangs must not keep the others from
-        promoting.
+        Until then, the rows count against the tier's own share only: a tier that hangs must not keep the other tiers
+        from promoting.
         """
         self._forget(promotion)
         promotion.awaited = False
@@ -272,14 +313,14 @@ class Promotions:
         self._table.disown(promotion.keys, as_rows(promotion.rows))
 
     def leave(self, request: Request) -> None:
-        """``request`` has finished: its reservations end; its queued promotions pass to other askers, or are dropped."""
+        """End the reservations of a finished request; its queued promotions pass to other requests or are dropped."""
         self.release(request)
         for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
             self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
 
     def _pass_on(self, promotion: Promotion) -> None:
-        """A queued promotion without its owner: each key goes to the first other asker that is still there."""
+        """Give each key of a queued promotion to the first other request that asked for it and has not finished."""
         heirs: dict[Request, list[int]] = {}
         dropped: list[int] = []
         for index, key in enumerate(promotion.keys):
@@ -312,7 +353,7 @@ class Promotions:
         self._table.abort(keys, rows)
 
     def drop_queued(self) -> None:
-        """Forget what is not submitted yet (a reset)."""
+        """Drop all promotions that are not submitted yet, for a reset."""
         for promotion in self._queued.values():
             promotion.owner.asked.difference_update(promotion.keys)
             for key, requests in promotion.others.items():
@@ -322,7 +363,10 @@ class Promotions:
         self._queued.clear()
 
     def reset(self, running: Iterable[Promotion]) -> None:
-        """A reset: whatever ``running`` promotions still bring is worthless.  The caller empties the primary table after this."""
+        """Drop queued promotions, and the blocks that ``running`` ones still bring; end all reservations.
+
+        The caller empties the primary table after this.
+        """
         self.drop_queued()
         for promotion in running:
             if promotion.awaited:

@@ -1,4 +1,4 @@
-"""What the manager remembers of one request, and of one secondary tier; and how tiers share time."""
+"""The manager's state of one request and of one secondary tier, and the division of time among tiers."""
 
 from __future__ import annotations
 
@@ -21,49 +21,55 @@ _log = logging.getLogger("kv_tiering.manager")
 
 @dataclass(slots=True, eq=False)
 class TierState:
-    """One secondary tier, as the manager treats it.
-
-    ``in_service``: it may be asked and given jobs.  ``resetting``: it is out of service only until its reset holds.
-    ``settled_until``: per primary row, until when the tier need not be told that its block is used (it holds it, or has
-    decided). ``loading_rows``: primary rows that its running loads hold, overdue ones included; at most
-    ``max_loading_rows``.
-    """
+    """One secondary tier, as the manager treats it."""
 
     tier: SecondaryTierManager
     rank: int
+    """Position among the secondary tiers; 0 is the fastest."""
     max_loading_rows: int
+    """Largest number of primary rows that the tier's loads may hold."""
     settled_until: NDArray[np.float64]
+    """Per primary row, the time until which uses of its block need not be reported to the tier.
+
+    The tier holds the block until then, or has decided not to take it.
+    """
     in_service: bool = True
+    """True if the manager may call the tier and submit jobs to it."""
     resetting: bool = False
+    """True if the tier is out of service only until its medium has confirmed a reset."""
     loading_rows: int = 0
+    """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
 
     def deadline(self, now: float) -> float:
-        """Until when a job that the tier is given ``now`` should have ended."""
+        """Return the time by which a job that is submitted at ``now`` should have ended."""
         limit = self.tier.load_deadline
         return math.inf if limit is None else now + limit
 
 
 class UnknownNames:
-    """Tells names of tiers that a stack does not have, each once: requests come by the thousand, and names from outside.
+    """Warnings about names of tiers that the stack does not have, one warning per name.
 
-    ``known``: the names of the stack's tiers, fastest first.
+    The names come from clients and requests come by the thousand, so the number of warnings is bounded.
     """
 
     __slots__ = ("_known", "_told")
 
     _MOST = 32
+    """Largest number of names that are warned about."""
 
     def __init__(self, known: Sequence[str]) -> None:
+        """Create the warnings for a stack whose tiers have the names ``known``, fastest first."""
         self._known = known
         self._told: set[str] = set()
 
     def tell(self, req_id: str, names: Iterable[str]) -> None:
-        """Warn of those of ``names`` that are not known and were not told before."""
+        """Warn about those of ``names`` that are unknown and were not warned about before."""
         for name in sorted(set(names).difference(self._known, self._told)):
             if len(self._told) < self._MOST:
                 self._told.add(name)
                 _log.warning(
-                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); the tiers are %s",
+                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); "
+                    "the tiers are %s",
                     req_id,
                     shown(name),
                     ", ".join(self._known),
@@ -71,17 +77,27 @@ class UnknownNames:
 
 
 class Shares:
-    """Time that is shared out in turns: each may use an equal part of what is left, so that one that hangs leaves the others theirs."""
+    """A span of time that is divided among tiers, which take turns.
+
+    Each turn gets an equal part of the time that is left, so that a tier that hangs cannot use up the others' parts.
+    """
 
     __slots__ = ("_clock", "_deadline", "_turns")
 
     def __init__(self, clock: Callable[[], float], seconds: float, turns: int) -> None:
+        """Start the span now.
+
+        Args:
+            clock: monotonic clock, in seconds.
+            seconds: length of the whole span.
+            turns: number of tiers that share the span.
+        """
         self._clock = clock
         self._deadline = clock() + seconds
         self._turns = turns
 
     def next_deadline(self) -> float:
-        """Until when the next turn may last."""
+        """Begin the next turn and return the time at which it must end."""
         now = self._clock()
         deadline = now + max(0.0, self._deadline - now) / max(1, self._turns)
         self._turns -= 1
@@ -90,29 +106,38 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request.
-
-    ``policy``: what it asks of the tiers. ``tiers``: the secondary tiers it may use, fastest first; ``wants_all``:
-    those that want all of its blocks.  ``refused``: keys that stay a miss for it (no room, or overdue).  ``failed``:
-    per tier rank, keys that the tier said it had and did not bring. ``asked``: keys in flight that it waits for.
-    ``decide_by``: until when tiers may leave its lookups open (None: none has yet).  ``reserved``: key → row of
-    promoted blocks that are pinned for it. ``brought``: key → medium that a block was promoted from for it.
-    """
+    """One request, as the manager sees it."""
 
     ctx: ReqContext
     policy: RequestPolicy
+    """The request's own limits on loads and stores."""
     tiers: list[TierState]
+    """Secondary tiers that the request may use, fastest first."""
     wants_all: list[TierState]
+    """Those of ``tiers`` that want all blocks of the request (the request-level policy)."""
     finished: bool = False
     refused: set[OffloadKey] = field(default_factory=set)
+    """Keys that stay a miss for the request, because there was no room or their promotion was overdue."""
     failed: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    """Per tier rank, keys that the tier reported as held and failed to load."""
     asked: set[OffloadKey] = field(default_factory=set)
+    """Keys whose promotion is in flight and that the request waits for."""
     reserved: dict[OffloadKey, int] = field(default_factory=dict)
+    """Key → row of the promoted blocks that are pinned for the request."""
     brought: dict[OffloadKey, str] = field(default_factory=dict)
+    """Key → medium from which a block was promoted for the request."""
     decide_by: float | None = None
+    """Time until which tiers may leave the request's lookups undecided; None before the first undecided lookup."""
 
     def may_wait(self, now: float, patience: float) -> bool:
-        """Whether an open answer may stay open: a tier that never decides must not hold a request for ever."""
+        """Return True if an undecided lookup may stay undecided.
+
+        A tier that never decides must not hold up a request for ever.
+
+        Args:
+            now: current time, in seconds.
+            patience: seconds to wait for a decision, counted from the request's first undecided lookup.
+        """
         if self.decide_by is None:
             self.decide_by = now + patience
         return now < self.decide_by

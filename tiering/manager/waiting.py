@@ -1,9 +1,9 @@
-"""Waiting for the tiers without an engine's loop around: blocking and for asyncio, without spinning.
+"""Functions that wait for the tiers in a program without an engine loop, blocking or in asyncio.
 
-An engine never waits; it asks again at its next step.  A program that has no steps of its own lets these functions end
-steps on its behalf (:meth:`~tiering.TieringOffloadingManager.on_schedule_end`) and sleep until an I/O side has news.
-All of them run on the thread that drives the manager; the asyncio forms let the event loop of that thread go on, so
-that many requests can wait at once.
+An engine never waits; it looks up again at its next step. A program without steps of its own calls these functions.
+They end steps on its behalf (:meth:`~tiering.TieringOffloadingManager.on_schedule_end`) and sleep until an I/O side
+announces a finished job. All of them run on the thread that drives the manager. The asyncio forms let the event loop of
+that thread run meanwhile, so that many requests can wait at once.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
 
 LONGEST_SLEEP = 0.05
-"""Longest sleep between two steps, in seconds: deadlines pass without news."""
+"""Longest sleep between two steps, in seconds. Deadlines pass without an announcement, so the sleep is bounded."""
 
 SILENT_SLEEP = 0.005
-"""The same where a tier does not announce what has ended, in seconds."""
+"""Longest sleep, in seconds, if at least one tier does not announce its finished jobs."""
 
 
 def wait_for_prefix(
     manager: TieringOffloadingManager, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = 30.0
 ) -> PrefixMatch:
-    """Return how many leading ``keys`` are held, as soon as the answer cannot change any more.
+    """Return how many leading ``keys`` are held, as soon as the answer is final.
 
     Blocks of slower tiers are promoted on the way, and are readable when the answer is final.
 
     Args:
-        manager: the manager; steps are ended on the caller's behalf. keys: the blocks of a prompt, in their order.
-        req_context: the request, which :meth:`~tiering.OffloadingManager.on_new_request` has been told of. timeout:
-        seconds to wait at most (None: no limit).  The answer then may still be ``pending``, also where this thread
-        itself
-            has a store of these keys under way.
+        manager: the manager; its steps are ended on the caller's behalf.
+        keys: the blocks of a prompt, in their order.
+        req_context: the request, already announced by :meth:`~tiering.OffloadingManager.on_new_request`.
+        timeout: longest wait in seconds; default: 30; None: no limit.
+
+    Returns:
+        The match. It is still ``pending`` if the timeout passed first. A store of these keys that the calling thread
+        itself has not completed keeps the answer pending until then.
 
     """
     answer = _PrefixAnswer(manager, keys, req_context)
@@ -49,28 +52,28 @@ def wait_for_prefix(
 async def wait_for_prefix_async(
     manager: TieringOffloadingManager, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = 30.0
 ) -> PrefixMatch:
-    """Return the same as :func:`wait_for_prefix`, and let the event loop run meanwhile."""
+    """Return the result of :func:`wait_for_prefix`, and let the event loop run meanwhile."""
     answer = _PrefixAnswer(manager, keys, req_context)
     await _wait_async(manager, answer.step, timeout)
     return answer.match
 
 
 def wait_until_idle(manager: TieringOffloadingManager, timeout: float | None = 30.0) -> bool:
-    """Wait until no tier has work of this manager's left, e.g. until what was stored is on the slower tiers too.
+    """Wait until no tier has a job of this manager left, e.g. until stored blocks are on the slower tiers too.
 
     Args:
-        manager: the manager; steps are ended on the caller's behalf.
-        timeout: seconds to wait at most (None: no limit).
+        manager: the manager; its steps are ended on the caller's behalf.
+        timeout: longest wait in seconds; default: 30; None: no limit.
 
     Returns:
-        True if nothing is left; False if the time was over before.
+        True if no job is left; False if the timeout passed first.
 
     """
     return _wait(manager, lambda: _is_idle(manager), timeout)
 
 
 async def wait_until_idle_async(manager: TieringOffloadingManager, timeout: float | None = 30.0) -> bool:
-    """Return the same as :func:`wait_until_idle`, and let the event loop run meanwhile."""
+    """Return the result of :func:`wait_until_idle`, and let the event loop run meanwhile."""
     return await _wait_async(manager, lambda: _is_idle(manager), timeout)
 
 
@@ -80,7 +83,7 @@ def _is_idle(manager: TieringOffloadingManager) -> bool:
 
 
 class _PrefixAnswer:
-    """The last answer to one question."""
+    """A repeated prefix match, and its latest answer."""
 
     def __init__(self, manager: TieringOffloadingManager, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._manager = manager
@@ -89,7 +92,7 @@ class _PrefixAnswer:
         self.match = PrefixMatch(0, True)
 
     def step(self) -> bool:
-        """Ask once, and end the step unless the answer is final.  Returns whether it is."""
+        """Match once, and end the step unless the answer is final. Return True if the answer is final."""
         self.match = self._manager.match_prefix(self._keys, self._req_context)
         if self.match.pending:
             self._manager.on_schedule_end()
@@ -97,13 +100,19 @@ class _PrefixAnswer:
 
 
 class _Steps:
-    """Steps until one of them says that it was the last, or the time is over; the caller sleeps in between, as long as it is told.
+    """Steps that repeat until one returns True or the timeout passes; the caller sleeps in between.
 
-    Each step sees everything that ended before it began, so that a caller misses nothing that is announced from then
-    on.
+    Each step sees every job that ended before the step began. A caller that listens from then on misses no job.
     """
 
     def __init__(self, manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> None:
+        """Prepare the steps.
+
+        Args:
+            manager: its tiers decide how long the sleeps may be.
+            step: does one step, and returns True if it was the last one.
+            timeout: seconds until no further step is done; None: no limit.
+        """
         self._step = step
         self._deadline = None if timeout is None else time.monotonic() + timeout
         announced = all(tier.announces_news for tier in manager.secondary_tiers)
@@ -111,7 +120,7 @@ class _Steps:
         self.done = False
 
     def next_sleep(self) -> float | None:
-        """Do one step.  Returns how long to sleep before the next one, in seconds; None if there is to be none."""
+        """Do one step, and return the seconds to sleep before the next one; None if this step was the last."""
         self.done = self._step()
         if self.done:
             return None
@@ -121,12 +130,12 @@ class _Steps:
 
 def _wait(manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> bool:
     steps, news = _Steps(manager, step, timeout), threading.Event()
-    news.set()  # a second step follows at once: the first may have collected what ended before anybody listened
+    news.set()  # A second step follows at once: jobs may have ended before this function began to listen.
     with manager.news.listening(news.set):
         while (sleep := steps.next_sleep()) is not None:
             news.wait(sleep)
-            # Cleared before the next step looks: what ends from here on is seen by that step, or wakes the sleep after
-            # it.
+            # The event is cleared before the next step. A job that ends from here on is seen by that step, or ends the
+            # sleep after it.
             news.clear()
     return steps.done
 
@@ -136,10 +145,10 @@ async def _wait_async(manager: TieringOffloadingManager, step: Callable[[], bool
 
     def wake() -> None:
         if not news.is_set():
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # The loop was closed, so no coroutine waits any more.
                 loop.call_soon_threadsafe(news.set)
 
-    news.set()  # as in _wait
+    news.set()  # As in _wait.
     with manager.news.listening(wake):
         while (sleep := steps.next_sleep()) is not None:
             timer = loop.call_later(sleep, news.set)
