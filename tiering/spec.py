@@ -1,4 +1,4 @@
-"""The spec of a stack of tiers: what an engine's scheduler and its workers build their halves from."""
+"""The spec of a stack of tiers, from which an engine's scheduler and workers build their halves."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ _OWN_WORDS = frozenset({"config", "block_size", "sharer_wait", *_FLAGS})
 
 
 class TieringOffloadingSpec(OffloadingSpec):
-    """Offloading to a stack of tiers.
+    """The spec that offloads to a stack of tiers.
 
-    ``extra_config`` says ``config``, the stack's YAML file or what it would hold; or it has the stack's own words
-    beside the others: ``offload_prompt_only``, ``block_size``, ``sharer_wait``, ``self_describing_kv_events``.
+    An engine without ``engine_id`` is one process, in which one spec serves the scheduler and the only worker. With an
+    ``engine_id``, the scheduler and each of ``world_size`` workers build their own spec, in any processes. The rows are
+    then shared memory of that name.
 
-    The rows: an engine without ``engine_id`` is one process, in which one spec serves the scheduler and the (single)
-    worker.  With an ``engine_id``, the scheduler and each of ``world_size`` workers build a spec of their own, in
-    whatever processes, and the rows are shared memory of that name.
+    Args:
+        engine: the engine's configuration.
+        extra_config: the connector's extra configuration. It contains either ``config`` (the path of the stack's YAML
+            file, or its content as a mapping) or the stack's own words. Other words: ``offload_prompt_only``,
+            ``block_size``, ``sharer_wait``, ``self_describing_kv_events``.
+        model: identity of the model.
+        group_bytes: size of an offloaded block in bytes per KV-cache group, without padding, all ranks together;
+            default: the sizes in the model's :class:`KVLayout`.
+        rank: rank of the worker that this spec serves; default 0.
+        replicated: True if all ranks hold the same KV; default False.
+        replica: name that tells data-parallel engines of one machine apart; default None.
+        enable_events: True to collect events even if the stack does not ask for them; default False.
+        clock: monotonic clock in seconds.
 
-    ``group_bytes``: bytes of an offloaded block of each KV-cache group without padding, all ranks side by side; by
-    default what the model's :class:`KVLayout` says.  ``rank``: of the worker that this spec serves.  ``replicated``:
-    all ranks hold the same KV. ``replica`` tells data-parallel engines of one machine apart.
-
-    Raises :class:`ConfigError`, before anything is opened, for a wrong stack, unknown words and sizes that do not fit
-    together.
+    Raises:
+        ConfigError: the stack is invalid, a word is unknown, or sizes do not fit together. Nothing was opened.
     """
 
     def __init__(
@@ -56,8 +63,11 @@ class TieringOffloadingSpec(OffloadingSpec):
     ) -> None:
         super().__init__(engine, extra_config)
         self.stack = read_stack(self.extra_config)
+        """The validated stack."""
         self.model = model
+        """Identity of the model."""
         self.group_bytes = _group_bytes(engine, model, group_bytes)
+        """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self._rank = rank
         self._replicated = replicated
         self._replica = replica
@@ -68,9 +78,10 @@ class TieringOffloadingSpec(OffloadingSpec):
         self._is_closed = False
 
     def get_manager(self) -> TieringOffloadingManager:
-        """The manager of the stack, which owns the rows from now on.  The same one if called again.
+        """Return the manager of the stack; the same one on every call. The manager owns the rows from now on.
 
-        Raises what :func:`tiering.config.stack.open_manager` does.
+        Raises:
+            TieringError: the errors of :func:`tiering.config.stack.open_manager`.
         """
         if self._manager is None:
             region = self._open_region()
@@ -82,7 +93,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                     replica=self._replica,
                     region=region,
                     enable_events=self._enable_events,
-                    one_thread=False,  # an engine's steps may move from thread to thread, one at a time
+                    one_thread=False,  # an engine may run its steps on changing threads, one at a time
                     clock=self._clock,
                 )
             except BaseException:
@@ -93,10 +104,11 @@ class TieringOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """The copies between ``kv_caches`` and the rows.
+        """Yield the copies between ``kv_caches`` and the rows.
 
-        Raises :class:`ConfigError` if the caches' blocks are not as large as ``group_bytes`` says: scheduler and
-        workers would disagree about what a row holds.
+        Raises:
+            ConfigError: the block sizes of the caches differ from ``group_bytes``, so scheduler and workers would
+                disagree about the content of a row.
         """
         layout = RowLayout.of(kv_caches, self.block_size_factor, self._rank, self.engine.world_size, self._replicated)
         if layout.group_bytes != self.group_bytes:
@@ -108,13 +120,13 @@ class TieringOffloadingSpec(OffloadingSpec):
 
     @property
     def rows_are_shared(self) -> bool:
-        """Whether the scheduler and all workers have mapped the rows: what one of them writes, the others see."""
+        """True if the scheduler and all workers have mapped the rows and see each other's writes."""
         return self._region is not None and self._region.is_complete
 
     def close(self) -> None:
-        """Release the rows, where no manager does (on a worker's side, or if it could not be built).  Harmless if repeated.
+        """Release the rows if no manager owns them: on a worker's side, or after a failed start. May be called twice.
 
-        The spec cannot be used any more: other rows would not be those that the other half has.
+        The spec cannot be used afterwards: new rows would not be the rows of the other half.
         """
         self._is_closed = True
         if self._region is not None and self._manager is None:
@@ -128,8 +140,8 @@ class TieringOffloadingSpec(OffloadingSpec):
             rows = self.stack.primary.capacity // row_stride(row_bytes)
             if not rows:
                 raise ConfigError(
-                    f"primary.capacity: {self.stack.primary.capacity} bytes do not hold one block; a row takes {row_stride(row_bytes)} "
-                    "bytes (whole pages)"
+                    f"primary.capacity: {self.stack.primary.capacity} bytes do not hold one block; "
+                    f"a row takes {row_stride(row_bytes)} bytes (whole pages)"
                 )
             engine = self.engine
             self._region = (
@@ -141,7 +153,11 @@ class TieringOffloadingSpec(OffloadingSpec):
 
 
 def read_stack(extra: Mapping[str, Any]) -> StackConfig:
-    """The stack that a connector's extra configuration ``extra`` names or holds.  Raises :class:`ConfigError`; opens nothing."""
+    """Return the stack that a connector's extra configuration names or contains. Opens nothing.
+
+    Raises:
+        ConfigError: a word is unknown or invalid, the stack is missing, or it is given twice.
+    """
     unknown = sorted(set(extra) - _OWN_WORDS - _STACK_WORDS)
     if unknown:
         allowed = ", ".join(sorted(_OWN_WORDS | _STACK_WORDS))
@@ -171,6 +187,7 @@ def _group_bytes(engine: EngineConfig, model: ModelIdentity, group_bytes: Sequen
         group_bytes = model.layout.group_bytes
     if len(group_bytes) != len(engine.block_sizes) or not all(size > 0 for size in group_bytes):
         raise ConfigError(
-            f"group_bytes: {tuple(group_bytes)} is not a number of bytes for each of {len(engine.block_sizes)} KV-cache groups"
+            f"group_bytes: {tuple(group_bytes)} is not a number of bytes for each of {len(engine.block_sizes)} "
+            "KV-cache groups"
         )
     return tuple(group_bytes)

@@ -1,1 +1,1 @@
-"""The stack file: reading, validating, and opening what it describes."""
+"""The stack file: reading it, validating it, and opening the tiers that it describes."""

@@ -1,4 +1,4 @@
-"""What is wrong with a stack, as people want to read it: every problem, each with the path of the field and what is allowed."""
+"""The problems of a stack: the path of each wrong field, the reason, and the allowed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiering.api.masking import MASK, is_secret, mask_text, masked, shown
 from tiering.errors import ConfigError
 
 FieldPath = tuple[str | int, ...]
-"""Where a field is in the stack: ("secondary", 1, "capacity")."""
+"""Path of a field in the stack: ("secondary", 1, "capacity")."""
 
 _LONGEST_WORD = 60
 _CREDENTIAL = re.compile(r"access_?key|secret|passw|token|credential|api_?key|private_?key", re.IGNORECASE)
@@ -23,18 +23,20 @@ _CREDENTIAL = re.compile(r"access_?key|secret|passw|token|credential|api_?key|pr
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, and a text that follows the field's name."""
+    """One problem of a stack."""
 
     path: FieldPath
+    """Path of the wrong field."""
     text: str
+    """Description that follows the field's name in a message."""
 
     def under(self, prefix: FieldPath) -> Problem:
-        """The same problem, of a part that stands at ``prefix``."""
+        """Return the same problem with ``prefix`` before its path."""
         return Problem((*prefix, *self.path), self.text)
 
 
 class Problems(ValueError):
-    """Several problems of one part of the stack, with paths relative to it.  Raised by validators."""
+    """Several problems of one part of the stack, with paths relative to that part. Raised by validators."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
@@ -42,7 +44,7 @@ class Problems(ValueError):
 
 
 def path_text(path: FieldPath) -> str:
-    """``secondary[1].capacity``."""
+    """Return ``path`` as text: ``secondary[1].capacity``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{_word(part)}" if text else _word(part)
@@ -54,7 +56,16 @@ def _word(word: str) -> str:
 
 
 def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int] | None = None) -> NoReturn:
-    """Raise a :class:`ConfigError` that lists ``problems`` of the stack ``name``, in the order of its lines."""
+    """Raise one error that lists all problems, in the order of their lines.
+
+    Args:
+        name: name of the stack in the message.
+        problems: the problems; duplicates are listed once.
+        lines: line of each field, where known; default None.
+
+    Raises:
+        ConfigError: always.
+    """
     known = lines or {}
 
     def line(path: FieldPath) -> int | None:
@@ -72,18 +83,24 @@ def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int
 
 
 def unknown_word(word: str, allowed: Sequence[str]) -> str:
-    """What to say of a word that nobody knows."""
+    """Return the text for an unknown word.
+
+    Args:
+        word: the unknown word.
+        allowed: the words that this part of the stack accepts.
+    """
     if _CREDENTIAL.search(word):
         return (
-            "unknown word, and credentials are not written into a stack: the s3 tier finds its own in the environment, a profile or "
-            f"the machine's role, as boto3 does; a tier of one's own reads them where its text says; allowed are {', '.join(allowed)}"
+            "unknown word, and credentials are not written into a stack: the s3 tier finds its own in the environment, "
+            "a profile or the machine's role, as boto3 does; a custom tier reads them where its documentation says; "
+            f"allowed are {', '.join(allowed)}"
         )
     near = difflib.get_close_matches(word, allowed, n=1)
     return f"unknown word{f'; did you mean {near[0]}?' if near else ''}; allowed are {', '.join(allowed)}"
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """What pydantic found wrong with a ``model``, in our words.  Secrets are not repeated."""
+    """Return the errors that pydantic found in a ``model`` as problems of ours, without secrets."""
     found: list[Problem] = []
     for item in error.errors(include_url=False):
         path: FieldPath = tuple(item["loc"])
@@ -112,7 +129,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
 
 
 def allowed_words(model: type[BaseModel] | None) -> list[str]:
-    """The words that a part of the stack knows."""
+    """Return the words that a part of the stack accepts."""
     if model is None:
         return []
     refused: Mapping[str, str] = getattr(model, "unsupported", {})

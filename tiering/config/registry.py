@@ -1,4 +1,4 @@
-"""The registry of tier types: the one place that names the tiers that come with the project."""
+"""The registry of tier types, the only place that names the tiers that ship with the project."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ TIER_TYPES: Mapping[str, tuple[str, str]] = {
     "local": ("tiers.local:LOCAL_TIER", ""),
     "s3": ("tiers.s3:S3_TIER", "s3"),
 }
-"""Registered name → where its :class:`TierDefinition` is, and the extra of this distribution that installs what it needs."""
+"""Registered name → import path of its :class:`TierDefinition`, and the extra of this distribution that it needs.
+
+The extra is empty for a tier without further dependencies.
+"""
 
 
 def tier_definition(kind: object) -> TierDefinition:
-    """The definition of a tier's ``type``: a registered name, or ``module.path:Name`` for a tier of one's own.
+    """Return the definition of a tier's ``type``.
 
-    ``Name`` is a :class:`TierDefinition`, or a class (say, a SecondaryTierManager) whose attribute ``definition`` is
-    one. Raises :class:`ConfigError`.
+    Args:
+        kind: a registered name, or ``module.path:Name`` for a custom tier. ``Name`` is a :class:`TierDefinition`, or a
+            class (such as a SecondaryTierManager) whose attribute ``definition`` is one.
+
+    Raises:
+        ConfigError: the type is unknown, cannot be imported, or is not a tier; the message names the allowed types.
     """
     allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
     if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
@@ -35,7 +42,7 @@ def tier_definition(kind: object) -> TierDefinition:
         raise ConfigError(f"the tier {shown(kind)} cannot be imported: {error}{hint}") from error
     except AttributeError as error:
         raise ConfigError(f"the module {module_name} has no {shown(name)}") from error
-    except Exception as error:  # whatever a module raises while it is imported
+    except Exception as error:  # a module may raise anything while it is imported
         raise ConfigError(f"the tier {shown(kind)} cannot be imported: {type(error).__name__}: {error}") from error
     definition = found if isinstance(found, TierDefinition) else getattr(found, "definition", None)
     if not isinstance(definition, TierDefinition):

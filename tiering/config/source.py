@@ -1,8 +1,8 @@
-"""From a stack file to plain data: safe YAML, duplicate keys refused, environment references expanded, lines remembered.
+"""The reader of stack files: safe YAML to plain data, with environment references expanded and lines recorded.
 
-``${VAR}`` in a value is replaced by the environment variable, ``${VAR:-default}`` by the default if it is unset or
-empty, ``$${`` is a literal ``${``.  References are resolved after the YAML is read, in values only: what a variable
-holds can never become structure.
+Duplicate keys are refused. In values, ``${VAR}`` stands for the environment variable, ``${VAR:-default}`` for the
+variable or, if it is unset or empty, the default, and ``$${`` for a literal ``${``. References are resolved after the
+YAML is parsed, so the content of a variable can never become structure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(slots=True)
 class Source:
-    """A stack as plain data: where it came from, the line of each field (where known) and what is wrong with it already."""
+    """A stack as plain data, with its origin and the problems found so far."""
 
     name: str
+    """Path of the file, or "stack" for a mapping; used in messages."""
     data: object
+    """The plain data."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
+    """Line of each field, where known."""
     problems: list[Problem] = field(default_factory=list)
+    """Problems found while reading."""
 
 
 def read_source(stack: str | os.PathLike[str] | Mapping[str, object]) -> Source:
-    """Read a stack file, or take a mapping, and expand its environment references.  Raises :class:`ConfigError`."""
+    """Read a stack from a file or a mapping, and expand its environment references.
+
+    Raises:
+        ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
+    """
     if isinstance(stack, Mapping):
         source, carried = Source("stack", stack), Carried()
     else:
@@ -52,7 +60,7 @@ def _read_file(path: str) -> tuple[Source, Carried]:
 
 
 def escaped(text: str) -> str:
-    """Write ``text`` so that reading it as a value of a stack gives ``text`` again."""
+    """Return the spelling of ``text`` that yields ``text`` when it is read as a value of a stack."""
     return text.replace("$", "$$") if "${" in text or "$$" in text else text
 
 
@@ -85,7 +93,8 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
             return whole[1:]
         if match[1] is None:
             problem(
-                f"{shown(text)} holds an environment reference that is not closed; write ${{NAME}}, or $${{ for a literal ${{"
+                f"{shown(text)} holds an environment reference that is not closed; "
+                "write ${NAME}, or $${ for a literal ${"
             )
             return whole
         name, colon, default = match[1].partition(":-")
@@ -98,14 +107,16 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
             return value or default
         if value is None:
             problem(
-                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}} ($${{ is a literal ${{)"
+                f"the environment variable {name} is not set; "
+                f"set it, or write ${{{name}:-default}} ($${{ is a literal ${{)"
             )
             return whole
         return value
 
     if is_masked(text):
         problem(
-            f"{shown(text)} stands for a secret that was masked when this stack was printed; write it as ${{NAME}} instead"
+            f"{shown(text)} stands for a secret that was masked when this stack was printed; "
+            "write it as ${NAME} instead"
         )
     expanded = _REFERENCE.sub(resolve, text)
     learn(next((part for part in path if is_secret(part)), None), expanded)
@@ -115,5 +126,8 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` without lone surrogates, which stand for bytes that are no text, and which no error message can hold."""
+    """Return ``text`` with lone surrogates escaped.
+
+    They stand for undecodable bytes, and no error message can contain them.
+    """
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""From a validated stack to a running manager: everything is checked first, then opened in the order in which it is needed."""
+"""The start of a manager from a validated stack: first all checks, then opening in order of dependency."""
 
 from __future__ import annotations
 
@@ -36,21 +36,29 @@ def open_manager(
     one_thread: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> TieringOffloadingManager:
-    """Build and open the tiers of ``stack``; close what is returned with ``shutdown``, or use it as a context manager.
+    """Build and open the tiers of a stack and return their manager.
 
-    ``block_bytes``: bytes of an offloaded block without padding, of all layers and ranks; one number, or one per
-    KV-cache group. ``replica`` tells data-parallel engines of one machine apart.  ``region``: rows that exist already;
-    by default the stack's capacity decides.  The manager closes it in the end; if this raises, it is still the caller's
-    to close.
+    Close the manager with ``shutdown``, or use it as a context manager. A tier that does not open within
+    ``open_deadline`` is left out until it can be opened; the tier logs the reason once.
 
-    One thread drives the manager: the first that uses it, which need not be the one that calls this.  ``one_thread``
-    False turns the check off, for engines that see to it themselves that no two threads use the manager at the same
-    time.
+    Args:
+        stack: the validated stack.
+        block_bytes: size of an offloaded block in bytes, without padding, all layers and ranks together; one number, or
+            one per KV-cache group.
+        model: identity of the model.
+        replica: name that tells data-parallel engines of one machine apart; default None.
+        region: existing rows; default: new rows, as many as the stack's capacity allows. The manager closes the region
+            at shutdown; if this function raises, the caller closes it.
+        enable_events: True to collect events even if the stack does not ask for them; default False.
+        one_thread: True (default) to check that one thread drives the manager: the first thread that uses it, which may
+            differ from the thread that calls this function. False for engines that ensure themselves that no two
+            threads use the manager at the same time.
+        clock: monotonic clock in seconds.
 
-    A tier that cannot be opened within ``open_deadline`` is left out until it can: the tier itself says why, once.
-
-    Raises :class:`ConfigError` before anything is opened, :class:`RegionError` if there is no room for the rows, and
-    :class:`TierUnavailableError`, with everything closed again, if a tier marked ``required`` cannot be opened.
+    Raises:
+        ConfigError: the stack does not fit the engine; nothing was opened.
+        RegionError: there is no room for the rows.
+        TierUnavailableError: a tier marked ``required`` cannot be opened; everything is closed again.
     """
     group_bytes = _group_bytes(block_bytes)
     row_bytes = row_stride(max(group_bytes))
@@ -94,7 +102,7 @@ def open_manager(
         )
         undo.pop_all()
         undo.callback(manager.shutdown)
-        guard_logs()  # of modules, too, that were imported for these tiers
+        guard_logs()  # again, because modules imported for these tiers have added loggers
         opened = _open_tiers(stack, manager, clock)
         undo.pop_all()
     _warn_of_order(stack)
@@ -112,7 +120,7 @@ def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:
 def _check(
     stack: StackConfig, block_bytes: int, row_bytes: int, model: ModelIdentity, region: SharedRegion | None
 ) -> None:
-    """What can only be known with the engine's blocks and model at hand.  Opens nothing."""
+    """Check the stack against the engine's blocks and model. Opens nothing."""
     problems: list[Problem] = []
     if stack.mode != "tiering":
         problems.append(Problem(("mode",), f"is {stack.mode}, which has no manager of tiers; see tiering.simple"))
@@ -137,7 +145,11 @@ def _check(
 
 
 def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryTierManager:
-    """Make one tier.  Raises :class:`ConfigError`, whatever the tier's own code raises: nothing is opened yet."""
+    """Build one tier. Nothing is opened yet.
+
+    Raises:
+        ConfigError: the tier cannot be built; exceptions of the tier's own code are converted.
+    """
     where = f"secondary[{index}] ({context.name})"
     try:
         return tier_definition(options.type).build(options, context)
@@ -146,7 +158,7 @@ def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryT
     except MemoryError as error:
         text = f"{where}: its tables do not fit into memory: {error}; lower its capacity, or make blocks larger"
         cause = safe_cause(error)
-    except Exception as error:  # a tier of one's own may raise anything
+    except Exception as error:  # a custom tier may raise anything
         text, cause = f"{where}: the tier cannot be built: {type(error).__name__}: {error}", safe_cause(error)
     raise ConfigError(mask_text(text)) from cause
 
@@ -156,14 +168,17 @@ _PLACES = {"process": "in this process's memory", "machine": "on this machine", 
 
 
 def _warn_of_order(stack: StackConfig) -> None:
-    """Tell a stack that lists a slower tier before a faster one: every lookup and load would go to the slower one first."""
+    """Warn if a slower tier stands before a faster one.
+
+    Every lookup and load would then go to the slower tier first.
+    """
     distances = [tier_definition(options.type).distance for options in stack.secondary]
     for index, (earlier, later) in enumerate(pairwise(distances)):
         if earlier is not None and later is not None and _DISTANCES.index(earlier) > _DISTANCES.index(later):
             slow, fast = stack.secondary[index : index + 2]
             _log.warning(
-                "secondary[%d] (%s) is %s and stands before secondary[%d] (%s), which is %s: list tiers fastest first, or what both "
-                "hold is loaded from the slower one",
+                "secondary[%d] (%s) is %s and stands before secondary[%d] (%s), which is %s: list tiers fastest first, "
+                "or blocks that both hold are loaded from the slower one",
                 index,
                 slow.tier_name,
                 _PLACES[earlier],
@@ -174,9 +189,12 @@ def _warn_of_order(stack: StackConfig) -> None:
 
 
 def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Callable[[], float]) -> list[TierOptions]:
-    """Open all tiers within the deadline; one that hangs must not take the others' time, so each has its part of what is left.
+    """Open all tiers within ``open_deadline`` and return the options of the tiers that are open.
 
-    Returns the options of those that are open.
+    Each tier gets an equal share of the remaining time, so a tier that hangs does not use up the time of the others.
+
+    Raises:
+        TierUnavailableError: a tier marked ``required`` did not open.
     """
     opened: list[TierOptions] = []
     tiers = manager.secondary_tiers
@@ -189,18 +207,21 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
             continue
         if options.required:
             raise TierUnavailableError(
-                f"secondary[{index}] ({tier.name}) is marked required and could not be opened within {stack.open_deadline:g} s; "
-                "the log says why"
+                f"secondary[{index}] ({tier.name}) is marked required and could not be opened within "
+                f"{stack.open_deadline:g} s; the log says why"
             )
         _log.info("starting without the tier %s; it joins when it can be opened", tier.name)
     return opened
 
 
 def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
-    """What a person checks first: how much fits where, and which namespace (as in paths and object names) is read and written."""
+    """Return the capacities and the namespace in use (as in paths and object names), for the log."""
     tiers = [
         f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}"
         for tier in opened
     ]
-    primary = f"primary {format_bytes(rows.nbytes)} ({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
+    primary = (
+        f"primary {format_bytes(rows.nbytes)} "
+        f"({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
+    )
     return f"tiers: {', '.join([primary, *tiers])}; namespace {namespace.directory[:8]}"

@@ -1,6 +1,6 @@
-"""The stack file: one YAML file (or mapping) that says what the tiers are; validated as a whole before anything is opened.
+"""The stack file, a YAML file or mapping that describes the tiers.
 
-This is the one place that names the tiers that come with the project; each is imported only when a stack uses it.
+A stack is validated as a whole before anything is opened. The code of a tier is imported only if a stack uses the tier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def _checked_revision(revision: str) -> str:
 
 
 def _read_tier(value: object, handler: object) -> TierOptions:
-    """One entry of ``secondary``, read as the options that its type declares.  Raises :class:`Problems`."""
+    """Read one entry of ``secondary`` as the options that its type declares.
+
+    Raises:
+        Problems: the entry is invalid.
+    """
     if isinstance(value, TierOptions):
         return value
     if not isinstance(value, Mapping):
@@ -61,7 +65,7 @@ def _read_tier(value: object, handler: object) -> TierOptions:
         problems += problems_of(error, options)
     except ConfigError as error:
         problems.append(Problem(("eviction",), str(error).removeprefix("eviction: ")))
-    except Exception as error:  # validators of a tier of one's own
+    except Exception as error:  # validators of a custom tier may raise anything
         problems.append(Problem((), f"its options cannot be checked: {type(error).__name__}: {error}"))
     if tier is None or problems:
         raise Problems(problems)
@@ -69,46 +73,67 @@ def _read_tier(value: object, handler: object) -> TierOptions:
 
 
 SecondaryTier = SerializeAsAny[Annotated[TierOptions, WrapValidator(_read_tier)]]
+"""The options of a secondary tier, in the class that its ``type`` declares."""
 
 
 class PrimaryOptions(Strict):
     """The CPU tier."""
 
     capacity: Size
-    """Bytes of shared memory for rows."""
+    """Size of the shared memory for rows, in bytes."""
     eviction: Annotated[str, AfterValidator(_known_policy)] = "lru"
-    """"lru", "arc" or ``module:Class``."""
+    """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
     promotion_share: Share = 0.5
-    """Largest share of the rows that blocks being brought in, or waiting for those who asked for them, may hold together."""
+    """Largest fraction of the rows that promoted blocks may hold together until they are loaded; default 0.5."""
     reservation_deadline: Duration = 30.0
-    """How long a block that was brought in waits for those who asked for it before it may be evicted."""
+    """Time during which a promoted block is reserved for the requests that wait for it, in seconds; default 30.
+
+    The block can be evicted afterwards.
+    """
 
 
 class StackConfig(Strict):
-    """A whole stack: the primary tier, and the secondary tiers, fastest first.  Printing it masks secrets."""
+    """A whole stack: the primary tier, and the secondary tiers, fastest first. Printing a stack masks secrets."""
 
     primary: PrimaryOptions
+    """The primary tier."""
     secondary: tuple[SecondaryTier, ...] = ()
+    """The secondary tiers, fastest first; default none."""
     namespace: str = ""
-    """Keeps blocks apart that nothing else would: another value, another cache."""
+    """Name of the cache; default empty. Stacks with different names never share blocks."""
     salt: str = ""
-    """Like ``namespace``, but secret: it enters the fingerprint as a digest only."""
+    """Like ``namespace``, but secret: only a digest of the salt enters the fingerprint."""
     revision: Annotated[str, AfterValidator(_checked_revision)] | None = None
-    """Names the weights at the start, where ``namespace`` and the model's identity do not, as ``reset_cache(revision=...)`` does later."""
+    """Name of the weights at the start, like the argument of ``reset_cache`` later; default None.
+
+    Needed where neither ``namespace`` nor the model's identity tells different weights apart.
+    """
     keep_secondary: bool = False
-    """Whether a reset leaves the blocks of the secondary tiers valid (only right if the weights never change under a reset)."""
+    """True to keep the blocks of secondary tiers valid over a reset; default False.
+
+    Right only if the weights never change at a reset.
+    """
     events: bool = False
-    """Whether stored and removed blocks are announced (an engine can ask for it too)."""
+    """True to announce stored and removed blocks; default False. An engine can also ask for events itself."""
     mode: Literal["tiering", "simple"] = "tiering"
-    """"simple": a CPU pool that mirrors the GPU's, without secondary tiers (:mod:`tiering.simple`)."""
+    """"tiering" (default), or "simple": a CPU pool that mirrors the GPU's, without secondary tiers.
+
+    :mod:`tiering.simple` implements the simple mode.
+    """
     lazy_offload: bool = False
-    """In mode simple: store blocks when they are about to leave the GPU, instead of all when they are computed."""
+    """In mode simple: True to store blocks when they are about to leave the GPU; default False.
+
+    False stores all blocks as soon as they are computed.
+    """
     open_deadline: Duration = 10.0
-    """How long the start may wait for tiers to open; one that takes longer joins when it is ready."""
+    """Time that the start may wait for tiers to open, in seconds; default 10. Slower tiers join when they are ready."""
     reset_deadline: Duration = 0.05
-    """How long a reset may hold up the engine until the tiers' media have confirmed it; what takes longer goes on in the background."""
+    """Time that a reset may block the engine until the tiers' media confirm it, in seconds; default 0.05.
+
+    Media that take longer confirm in the background.
+    """
     shutdown_deadline: Duration = 30.0
-    """How long a shutdown may wait for queued stores."""
+    """Time that a shutdown may wait for queued stores, in seconds; default 30."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,7 +162,7 @@ class StackConfig(Strict):
         for index, tier in enumerate(self.secondary):
             try:
                 places.append(tier_definition(tier.type).location(tier))
-            except Exception as error:  # a tier of one's own may raise anything
+            except Exception as error:  # a custom tier may raise anything
                 places.append(None)
                 problems.append(
                     Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}")
@@ -178,7 +203,7 @@ class StackConfig(Strict):
         return problems
 
     def describe(self) -> str:
-        """The stack as YAML, as it is in effect, secrets masked."""
+        """Return the stack as YAML with all defaults filled in and secrets masked."""
         words: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
         for tier, section in zip(self.secondary, words["secondary"], strict=True):
             for word in tier.unsupported:
@@ -188,12 +213,12 @@ class StackConfig(Strict):
 
 
 def _changed(part: Strict) -> set[str]:
-    """The words of ``part`` whose values are not the defaults."""
+    """Return the words of ``part`` whose values are not the defaults."""
     return {word for word, value in part if value != type(part).model_fields[word].default}
 
 
 def _map_text(value: object, change: Callable[[str], str]) -> object:
-    """``value``, plain data, with each text in it changed."""
+    """Return ``value``, plain data, with ``change`` applied to each text in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -202,7 +227,7 @@ def _map_text(value: object, change: Callable[[str], str]) -> object:
 
 
 def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
-    """(index, earlier index, value) of each value that stood before; None repeats nothing."""
+    """Return (index, earlier index, value) for each repeated value; None never counts as repeated."""
     first: dict[str, int] = {}
     found: list[tuple[int, int, str]] = []
     for index, value in enumerate(values):
@@ -215,10 +240,14 @@ def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
 
 
 def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackConfig:
-    """Read and validate a stack: the path of a YAML file, or what such a file would hold.  Opens nothing.
+    """Read and validate a stack. Opens nothing.
 
-    Raises :class:`ConfigError` with every problem found: the path of the field, its line, what is wrong and what is
-    allowed.
+    Args:
+        stack: path of a YAML file, or the content of such a file as a mapping.
+
+    Raises:
+        ConfigError: the stack is invalid. The message lists every problem with the path of the field, its line, the
+            reason and the allowed values.
     """
     source = read_source(stack)
     problems = list(source.problems)
@@ -227,7 +256,7 @@ def load_stack(stack: str | os.PathLike[str] | Mapping[str, object]) -> StackCon
     except ValidationError as error:
         known = {problem.path for problem in problems}
         problems += [problem for problem in problems_of(error, StackConfig) if problem.path not in known]
-    except Exception as error:  # whatever else the code of a tier of one's own raises
+    except Exception as error:  # a custom tier may raise anything
         problems.append(Problem((), f"cannot be checked: {type(error).__name__}: {error}"))
     guard_logs()
     if problems:

@@ -1,4 +1,4 @@
-"""Reading a stack's YAML: bounded in bytes, values and levels, with the line of each field, and nothing but plain data."""
+"""The YAML parser of stack files: plain data only, with the line of each field, within fixed limits."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ MAX_BYTES = 1 << 20
 """Largest stack file, in bytes."""
 
 MAX_NODES = 10_000
-"""Most values of a stack after its aliases are followed; far more than any needs."""
+"""Largest number of values in a stack after its aliases are expanded; far more than any stack needs."""
 
 MAX_DEPTH = 32
-"""Most levels of a stack."""
+"""Largest number of levels in a stack."""
 
 PIPE_SECONDS = 10.0
-"""How long a pipe may take to deliver a stack, in seconds."""
+"""Time limit for a pipe to deliver a stack, in seconds."""
 
 _LONGEST_MESSAGE = 200
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class Carried:
-    """Environment references on their way through the YAML parser.
+    """The environment references of a file while its YAML is parsed.
 
-    A reference contains characters that mean something in YAML.  Each is replaced by a number between marks that nobody
-    can guess, and put back in the values that the parser returns.
+    References contain characters with a meaning in YAML. Before parsing, each reference is replaced by a number between
+    unguessable marks; afterwards the references are restored in the parsed values.
     """
 
     def __init__(self) -> None:
@@ -45,24 +45,28 @@ class Carried:
         self._carried = re.compile(f"\ue000{self._mark}:([0-9]+)\ue001")
 
     def carry(self, match: re.Match[str]) -> str:
-        """Return the text that stands for a reference."""
+        """Record a reference and return its placeholder."""
         self._references.append(match[0])
         return f"\ue000{self._mark}:{len(self._references) - 1}\ue001"
 
     def restored(self, text: str) -> str:
-        """Return ``text`` with its references put back."""
+        """Return ``text`` with its references restored."""
         return self._carried.sub(lambda match: self._references[int(match[1])], text) if self._references else text
 
 
 def read_text(path: str) -> str:
-    """Return the text of a stack file, a regular file or a pipe.  Raises :class:`ConfigError` for anything else, and beyond limits."""
+    """Return the text of a stack file.
+
+    Raises:
+        ConfigError: the path is not a regular file or a pipe, cannot be read, is not UTF-8, or exceeds a limit.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             return _read(path, fd).decode()
         finally:
             os.close(fd)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are no UTF-8
+    except (OSError, ValueError) as error:  # ValueError: the path contains NUL, or the bytes are not UTF-8
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
@@ -87,10 +91,16 @@ def _read(path: str, fd: int) -> bytes:
 
 
 def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[FieldPath, int]]:
-    """Return the plain data that ``text`` describes, and the line of each field.
+    """Parse YAML into plain data and the line of each field.
 
-    ``name`` of the file is for errors.  Raises :class:`ConfigError` for invalid YAML, tags that make objects, keys
-    given twice, aliases that multiply without end, and too many values or levels.
+    Args:
+        name: name of the file in messages.
+        text: the YAML.
+        carried: the references that placeholders in ``text`` stand for.
+
+    Raises:
+        ConfigError: the YAML is invalid, contains tags that create objects, has duplicate keys, expands aliases without
+            end, or has too many values or levels.
     """
     lines: dict[FieldPath, int] = {}
     problems: list[Problem] = []
@@ -106,18 +116,18 @@ def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[Fie
         reason = f"more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack"
     except (yaml.YAMLError, RecursionError) as error:
         reason = f"not valid YAML: {_message(error, carried)}"
-    # Raised outside of the handlers: the parser's errors repeat what they could not read, which may be a password.
+    # Raised outside the handlers, because a parser error in the traceback quotes its input, which may be a password.
     if problems:
         refuse(_file(name), problems, lines)
     raise ConfigError(f"{_file(name)}: {reason}")
 
 
 class _TooMuchError(Exception):
-    """More values or levels than a stack has."""
+    """More values or levels than a stack may have."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes a bounded number of nodes, and makes plain data only: dates stay the text that they are."""
+    """A YAML loader that composes a bounded number of nodes and creates plain data only. Dates stay text."""
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: make
@@ -142,7 +152,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _guarded(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``make``, the errors of which are the parser's: a tag can be put before a text that is no value of its type."""
+    """Return ``make`` with its exceptions turned into parser errors.
+
+    A type tag can precede a text that is not a value of that type.
+    """
 
     def guarded(loader: Any, node: yaml.ScalarNode) -> Any:
         try:
@@ -165,7 +178,11 @@ _Loader.yaml_constructors["tag:yaml.org,2002:timestamp"] = yaml.SafeLoader.const
 def _walk(
     node: yaml.Node, path: FieldPath, lines: dict[FieldPath, int], problems: list[Problem], count: list[int]
 ) -> None:
-    """Note the line of every field, and the keys given twice.  Follows aliases, and raises where they multiply without end."""
+    """Record the line of every field and the duplicate keys. Follows aliases.
+
+    Raises:
+        _TooMuchError: the stack has too many values or levels; endless aliases do too.
+    """
     count[0] += 1
     if count[0] > MAX_NODES or len(path) > MAX_DEPTH:
         raise _TooMuchError
@@ -189,7 +206,7 @@ def _message(error: Exception, carried: Carried) -> str:
         return f"the character {chr(error.character)!a} is not allowed (position {error.position})"
     mark = getattr(error, "problem_mark", None)
     text = getattr(error, "problem", None) or str(error) or type(error).__name__
-    # The text of an alias or a tag may be a password that begins with * or !, which needs quotes.
+    # A password that begins with * or ! and lacks quotes reads as an alias or a tag; do not quote it in the message.
     if " alias " in text or " tag " in text:
         text = f"{text.partition(chr(39))[0].rstrip()} (a text that begins with * or ! needs quotes)"
     where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
@@ -201,5 +218,5 @@ def _clipped(text: str) -> str:
 
 
 def _file(path: str) -> str:
-    """The path as errors show it."""
+    """Return the path as errors show it."""
     return path if path.isprintable() else repr(path)

@@ -1,1 +1,4 @@
-"""What any part of a process needs: forks, the thread that owns a manager, news, rate limits.  Imports the errors only."""
+"""The process-level helpers: forks, the owner thread of a manager, news, rate limits.
+
+This package imports only the errors.
+"""

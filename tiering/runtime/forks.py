@@ -1,7 +1,7 @@
-"""A child made by fork takes no part in what its parent has opened: in the child, whatever owns something does nothing.
+"""The replacement of objects in forked children, where every owner of a resource must do nothing.
 
-A child shares open files, shared memory and connections with its parent, but none of the parent's threads.  If it wrote
-a checkpoint, or shut a tier down, it would do so with the parent's files and with its own idea of what they hold.
+A forked child shares open files, shared memory and connections with its parent, but none of the parent's threads. A
+child that wrote a checkpoint or shut a tier down would use the parent's files with an outdated view of their content.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _owners: weakref.WeakKeyDictionary[object, type] = weakref.WeakKeyDictionary()
 
 
 def inert_in_children(owner: object, inert: type) -> None:
-    """Let the methods of ``inert`` take the place of those of ``owner`` in every child that is forked from now on.
+    """Replace the methods of ``owner`` by those of ``inert`` in every child that is forked from now on.
 
-    ``owner`` is not kept alive.  Its class changes in the child only, so that calls cost nothing more in this process.
+    The registration does not keep ``owner`` alive. Its class changes in the child only, so calls in this process have
+    no extra cost.
     """
     _owners[owner] = inert
 

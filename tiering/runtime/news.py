@@ -1,4 +1,4 @@
-"""How an I/O side tells a waiting caller that something has ended, so that the caller need not ask again and again."""
+"""The notification of waiting callers when work ends on an I/O side, so that the callers need not poll."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 class News:
-    """Calls those who listen whenever something has ended on an I/O side.
+    """The list of listeners that are called whenever a job or task ends on an I/O side.
 
-    One is shared by all tiers of a manager.  With nobody listening an announcement costs next to nothing.
+    All tiers of a manager share one instance. Without listeners, an announcement costs next to nothing.
     """
 
     __slots__ = ("_listeners", "_lock")
@@ -20,13 +20,17 @@ class News:
         self._lock = threading.Lock()
 
     def announce(self) -> None:
-        """Say that a job or a task has ended.  May be called from any thread."""
+        """Call all listeners, because a job or a task has ended. Any thread may call."""
         for listener in self._listeners:
             listener()
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have ``listener`` called at each announcement until the block ends, from whatever thread; it must not block or raise."""
+        """Register ``listener`` for the duration of the ``with`` block.
+
+        Args:
+            listener: called at each announcement, from any thread; must neither block nor raise.
+        """
         with self._lock:
             self._listeners = (*self._listeners, listener)
         try:

@@ -1,4 +1,4 @@
-"""One log line per event that a person can act on, not one per block: a limit on how often a line is written."""
+"""The rate limit of log lines: one line per event that a person can act on, not one per block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """Lets one line through per ``period`` seconds and counts those it holds back.  Any thread may call."""
+    """A limit of one line per period, with a count of the events that were held back. Any thread may call.
+
+    Args:
+        period: minimum time between two lines, in seconds.
+        clock: monotonic clock in seconds.
+    """
 
     def __init__(self, period: float, clock: Callable[[], float]) -> None:
         self._period = period
@@ -17,7 +22,10 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def admit(self, events: int = 1) -> int:
-        """How many events the line should speak of, those held back before included; 0: write no line now."""
+        """Return the number of events that the line should report, or 0 if no line is due.
+
+        The number includes the events that were held back before.
+        """
         with self._lock:
             total = self._held_back + events
             now = self._clock()
