@@ -1,1 +1,1 @@
-"""The media, one each."""
+"""The tiers that come with kv-tiering: one module or package per storage medium."""

@@ -1,4 +1,7 @@
-"""The memory tier: blocks in a dictionary of this process.  For tests, demos, and as the smallest example of a store."""
+"""The memory tier keeps blocks in a dictionary of this process.
+
+It serves tests and demos, and it is the smallest example of a store.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ Frame = NDArray[np.uint8]
 
 
 class MemoryOptions(TierOptions):
-    """Memory of this process.  ``share``: tiers with the same name find each other's blocks again, one after the other."""
+    """The options of the memory tier in a stack file."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "compression": "its slots have one size, so a block that shrinks gains nothing",
@@ -36,33 +39,47 @@ class MemoryOptions(TierOptions):
     }
 
     capacity: Size = 1 << 30
+    """Bytes that the tier's slots may take, headers included (default: 1 GiB)."""
     share: str | None = None
+    """Name of a memory that outlives its tier (default: none).
+
+    A later tier of this process with the same name recovers the blocks of the earlier one.
+    """
 
 
 class MemoryMedium:
-    """What a memory store holds: frames by slot, and documents.  ``lock`` guards both."""
+    """The content of a memory store."""
 
     def __init__(self) -> None:
         self.frames: dict[Place, Frame] = {}
+        """Header and payload of each block, by slot."""
         self.documents: dict[str, bytes] = {}
+        """The documents, by name."""
         self.lock = threading.Lock()
+        """Guards both dictionaries."""
 
 
 _shared: dict[str, MemoryMedium] = {}
 
 
 def shared_medium(name: str) -> MemoryMedium:
-    """The process-wide medium called ``name``; the same until :func:`forget_medium`."""
+    """Return the process-wide medium called ``name``, the same one until :func:`forget_medium`."""
     return _shared.setdefault(name, MemoryMedium())
 
 
 def forget_medium(name: str) -> None:
-    """Let go of a process-wide medium."""
+    """Drop the process-wide medium called ``name``."""
     _shared.pop(name, None)
 
 
 class MemoryStore(BlockStore):
-    """Keeps frames in ``medium``.  A put replaces a frame as a whole; what a reader has found stays as it was."""
+    """A block store in the memory of this process.
+
+    A put replaces a frame as a whole; a get that has already found the old frame still reads the old frame.
+
+    Args:
+        memory: The memory to use (default: a new one).
+    """
 
     medium = "MEMORY"
 
@@ -102,7 +119,7 @@ class MemoryStore(BlockStore):
             return [name for name in self.memory.documents if name.startswith(prefix)]
 
     def headers(self) -> dict[Place, FrameHeader]:
-        """What can be read of each slot."""
+        """Return the header of each slot whose header can be parsed."""
         with self.memory.lock:
             frames = dict(self.memory.frames)
         parsed = {place: parse_header(memoryview(frame[:HEADER_BYTES].tobytes())) for place, frame in frames.items()}
@@ -111,7 +128,7 @@ class MemoryStore(BlockStore):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Blocks of the namespace with ``fingerprint``, the newest first."""
+    """The recovered blocks of the namespace with ``fingerprint``, the newest first."""
 
     fingerprint: bytes
     keys: list[OffloadKey]
@@ -120,7 +137,13 @@ class _Found:
 
 
 class MemoryTier(BlockTier):
-    """Memory in slots, with eviction.  What an earlier tier left in the same memory is found again when it opens."""
+    """A tier of slots in memory, with eviction.
+
+    At its opening, the tier recovers the blocks that an earlier tier left in the same memory.
+
+    Raises:
+        ConfigError: ``capacity`` is below one block.
+    """
 
     index: SlotIndex
     store: MemoryStore
@@ -132,7 +155,7 @@ class MemoryTier(BlockTier):
         num_slots = options.capacity // slot_bytes
         if not num_slots:
             raise ConfigError(
-                f"tier {context.name}: capacity {options.capacity} is below one block of {slot_bytes} bytes"
+                f"tier {context.name}: capacity {options.capacity} is below one block of {slot_bytes} bytes; raise it"
             )
         watermarks = {"high_watermark": options.high_watermark, "low_watermark": options.low_watermark}
         super().__init__(context, options, store, SlotIndex(num_slots, eviction=options.eviction, **watermarks))
@@ -166,7 +189,7 @@ class MemoryTier(BlockTier):
 
     def _recover(self, found: _Found | None, error: BaseException | None) -> None:
         empty = np.ones(self.index.num_slots, np.bool_)
-        # A reset may have come between: what was found is of an older epoch then.
+        # A reset may have happened since: the recovered blocks belong to an older epoch then.
         if (
             found is not None
             and found.keys
@@ -181,7 +204,11 @@ class MemoryTier(BlockTier):
 
 
 def build(options: MemoryOptions, context: TierContext) -> MemoryTier:
-    """The tier, nothing opened.  Raises :class:`ConfigError` for a capacity below one block."""
+    """Return a memory tier that is not open yet.
+
+    Raises:
+        ConfigError: ``capacity`` is below one block.
+    """
     return MemoryTier(context, options)
 
 

@@ -1,4 +1,4 @@
-"""Any S3-compatible object store as a tier: shared by many engines, it is how a cache outgrows one machine."""
+"""The object store tier: blocks in any S3-compatible bucket, shared by many engines."""
 
 from tiers.s3.definition import S3_TIER
 from tiers.s3.options import S3Options, small_block_warning

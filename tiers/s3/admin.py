@@ -1,4 +1,7 @@
-"""What needs boto3's wide view of a bucket: lifecycle rules; and the upkeep that the command line offers: listing and collecting."""
+"""Administration of a bucket: lifecycle rules, and listing and collecting blocks for the command line.
+
+Lifecycle rules need boto3; obstore has no call for them.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,14 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 RULE_PREFIX = "kv-tiering "
-"""How the ids of our lifecycle rules begin; what they let expire follows."""
+"""Begins the ids of this tier's lifecycle rules; the prefix of the expiring objects completes an id."""
 
 DELETE_BATCH = 1000
+"""Objects deleted by one request."""
 
 
 class BlockLister(Protocol):
-    """What of :class:`tiers.s3.store.S3Store` the upkeep needs."""
+    """The part of :class:`tiers.s3.store.S3Store` that listing and collecting blocks need."""
 
     def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]: ...
 
@@ -34,25 +38,36 @@ class BlockLister(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredBlock:
-    """One block in the bucket, oldest first when sorted.  ``name`` is the object's; ``size`` in bytes, frame included."""
+    """One block in the bucket. Sorting puts the oldest first."""
 
     modified: datetime.datetime
+    """Time at which the service received the object."""
     name: str
+    """The object's name in the bucket."""
     size: int
+    """Bytes of the object: header and payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection found and removed (or would have): blocks and bytes."""
+    """The result of a collection. A dry run counts the blocks that a real run would remove."""
 
     blocks: int
+    """Blocks that were listed."""
     bytes: int
+    """Bytes of the listed blocks."""
     removed_blocks: int
+    """Blocks that were removed."""
     removed_bytes: int
+    """Bytes of the removed blocks."""
 
 
 def list_blocks(store: BlockLister, place_prefix: str = "") -> Iterator[StoredBlock]:
-    """Every block whose place starts with ``place_prefix``, in the order of names.  Raises :class:`tiering.errors.StoreError`."""
+    """Yield every block whose place starts with ``place_prefix``, in the order of names.
+
+    Raises:
+        StoreError: The bucket cannot be listed.
+    """
     for objects in store.list_objects(place_prefix):
         for item in objects:
             yield StoredBlock(item["last_modified"], item["path"], item["size"])
@@ -66,10 +81,19 @@ def gc(
     now: datetime.datetime | None = None,
     dry_run: bool = False,
 ) -> Collected:
-    """Remove blocks older than ``older_than`` seconds, then the oldest until at most ``max_total`` bytes are left.
+    """Remove blocks that are too old, then the oldest ones until the rest is small enough.
 
-    Age is the service's: when the block was written.  Raises :class:`tiering.errors.StoreError`; what was removed stays
-    removed.
+    The service's clock decides how old a block is. Blocks that were removed before an error stay removed.
+
+    Args:
+        store: The open store to collect.
+        older_than: Age in seconds above which a block is removed (default: no limit).
+        max_total: Bytes that may remain (default: no limit).
+        now: The present time (default: this machine's clock).
+        dry_run: Count only, remove nothing (default: False).
+
+    Raises:
+        StoreError: The bucket cannot be listed, or blocks cannot be deleted.
     """
     present = list(list_blocks(store))
     total = sum(block.size for block in present)
@@ -95,7 +119,11 @@ def gc(
 
 
 def make_client(options: S3Options, credentials: CredentialSource) -> Any:
-    """A boto3 S3 client for administration.  Raises :class:`PermanentStoreError`."""
+    """Return a boto3 S3 client for administration.
+
+    Raises:
+        PermanentStoreError: The profile does not exist.
+    """
     from botocore.config import Config
 
     session = credentials.session()
@@ -115,10 +143,15 @@ def make_client(options: S3Options, credentials: CredentialSource) -> Any:
 
 
 def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: str, documents: str) -> str | None:
-    """What is wrong with the bucket's lifecycle rules for ``ttl``, None if nothing; the rule is installed where that is asked for.
+    """Return a problem of the bucket's lifecycle rules, as text; None if ``ttl`` is enforced correctly.
 
-    ``blocks`` and ``documents`` are the prefixes of block objects and documents.  Never raises for what the service
-    says.
+    With ``install_lifecycle``, a missing rule is written first. Errors of the service are returned, not raised.
+
+    Args:
+        options: The tier's options; without ``ttl`` nothing is checked.
+        credentials: Source of the credentials for boto3.
+        blocks: Prefix of all block objects.
+        documents: Prefix of all documents; no rule may let them expire.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -134,18 +167,20 @@ def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: s
         if not any(_expires(rule, blocks, days) for rule in rules):
             if not options.install_lifecycle:
                 return (
-                    f"ttl: no lifecycle rule removes {blocks}* after {days} days or sooner, so blocks stay for ever; "
+                    f"ttl: no lifecycle rule removes {blocks}* after {days} days or sooner, so blocks stay forever; "
                     "set install_lifecycle: true, or add the rule yourself"
                 )
             rules = [rule for rule in rules if rule.get("ID") != f"{RULE_PREFIX}{blocks}"] + [_rule(blocks, days)]
             client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": rules})
         if any(_expires(rule, documents, None) for rule in rules):
             return (
-                f"a lifecycle rule of this bucket lets {documents}* expire; a lost reset epoch brings back blocks from before "
-                "the reset: restrict that rule to other prefixes"
+                f"a lifecycle rule of this bucket lets {documents}* expire, and a lost epoch document makes blocks "
+                "from before a reset readable again; restrict that rule to other prefixes"
             )
     except (BotoCoreError, ClientError) as error:
-        return f"ttl: the lifecycle rules of the bucket cannot be read or written, so nobody knows whether it holds: {summary(error)}"
+        return (
+            f"ttl: the lifecycle rules of the bucket cannot be read or written, so ttl may not hold: {summary(error)}"
+        )
     finally:
         client.close()
     return None
@@ -173,7 +208,7 @@ def _rule(prefix: str, days: int) -> dict[str, Any]:
 
 
 def _expires(rule: dict[str, Any], prefix: str, days: int | None) -> bool:
-    """Whether ``rule`` removes everything under ``prefix``, within ``days`` days if given."""
+    """Return True if ``rule`` removes everything under ``prefix``, within ``days`` days if given."""
     found = rule.get("Expiration", {}).get("Days")
     if rule.get("Status") != "Enabled" or found is None or (days is not None and found > days):
         return False

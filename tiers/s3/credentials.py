@@ -1,4 +1,7 @@
-"""Credentials from boto3's whole chain (environment, files, SSO, web identity, container, instance), handed to obstore."""
+"""Credentials for obstore from boto3's chain.
+
+The chain looks in the environment, the configuration files, SSO, web identity, and the container's or machine's role.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,40 @@ if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 LIFETIME = datetime.timedelta(minutes=10)
-"""What obstore is told of how long an answer holds; it asks again five minutes ahead (at every request if this were five or less).
+"""Validity that is reported to obstore for an answer of the chain.
 
-boto3 renews what expires at least ten minutes ahead, so that this is true.
+obstore asks again five minutes before the end of this time. With five minutes or less it would ask at every request.
+boto3 renews credentials at least ten minutes before they expire, so the reported validity is correct.
 """
 
 DEFAULT_REGION = "us-east-1"
+"""The region if neither the options nor the chain name one."""
 
 
 def import_boto3() -> Any:
-    """The ``boto3`` module.  Raises :class:`ConfigError` if it is not installed."""
+    """Return the ``boto3`` module.
+
+    Raises:
+        ConfigError: boto3 is not installed.
+    """
     try:
         import boto3
     except ImportError as error:
         raise ConfigError(
-            "the s3 tier needs boto3 for credentials and administration; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+            "the s3 tier needs boto3 for credentials and administration; "
+            "install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
         ) from error
     return boto3
 
 
 class CredentialSource:
-    """obstore's credential provider over boto3's chain.  May be called from any thread.
+    """A credential provider for obstore on top of boto3's chain. Any thread may call it.
 
-    Credentials that boto3 renews are asked for at each call; fixed ones are looked up anew, so that a rotated file is
-    noticed.  Never prints what it holds.
+    Credentials that boto3 renews are kept between calls. Fixed credentials are looked up at each call, so that a
+    rotated file is noticed. The representation never shows a secret.
+
+    Args:
+        profile: Profile of the AWS configuration files (default with None: the chain's choice).
     """
 
     def __init__(self, profile: str | None) -> None:
@@ -43,13 +56,17 @@ class CredentialSource:
         self._lock = threading.Lock()
         self._renewing: Any = None
         self.region: str | None = None
-        """The chain's region, known after the first call."""
+        """The chain's region; None before the first call."""
 
     def __repr__(self) -> str:
         return f"CredentialSource(profile={self._profile!r})"
 
     def session(self) -> Any:
-        """A new boto3 session.  Raises :class:`PermanentStoreError` if the profile does not exist."""
+        """Return a new boto3 session.
+
+        Raises:
+            PermanentStoreError: The profile does not exist.
+        """
         boto3 = import_boto3()
         from botocore.exceptions import BotoCoreError
 
@@ -59,7 +76,11 @@ class CredentialSource:
             raise PermanentStoreError(f"AWS configuration: {error}") from error
 
     def __call__(self) -> S3Credential:
-        """Present credentials.  Raises :class:`PermanentStoreError` if the chain has none."""
+        """Return the present credentials.
+
+        Raises:
+            PermanentStoreError: The chain has no credentials.
+        """
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError
 
@@ -77,7 +98,8 @@ class CredentialSource:
                 raise PermanentStoreError(f"AWS credentials: {error}") from error
         if frozen is None or not frozen.access_key or not frozen.secret_key:
             raise PermanentStoreError(
-                "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile, or give this machine a role"
+                "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "name a profile, or give this machine a role"
             )
         return {
             "access_key_id": frozen.access_key,
@@ -87,6 +109,6 @@ class CredentialSource:
         }
 
     def forget(self) -> None:
-        """Look the chain up from its start at the next call."""
+        """Drop the kept credentials; the next call looks them up from the start of the chain."""
         with self._lock:
             self._renewing = None

@@ -1,4 +1,4 @@
-"""How the object store makes itself known to the framework."""
+"""The definition of the object store tier, and its naming of places."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = logging.getLogger("kv_tiering.s3")
 
 
 class S3Tier(BlockTier):
-    """The generic tier over a bucket; it says once when blocks are small, and counts requests as the service does."""
+    """A block tier over a bucket.
+
+    It warns once if blocks are small, and counts requests as the service does.
+    """
 
     def __init__(self, context: TierContext, options: S3Options, store: S3Store) -> None:
         index = SharedIndex(
@@ -48,7 +51,11 @@ class S3Tier(BlockTier):
 
 
 def build(options: S3Options, context: TierContext) -> S3Tier:
-    """The tier, nothing opened.  Raises :class:`ConfigError` where packages are missing."""
+    """Return an object store tier that is not open yet.
+
+    Raises:
+        ConfigError: A package that the tier needs is missing.
+    """
     import_boto3()
     try:
         from tiers.s3.store import S3Store
@@ -60,12 +67,15 @@ def build(options: S3Options, context: TierContext) -> S3Tier:
 
 
 def place_prefix(namespace: Namespace) -> str:
-    """Where the blocks of a namespace and epoch are, below the store's own prefix."""
+    """Return the prefix of the places of one namespace and epoch, below the store's own prefix."""
     return f"{namespace.directory}/{namespace.fingerprint.hex()}/"
 
 
 def element_size(namespace: Namespace) -> int:
-    """Bytes of a number in the cache, as far as the namespace tells: what compression splits into planes."""
+    """Return the bytes of one number in the KV cache, read from the namespace; 2 if it does not tell.
+
+    Compression splits blocks into byte planes of this many bytes.
+    """
     model = json.loads(namespace.parameters).get("model", {})
     layout = model.get("layout")
     dtype = str(layout.get("kv_dtype") if isinstance(layout, dict) else model.get("dtype", "")).lower()

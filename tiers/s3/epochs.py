@@ -1,4 +1,4 @@
-"""Collecting the blocks of epochs that nobody uses any more: those that no epoch document and no fresh lease names."""
+"""Collection of blocks of abandoned epochs, which have no epoch document and no fresh lease."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 EPOCH_GRACE = 86400.0
-"""Age in seconds below which neither blocks nor leases count as given up.  Leases are renewed every hour."""
+"""Age in seconds below which blocks and leases are kept in any case. Engines renew leases every hour."""
 
 _PLACE = re.compile(r"blocks/([0-9a-f]{32})/([0-9a-f]{32})/")
 
@@ -31,11 +31,19 @@ class EpochLister(BlockLister, Protocol):
 def collect_epochs(
     store: EpochLister, *, grace: float = EPOCH_GRACE, now: datetime.datetime | None = None, dry_run: bool = False
 ) -> Collected:
-    """Remove the blocks of epochs that no epoch document and no lease younger than ``grace`` seconds names.
+    """Remove the blocks of epochs that no epoch document and no fresh lease names.
 
-    ``grace``: blocks and leases that are younger stay (default: a day).  ``now``: the present time (default: this
-    machine's). ``dry_run``: only count (default False).  Ages are the service's.  An engine that comes back to an epoch
-    whose blocks were removed finds misses.  Raises :class:`tiering.errors.StoreError`; what was removed stays removed.
+    The service's clock decides how old a block or lease is. An engine that returns to an epoch whose blocks were
+    removed finds misses. Blocks that were removed before an error stay removed.
+
+    Args:
+        store: The open store to collect.
+        grace: Age in seconds below which blocks and leases are kept (default: a day).
+        now: The present time (default: this machine's clock).
+        dry_run: Count only, remove nothing (default: False).
+
+    Raises:
+        StoreError: The bucket cannot be listed, or blocks cannot be deleted.
     """
     oldest_kept = (now or datetime.datetime.now(datetime.UTC)) - datetime.timedelta(seconds=grace)
     used = _epochs_in_use(store, oldest_kept)
@@ -58,7 +66,7 @@ def collect_epochs(
 
 
 def _epochs_in_use(store: EpochLister, oldest_kept: datetime.datetime) -> set[tuple[str, ...]]:
-    """(namespace, fingerprint) in hexadecimal of each epoch that is in use."""
+    """Return (namespace, fingerprint), in hexadecimal, of each epoch in use."""
     used: set[tuple[str, ...]] = set()
     for objects in store.list_document_objects():
         for item in objects:

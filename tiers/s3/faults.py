@@ -1,7 +1,7 @@
-"""What an object store's failures mean: obstore's exceptions, turned into this project's temporary and permanent errors.
+"""Translation of obstore's exceptions into temporary and permanent store errors.
 
-The type decides where it tells enough; otherwise the HTTP status; what is left (no connection, reset, time-out, a body
-cut short) is the network's, hence temporary.
+The exception's type decides where it is specific enough, then the HTTP status. Every other failure (no connection,
+reset, time-out, truncated body) is the network's, hence temporary.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
 
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
-"""What obstore's functions raise; it uses built-in types for some failures."""
+"""The exceptions that obstore's functions raise; some failures come as built-in types."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _TRY_AGAIN = frozenset({408, 409, 425, 429})
-_REFUSED = "refused: wrong or expired credentials, or no permission (s3:GetObject, PutObject, DeleteObject and ListBucket are needed)"
+_REFUSED = (
+    "refused: wrong or expired credentials, or no permission "
+    "(s3:GetObject, PutObject, DeleteObject and ListBucket are needed)"
+)
 
 
 def translate(error: Exception, doing: str) -> StoreError:
-    """The :class:`StoreError` for ``error``, which obstore raised while ``doing`` something; chain it to ``error`` when raising."""
+    """Return the :class:`StoreError` that stands for ``error``. Chain it to ``error`` when raising.
+
+    Args:
+        error: An exception that obstore raised.
+        doing: The operation that failed; begins the message.
+    """
     text = f"{doing}: {summary(error)}"
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return PermanentStoreError(f"{doing}: {_REFUSED}: {summary(error)}")
@@ -50,12 +58,15 @@ def translate(error: Exception, doing: str) -> StoreError:
 
 
 def http_status(error: Exception) -> int | None:
-    """The status that the service answered with, where obstore tells it only in its text."""
+    """Return the HTTP status of the answer, found in the exception's text; None if there is none."""
     found = _STATUS.search(str(error).partition("\n\n")[0])
     return int(found[1]) if found else None
 
 
 def summary(error: Exception) -> str:
-    """The first paragraph of an exception's text, on one line and not too long; obstore adds pages for debugging."""
+    """Return the first paragraph of an exception's text on one line of at most 300 characters.
+
+    Secrets are masked. The later paragraphs, obstore's debugging output, are left out.
+    """
     line = mask_text(" ".join(str(error).partition("\n\n")[0].split()))
     return line if len(line) <= 300 else line[:297] + "..."

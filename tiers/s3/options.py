@@ -1,4 +1,4 @@
-"""What a stack file may say about an object store tier."""
+"""The options of the object store tier in a stack file."""
 
 from __future__ import annotations
 
@@ -16,58 +16,78 @@ from tiering.secondary.options import TierOptions
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20
-"""Below this, requests rather than bytes dominate what an object store costs, and how fast it is."""
+"""Block size in bytes below which requests, not bytes, dominate an object store's cost and time."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9!_.*'()=-]+")
-_NOBODY_SEES_ALL = "a bucket is shared, and nobody sees all accesses; bound it with ttl, or with gc"
+_NO_EVICTION = "a bucket is shared, and no engine sees all accesses; bound it with ttl, or with gc"
+_NO_SECRETS = "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)"
 
 
 class S3Options(TierOptions):
-    """The object store's words.  There is none for keys and secrets: they come from boto3's chain, or from ``profile``."""
+    """The options of the object store tier. Keys and secrets come from boto3's chain or ``profile`` only."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "capacity": f"{_NOBODY_SEES_ALL} by size",
-        "high_watermark": _NOBODY_SEES_ALL,
-        "low_watermark": _NOBODY_SEES_ALL,
-        "eviction": _NOBODY_SEES_ALL,
-        "access_key_id": "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)",
-        "secret_access_key": "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)",
-        "session_token": "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)",
+        "capacity": f"{_NO_EVICTION} by size",
+        "high_watermark": _NO_EVICTION,
+        "low_watermark": _NO_EVICTION,
+        "eviction": _NO_EVICTION,
+        "access_key_id": _NO_SECRETS,
+        "secret_access_key": _NO_SECRETS,
+        "session_token": _NO_SECRETS,
     }
 
     type: str = "s3"
+    """The tier's type in a stack file."""
     bucket: str
+    """The bucket's name. The bucket must exist."""
     prefix: str = ""
-    """Put before every object's name, a "/" after it: several stacks, and other data, can share a bucket."""
+    """Begins every object's name, followed by a "/" (default: empty). Several stacks can share a bucket."""
     endpoint_url: str | None = None
-    """``http(s)://host[:port]`` of a service that is not AWS; without it, the environment's AWS_ENDPOINT_URL_S3, else AWS."""
+    """``http(s)://host[:port]`` of a service that is not AWS (default:
+
+    AWS_ENDPOINT_URL_S3 of the environment, else AWS).
+    """
     region: str | None = None
-    """Without it, that of the profile or environment, else us-east-1."""
+    """The service's region (default: that of the profile or the environment, else us-east-1)."""
     path_style: bool | None = None
-    """``endpoint/bucket/name`` rather than ``bucket.endpoint/name``; by default exactly when there is an endpoint."""
+    """Use ``endpoint/bucket/name`` instead of ``bucket.endpoint/name`` (default:
+
+    True if there is an endpoint).
+    """
     profile: str | None = None
-    """A profile of the AWS configuration files."""
+    """A profile of the AWS configuration files (default: boto3's choice)."""
     ca_file: FilePath | None = None
-    """PEM file of certificate authorities to trust besides the system's."""
+    """PEM file of certificate authorities to trust besides the system's (default: none)."""
     sse: Literal["none", "AES256", "aws:kms"] = "none"
-    """Server-side encryption asked for with every put."""
+    """Server-side encryption requested with every put (default: none)."""
     sse_kms_key_id: str | None = None
+    """Id of the KMS key for ``sse: aws:kms`` (default: the service's key)."""
     check_existing: bool = True
-    """Ask (a cheap request) whether an object is there before it is uploaded; it is not uploaded again then."""
+    """Probe an object before its upload, and skip the upload if it is present (default: true)."""
     conditional_put: bool = True
-    """Let the service refuse to replace an object that is there (``If-None-Match: *``); it counts as stored."""
+    """Let the service refuse to replace an object (``If-None-Match: *``, default: true).
+
+    A refused block counts as stored.
+    """
     bulk_delete: bool = True
-    """Delete up to 1,000 objects per request; services without DeleteObjects need false."""
+    """Delete up to 1,000 objects per request (default: true).
+
+    Set to false for services without DeleteObjects.
+    """
     present_ttl: Duration = 300.0
-    """How long it is believed that an object that was seen is there."""
+    """Seconds for which a positive probe result stays valid (default: 300)."""
     absent_ttl: Duration = 10.0
-    """How long it is believed that an object that was not there is still not there."""
+    """Seconds for which a negative probe result stays valid (default: 10)."""
     connect_timeout: Duration = 5.0
+    """Seconds within which a connection must be established (default: 5)."""
     request_timeout: Duration = 10.0
-    """Of one attempt, until the last byte; at most the deadline."""
+    """Seconds for one attempt, up to the last byte (default: 10); at most ``deadline``."""
     install_lifecycle: bool = False
-    """Write the bucket's lifecycle rule for ``ttl`` if it is missing (needs s3:PutLifecycleConfiguration)."""
+    """Write a missing lifecycle rule for ``ttl`` (default: false).
+
+    Needs the permission s3:PutLifecycleConfiguration.
+    """
 
     @field_validator("bucket")
     @classmethod
@@ -84,7 +104,8 @@ class S3Options(TierOptions):
         parts = prefix.removesuffix("/").split("/")
         if not all(_PREFIX_PART.fullmatch(part) and part not in {".", ".."} for part in parts):
             raise ValueError(
-                f"{prefix!r} is not a prefix: parts of letters, digits and !_.*'()=- with a single / between them, none in front"
+                f"{prefix!r} is not a prefix: parts of letters, digits and !_.*'()=- "
+                "with a single / between them, none in front"
             )
         return "/".join(parts) + "/"
 
@@ -103,7 +124,7 @@ class S3Options(TierOptions):
         ):
             raise ValueError("not an endpoint; write it like https://host or http://host:port, without bucket and path")
         if parts.username is not None or parts.password is not None:
-            raise ValueError("an endpoint holds no credentials; they come from boto3's chain")
+            raise ValueError("an endpoint must not contain credentials; give them to boto3's chain")
         return endpoint.rstrip("/")
 
     @field_validator("ttl")
@@ -128,7 +149,7 @@ class S3Options(TierOptions):
 
     @property
     def endpoint(self) -> str | None:
-        """``endpoint_url``, or the environment's; None for AWS itself."""
+        """``endpoint_url``, or the environment's endpoint; None for AWS itself."""
         return self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
     @property
@@ -138,15 +159,15 @@ class S3Options(TierOptions):
 
     @property
     def location(self) -> str:
-        """Where the blocks are, as text."""
+        """The bucket, prefix and endpoint, as text for people."""
         return f"s3://{self.bucket}/{self.prefix}" + (mask_text(f" at {self.endpoint}") if self.endpoint else "")
 
 
 def small_block_warning(block_bytes: int) -> str | None:
-    """What to say about blocks of ``block_bytes`` bytes in an object store, None if nothing."""
+    """Return a warning if blocks of ``block_bytes`` bytes are small for an object store, else None."""
     if block_bytes >= SMALL_BLOCK_BYTES:
         return None
     return (
-        f"blocks of {block_bytes / 1024:.0f} KiB are small for an object store: below about {SMALL_BLOCK_BYTES >> 20} MiB, "
-        "requests dominate the bill and the time; a larger block_size in the extra configuration makes fewer of them"
+        f"blocks of {block_bytes / 1024:.0f} KiB are small for an object store; below {SMALL_BLOCK_BYTES >> 20} MiB, "
+        "requests dominate cost and time; raise block_size in the extra configuration to send fewer requests"
     )

@@ -1,9 +1,9 @@
-"""The threads that obstore works on: a handful, whatever the machine has.
+"""The start of obstore's runtime with few threads.
 
-obstore's runtime starts once per process, with a thread per core unless the environment's TOKIO_WORKER_THREADS says
-otherwise.  More threads than are busy only wake each other, for every piece of a body: on two cores, one thread instead
-of two took a fifth off the CPU that gets from rclone cost.  They only receive and send; checksums, codecs and copies
-are done by the tier's own threads.
+The runtime starts once per process, with one thread per core unless the environment's TOKIO_WORKER_THREADS has another
+number. Idle threads wake each other for every piece of a body. With one thread instead of two on two cores, gets from
+rclone took a fifth less CPU. These threads only receive and send; the tier's own threads compute checksums, run codecs
+and copy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import obstore
 from obstore.store import MemoryStore
 
 MOST_THREADS = 4
+"""Threads at most."""
 _CORES_PER_THREAD = 4
 _VARIABLE = "TOKIO_WORKER_THREADS"
 
@@ -23,7 +24,7 @@ _started = False
 
 
 def start_runtime() -> None:
-    """Start obstore's runtime with few threads, unless it runs already or the environment has its own number."""
+    """Start obstore's runtime with few threads, unless it runs already or the environment sets a number."""
     global _started  # noqa: PLW0603
     with _lock:
         if _started:

@@ -1,8 +1,8 @@
-"""The object store medium: one object per block, moved by obstore, which releases the interpreter lock while it does.
+"""The object store: one object per block, moved by obstore, which releases the GIL meanwhile.
 
-Names: ``<prefix>blocks/<place>`` for blocks and ``<prefix>documents/<name>`` for documents, apart, because a lifecycle
-rule that lets blocks expire must never reach a document (losing the reset epoch would bring blocks from before a reset
-back to life).
+Blocks are named ``<prefix>blocks/<place>``, documents ``<prefix>documents/<name>``. The prefixes differ because a
+lifecycle rule that lets blocks expire must never reach a document. A lost epoch document would make blocks from before
+a reset readable again.
 """
 
 from __future__ import annotations
@@ -35,20 +35,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kv_tiering.s3")
 
 BLOCKS = "blocks/"
+"""Begins the names of block objects, after the prefix of the options."""
 DOCUMENTS = "documents/"
+"""Begins the names of documents, after the prefix of the options."""
 
 _LIST_CHUNK = 1000
 _LAST = "~"
-"""Sorts behind every name of ours."""
+"""Sorts behind every name that this store uses."""
 
 
 class S3Store(BlockStore):
-    """Blocks in a bucket.  Called by several threads at once.
+    """Blocks in a bucket. Several threads may call it at once.
 
-    A put is one request (two with ``check_existing``), hence atomic.  An object is not replaced when ``check_existing``
-    or ``conditional_put`` says so: its name holds the namespace and the key, so what is there is the block.  A get
-    checks the length before it copies; contents are checked by the frame.  One attempt per call: retrying is a layer's
-    work.
+    A put is one request (two with ``check_existing``) and therefore atomic. With ``check_existing`` or
+    ``conditional_put`` an existing object is not replaced: its name contains the namespace and the key, so it holds the
+    same block. A get checks the length before it copies; the frame's checksum verifies the content. Each call makes one
+    attempt; a layer above retries.
+
+    Args:
+        options: The tier's options.
+        credentials: Source of credentials (default: boto3's chain with the options' profile).
     """
 
     medium: ClassVar[str] = "OBJECT"
@@ -71,13 +77,17 @@ class S3Store(BlockStore):
 
     @property
     def requests(self) -> int:
-        """Requests sent so far: they cost money."""
+        """Requests sent so far. The service charges for each."""
         return self._requests
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     def open(self) -> None:
-        """Look up credentials and ask the bucket a cheap question.  Raises :class:`StoreError` with what to do about it."""
+        """Look up credentials and send the bucket one cheap request.
+
+        Raises:
+            StoreError: The bucket cannot be used. The message says how to correct this.
+        """
         self.close()
         self._credentials.forget()
         self._credentials()
@@ -127,7 +137,7 @@ class S3Store(BlockStore):
             length, header_bytes = result.meta["size"], len(block.header)
             if not header_bytes <= length <= header_bytes + len(block.payload):
                 raise CorruptBlockError(
-                    f"object {name} has {length} bytes, not between {header_bytes} and {header_bytes + len(block.payload)}"
+                    f"object {name} has {length} bytes, not {header_bytes} to {header_bytes + len(block.payload)}"
                 )
             body = np.frombuffer(memoryview(result.bytes()), np.uint8)
         except FileNotFoundError:
@@ -160,7 +170,7 @@ class S3Store(BlockStore):
         try:
             return StoreProbe(tuple(askers.map(ask, places)))
         except RuntimeError:
-            # No further thread can be started at present: that is no failure of the bucket.
+            # No further thread can be started at present. The bucket has not failed: probe on this thread.
             return StoreProbe(tuple(map(ask, places)))
 
     # --------------------------------------------------------------------------------------------- small documents
@@ -185,9 +195,9 @@ class S3Store(BlockStore):
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
         if not self._options.conditional_put:
-            # The service cannot decide who comes first: machines that start together may get different answers.
+            # The service cannot order the writers: machines that start together may get different answers.
             return super().create_document(name, data)
-        # Some services ignore the condition of a put: with them, too, only those that come at the same time disagree.
+        # Some services ignore the condition of a put. This read leaves only concurrent writers to disagree there.
         found = self.read_document(name)
         if found is not None:
             return found
@@ -195,7 +205,7 @@ class S3Store(BlockStore):
             self._count()
             obstore.put(self._open_client(), f"{self._documents}{name}", data, use_multipart=False, mode="create")
         except AlreadyExistsError:
-            logger.debug("document %s was created by another process before", name)
+            logger.debug("document %s was already created by another process", name)
         except STORE_FAILURES as error:
             raise translate(error, f"create document {name}") from error
         return self.read_document(name)
@@ -218,13 +228,16 @@ class S3Store(BlockStore):
         return removed
 
     def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]:
-        """The blocks whose places start with ``place_prefix``, up to 1,000 at a time.  Raises :class:`StoreError`.
+        """Yield the blocks whose places start with ``place_prefix``, up to 1,000 at a time.
 
         An item's ``path`` is the object's name in the bucket, which :meth:`delete_objects` takes.
+
+        Raises:
+            StoreError: The bucket cannot be listed.
         """
         client = self._open_client()
         start = f"{self._blocks}{place_prefix}"
-        # obstore lists below a whole path segment; a prefix that ends within one is narrowed here.
+        # obstore lists below whole path segments only; the filter handles a prefix that ends within a segment.
         directory = start.rpartition("/")[0]
         try:
             self._count()
@@ -237,7 +250,11 @@ class S3Store(BlockStore):
             raise translate(error, f"list {start}") from error
 
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
-        """All documents, up to 1,000 at a time.  Raises :class:`StoreError`."""
+        """Yield all documents, up to 1,000 at a time.
+
+        Raises:
+            StoreError: The bucket cannot be listed.
+        """
         client = self._open_client()
         try:
             self._count()
@@ -248,7 +265,11 @@ class S3Store(BlockStore):
             raise translate(error, f"list {self._documents}") from error
 
     def delete_objects(self, names: Sequence[str]) -> None:
-        """Delete objects by their names in the bucket.  Raises :class:`StoreError`."""
+        """Delete objects by their names in the bucket.
+
+        Raises:
+            StoreError: Objects cannot be deleted.
+        """
         self._delete_names(self._open_client(), list(names))
 
     # --------------------------------------------------------------------------------------------------------- inner
@@ -282,7 +303,9 @@ class S3Store(BlockStore):
             try:
                 client_options["root_certificate"] = options.ca_file.read_bytes()
             except OSError as error:
-                raise PermanentStoreError(f"ca_file {options.ca_file} cannot be read: {error}") from error
+                raise PermanentStoreError(
+                    f"ca_file {options.ca_file} cannot be read ({error}); correct the path"
+                ) from error
         return ObjectClient(
             options.bucket,
             config=config,
@@ -292,7 +315,7 @@ class S3Store(BlockStore):
         )
 
     def _check_lifecycle(self) -> None:
-        """Whether ``ttl`` really is in force; looked at once, and said once: blocks that stay too long are no outage."""
+        """Warn once if ``ttl`` is not enforced by the bucket. Blocks that stay too long are no outage."""
         if self._options.ttl is None or self._lifecycle_checked:
             return
         problem = check_lifecycle(self._options, self._credentials, self._blocks, self._documents)
@@ -330,7 +353,7 @@ class S3Store(BlockStore):
             self._count()
             obstore.delete(client, names)
         except FileNotFoundError:
-            # Some services answer 404 for an object that is not there, which ends a batch early.
+            # Some services answer 404 for an absent object, which ends a batch early: delete one by one.
             if len(names) > 1:
                 for name in names:
                     self._delete_names(client, [name])
