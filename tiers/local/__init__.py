@@ -1,14 +1,15 @@
 """The local tier: blocks in slots of preallocated files on a local disk (NVMe), kept over restarts.
 
-What it guarantees:
+Guarantees:
 
-- A block that was reported stored survives kill -9 at any moment; with ``durability: fsync`` also a loss of power.
-  Recovery never makes a broken block readable: every read is verified.  (A key longer than the 48 bytes that a header
-  holds is found again through a checkpoint only.)
-- Everything in the directory together stays within ``capacity``; blocks of other namespaces go before our own.
-- One process owns the directory.  Files are readable by their owner only.
+- A stored block survives kill -9 at any moment; with ``durability: fsync`` also a loss of power. Recovery never makes a
+  damaged block readable, because every read is verified. Headers hold keys of at most 48 bytes; a block with a longer
+  key is recovered from a checkpoint only.
+- The directory never holds more than ``capacity`` bytes. Blocks of other namespaces are dropped before this namespace's
+  blocks.
+- One process owns the directory. Files are readable by their owner only.
 
-``tiers.local.layout`` says what is where in the directory; it can be read (not written) while an engine works in it.
+``tiers.local.layout`` describes the directory. Other processes may read it while an engine uses it, but not write.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def _build(options: LocalOptions, context: TierContext) -> LocalTier:
 
 
 def _location(options: LocalOptions) -> str:
-    """The directory's absolute path, from its spelling alone: a hung mount must not block the validation of a stack.
+    """Return the directory's absolute path, from its spelling alone.
 
-    Two spellings of one directory (a symbolic link, a second mount) are found when the directory is locked.
+    A look at the disk could hang on a mount and block the validation of a stack. Two spellings of one directory (a
+    symbolic link, a second mount) are detected when the directory is locked.
     """
     return os.path.abspath(os.path.expanduser(options.path))  # noqa: PTH100, PTH111
 
 
 LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location, distance="machine")
-"""How the framework makes a local tier."""
+"""The definition with which the framework makes local tiers."""

@@ -1,4 +1,4 @@
-"""Finding out by trying whether a file system takes O_DIRECT."""
+"""A test by trial for O_DIRECT support of a file system."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from tiers.local.layout import FRESH, PAGE
 
 
 def probe_direct(files: Files, directory: Path, segment: Path | None, *, read_only: bool = False) -> bool:
-    """Whether files in ``directory`` take O_DIRECT with addresses, offsets and lengths that are multiples of a page; by doing it.
+    """Return True if files in ``directory`` take O_DIRECT with page-aligned transfers.
 
-    With a ``segment`` that is there already nothing is written, so that a full disk does not matter.  Raises
-    :class:`OSError` if not even a plain file can be used there.
+    Addresses, offsets and lengths are multiples of a page.
+
+    Args:
+        files: File operations to use.
+        directory: Directory for a short-lived file to try with.
+        segment: An existing file to try with instead (None: no such file). Nothing is written then, so a full disk does
+            not matter.
+        read_only: True if the file system takes no writes (default: False).
+
+    Raises:
+        OSError: Not even a plain file can be used in ``directory``.
     """
     view = memoryview(mmap.mmap(-1, 3 * PAGE))
     if segment is not None:
@@ -54,7 +63,7 @@ def _takes_direct(files: Files, path: Path, flags: int, use: Callable[[int], boo
 
 
 def _plain_only(error: OSError) -> bool:
-    """False if ``error`` is how a file system declines O_DIRECT; any other is raised again."""
+    """Return False if the file system declines O_DIRECT with ``error``; raise any other error again."""
     if error.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}:
         return False
     raise error

@@ -1,4 +1,4 @@
-"""Making a document unreadable for good on a disk that is full, or that refuses the usual way."""
+"""Durable removal of a document, also on a full disk or after a failed removal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ logger = logging.getLogger("kv_tiering.local")
 
 
 def remove_durably(files: Files, path: Path) -> None:
-    """Make the content of ``path`` unreadable, also after a loss of power; a file that is not there is as good.
+    """Make the content of ``path`` unreadable, also after a loss of power. An absent file needs nothing.
 
-    Three ways are tried, none of which needs room: removing the file, overwriting it in place, renaming its directory.
-    Raises the :class:`OSError` of the first if all fail.
+    Three ways are tried in turn, none of which needs disk space: remove the file, overwrite it in place, rename its
+    directory.
+
+    Raises:
+        OSError: All three ways failed; the error is that of the first.
     """
     ways: list[Callable[[Files, Path], None]] = [_unlink, _overwrite, _rename_directory]
     refusal: OSError | None = None
@@ -29,7 +32,7 @@ def remove_durably(files: Files, path: Path) -> None:
             refusal = refusal or error
         else:
             if refusal is not None:
-                logger.warning("%s could not be removed (%s), and was made unreadable in another way", path, refusal)
+                logger.warning("%s could not be removed (%s) and was overwritten or renamed instead", path, refusal)
             return
     if refusal is not None:
         raise refusal

@@ -1,14 +1,15 @@
-"""Where things are in a local tier's directory, and the arithmetic of slots and segments.
+"""The layout of a local tier's directory, and the arithmetic of slots and segments.
 
-    <path>[/replica-<r>]/
-      lock                                      who owns the directory
-      slots-<slot bytes>-<slots>-<number>       a segment: <slots> slots, one after another
-      checkpoint, written-<generation>          the table as of a moment, and which segments were written since
-      documents/<name>                          the namespaces' documents, and the list of bad slots
+   <path>[/replica-<r>]/
+     lock                                      the owner of the directory
+     slots-<slot bytes>-<slots>-<number>       a segment: <slots> slots, one after another
+     checkpoint, written-<generation>          the block table at one moment, and the segments written since
+     documents/<name>                          the namespaces' documents, and the list of bad slots
 
-Slot s is slot s % slots of segment s // slots.  A slot is a page with the frame's header, then the row.  Segments of
-another slot size or count are those of another layout: nobody here can use them, and they are deleted, oldest first,
-when room is needed. Segments of the same shape are shared by all namespaces; the header of each block tells them apart.
+Slot s is slot s % slots of segment s // slots. A slot is one page with the frame's header, then the row.
+
+Segments with another slot size or count belong to another layout. This engine cannot use them, and deletes them, oldest
+first, when room is needed. All namespaces share the segments of one shape; each block's header names its namespace.
 """
 
 from __future__ import annotations
@@ -22,49 +23,60 @@ from pathlib import Path
 from tiering.errors import ConfigError
 
 PAGE = 4096
-"""Bytes of a slot's header, and what every offset, length and address of O_DIRECT is a multiple of."""
+"""Bytes of a slot's header. Every offset, length and address of O_DIRECT is a multiple of this number."""
 
 REPLICA_PREFIX = "replica-"
-"""Begins the names of the subdirectories of data-parallel replicas, which share the directory above them."""
+"""Begins the names of the subdirectories of data-parallel replicas. They share the directory above."""
 
 FRESH = ".new"
-"""The ending of a file that is not whole yet."""
+"""Ends the name of a file that is not complete yet."""
 
 _NUMBER = "(0|[1-9][0-9]{0,15})"
 _SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
 _REPLICA = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEGMENTS = 4
 _BOOKKEEPING_PER_SLOT = 256
-"""Bytes that a slot costs beside itself: two checkpoints (the old and the new one) of a key and a few numbers."""
+"""Bytes of bookkeeping per slot: a key and a few numbers in each of two checkpoints (old and new)."""
 _BOOKKEEPING = 64 * 1024
 
 
 def round_up(size: int) -> int:
-    """``size`` rounded up to a page."""
+    """Return ``size`` rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of the segments: bytes of a slot, slots of a segment, segments that the capacity allows."""
+    """The shape of the segments."""
 
     slot_bytes: int
+    """Bytes of a slot, header included."""
     slots_per_segment: int
+    """Slots of a segment."""
     max_segments: int
+    """Segments that the capacity allows."""
 
     @classmethod
     def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> Geometry:
-        """The shape for blocks of at most ``block_bytes``.
+        """Return the shape for blocks of at most ``block_bytes``.
 
-        It depends on ``capacity`` only when that is below four segments, so that a capacity can grow and shrink with
-        the blocks kept.  Raises :class:`ConfigError` if ``capacity`` is below one block.
+        The shape depends on ``capacity`` only if that is below four segments. A larger capacity can therefore grow and
+        shrink with its blocks kept.
+
+        Args:
+            capacity: Bytes of everything in the directory.
+            block_bytes: Bytes of the largest block, without header.
+            segment_size: Bytes of a segment if the capacity allows four of them.
+
+        Raises:
+            ConfigError: ``capacity`` is below one block.
         """
         slot_bytes = PAGE + round_up(block_bytes)
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
         if usable < slot_bytes:
             least = slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
             raise ConfigError(
-                f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so at least {least}"
+                f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so set at least {least}"
             )
         target = segment_size
         if usable < _MIN_SEGMENTS * target:
@@ -84,20 +96,20 @@ class Geometry:
 
     @property
     def bad_slots_document(self) -> str:
-        """The name of the document that lists the bad slots of segments of this shape."""
+        """Name of the document that lists the bad slots of segments of this shape."""
         return f"bad-slots-{self.slot_bytes}-{self.slots_per_segment}"
 
     def locate(self, slot: int) -> tuple[int, int]:
-        """(segment, byte offset in it) of ``slot``."""
+        """Return (segment, byte offset in the segment) of ``slot``."""
         segment, position = divmod(slot, self.slots_per_segment)
         return segment, position * self.slot_bytes
 
     def segment_name(self, number: int) -> str:
-        """The file name of segment ``number``."""
+        """Return the file name of segment ``number``."""
         return f"slots-{self.slot_bytes}-{self.slots_per_segment}-{number:06d}"
 
     def segment_number(self, name: str) -> int | None:
-        """The number of the segment called ``name``; None if it is not one of this shape."""
+        """Return the number of the segment file ``name``; None if the name is not one of this shape."""
         match = _SEGMENT.fullmatch(name)
         if match is None:
             return None
@@ -106,13 +118,24 @@ class Geometry:
 
 
 def is_segment(name: str) -> bool:
-    """True for the exact name of a segment of any shape; a copy with another ending, or with other digits, is not one."""
+    """Return True if ``name`` is the exact name of a segment of any shape.
+
+    A copy with another ending or other digits is not a segment.
+    """
     match = _SEGMENT.fullmatch(name)
     return match is not None and f"{int(match[3]):06d}" == match[3]
 
 
 def tier_directory(path: str, replica: str | None) -> Path:
-    """The directory of one engine.  Raises :class:`ConfigError` for a replica that cannot be part of a path."""
+    """Return the directory of one engine.
+
+    Args:
+        path: The configured directory.
+        replica: The data-parallel replica, which uses a subdirectory (None: no replica).
+
+    Raises:
+        ConfigError: ``replica`` cannot be part of a path.
+    """
     root = Path(path).expanduser()
     if replica is None:
         return root
@@ -124,7 +147,7 @@ def tier_directory(path: str, replica: str | None) -> Path:
 
 
 def mount_point(directory: Path) -> Path:
-    """Where the file system of ``directory``, which is there, is mounted."""
+    """Return the mount point of the file system that contains the existing ``directory``."""
     path = directory.resolve()
     while not os.path.ismount(path):
         path = path.parent
@@ -132,7 +155,7 @@ def mount_point(directory: Path) -> Path:
 
 
 def used_bytes(root: Path) -> int:
-    """Bytes on the disk of everything in ``root``, other replicas' subdirectories aside.
+    """Return the bytes on disk of everything in ``root``, without other replicas' subdirectories.
 
     Directories that this user may not read (``lost+found`` of a file system's root) do not count.
     """
@@ -140,7 +163,10 @@ def used_bytes(root: Path) -> int:
 
 
 def used_bytes_of_few(root: Path, most: int) -> int | None:
-    """The same, but None if there are more than ``most`` files: looking at each of very many takes seconds."""
+    """Return the same as :func:`used_bytes`, or None if there are more than ``most`` files.
+
+    A look at each of very many files takes seconds.
+    """
     total = files = 0
     pending = [str(root)]
     for directory in pending:

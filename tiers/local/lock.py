@@ -1,4 +1,4 @@
-"""One process owns a directory: advisory locks that die with their owner, and a file that names it."""
+"""The ownership of a directory: locks that end with their process, and a file that names the owner."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _OWNER_BYTES = 4096
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 _guard = threading.Lock()
-"""Guards additions to ``_held``: tiers open on threads of their own."""
+"""Guards additions to ``_held``, because tiers open on threads of their own."""
 
 
 class DirectoryLock:
     """The exclusive right to write in a directory, held until :meth:`release` or the death of the process.
 
-    The directory itself is locked, and the file ``lock`` in it, which names the owner: without that file the directory
-    is still owned, and in a directory that was moved away or replaced nothing is.  A child made by fork does not keep
-    the locks.  A reader that only looks needs none.
+    Two things are locked: the directory itself, and the file ``lock`` in it, which names the owner. If the file
+    disappears, the directory is still owned. If the directory is moved away or replaced, the new directory at its path
+    is not owned. A child made by fork does not keep the locks. Processes that only read need no lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,14 +39,16 @@ class DirectoryLock:
         self._directory_fd = -1
         self._fd = -1
         self._real = Path()
-        """The locked directory's path without symbolic links, while the lock is held."""
+        """Path of the locked directory without symbolic links, while the lock is held."""
         self.read_only = False
-        """The file system takes no writes; the lock is held all the same."""
+        """True if the file system takes no writes; the lock is held all the same."""
 
     def acquire(self) -> None:
-        """Take the lock; nothing to do if it is held.
+        """Take the lock; nothing to do if it is held already.
 
-        Raises :class:`tiering.errors.InUseError` saying who holds it and what to do, or another :class:`StoreError`.
+        Raises:
+            InUseError: Another process or tier holds the lock. The message names the owner and a remedy.
+            StoreError: The directory cannot be locked for another reason.
         """
         if self._fd >= 0:
             return
@@ -70,12 +72,15 @@ class DirectoryLock:
         try:
             fcntl.flock(self._directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Network file systems lock only files that are open for writing; there the file alone has to do.
+            # Network file systems lock only files that are open for writing; the lock on the file alone must do there.
             if error.errno not in {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP}:
                 raise
 
     def _lock_file(self) -> None:
-        """Lock the file, as it is in the directory at the end of the call, and write this process's name there."""
+        """Lock the file ``lock`` and name this process in it as the owner.
+
+        The locked file is the one that is in the directory at the end of the call.
+        """
         while True:
             fd = self._open_file()
             try:
@@ -92,7 +97,7 @@ class DirectoryLock:
             os.close(before)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-        # On a full or read-only disk the lock holds all the same; it just cannot say whose it is.
+        # On a full or read-only disk the lock holds all the same; the file just does not name the owner.
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(owner).encode(), 0)
@@ -110,9 +115,12 @@ class DirectoryLock:
         return fd
 
     def lost(self) -> str | None:
-        """Why the lock does not protect the directory any more; None if it does.  A removed lock file is made again.
+        """Return the reason why the lock does not protect the directory any more; None if it does.
 
-        Raises :class:`OSError` if the directory cannot be looked at.
+        A removed lock file is made again.
+
+        Raises:
+            OSError: The directory cannot be inspected.
         """
         if self._fd < 0:
             return "is not locked"
@@ -120,7 +128,7 @@ class DirectoryLock:
             if not self._directory.exists():
                 return "was removed, or its disk is not mounted"
             if not _is_linked(self._directory_fd, self._directory):
-                return "is another directory than the one that was opened (was a disk replaced, or the directory made again?)"
+                return "is not the directory that was opened (was a disk replaced, or the directory made again?)"
             if _is_linked(self._fd, self._path):
                 return None
             self._lock_file()
@@ -133,7 +141,7 @@ class DirectoryLock:
         return None
 
     def release(self) -> None:
-        """Give the lock back; nothing to do if it is not held."""
+        """Release the lock; nothing to do if it is not held."""
         fds = (self._fd, self._directory_fd)
         self._fd = self._directory_fd = -1
         _held.discard(self)
@@ -142,28 +150,32 @@ class DirectoryLock:
                 os.close(fd)
 
     def _enter(self, real: Path) -> None:
-        """Count among this process's locks.  Raises :class:`PermanentStoreError` if one of two directories contains the other."""
+        """Add this lock to the process's locks.
+
+        Raises:
+            PermanentStoreError: One of two directories of this process's tiers contains the other.
+        """
         with _guard:
             for other in list(_held):
                 outer, inner = sorted((real, other._real), key=lambda path: len(path.parts))
                 below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
                 if below and not below[0].startswith(REPLICA_PREFIX):
                     raise PermanentStoreError(
-                        f"{self._directory} is {real}; of {outer} and {inner}, which two tiers of this process use, one contains "
-                        "the other; give each tier a path of its own, and mind symbolic links"
+                        f"{self._directory} is {real}, and two tiers of this process use {outer} and {inner}, of which one "
+                        "contains the other; give each tier a path of its own, and mind symbolic links"
                     )
             self._real = real
             _held.add(self)
 
     def _describe_conflict(self) -> str:
-        """What to say about a directory that somebody else has locked."""
+        """Return the message about a directory that another tier or process has locked."""
         directory = self._directory
         for other in list(_held):
             if other._directory_fd >= 0 and os.path.sameopenfile(other._directory_fd, self._directory_fd):
                 return (
-                    f"{directory} is in use by {describe_owner(directory)}: another tier of this process has opened it as "
-                    f"{other._directory}; give each tier a path (or each engine a data-parallel replica) of its own, and mind "
-                    "symbolic links"
+                    f"{directory} is in use by {describe_owner(directory)}: another tier of this process has opened it "
+                    f"as {other._directory}; give each tier a path (or each engine a data-parallel replica) of its own, "
+                    "and mind symbolic links"
                 )
         return (
             f"{directory} is in use by {describe_owner(directory)}; "
@@ -171,17 +183,20 @@ class DirectoryLock:
         )
 
     def _forget(self) -> None:
-        """In a child made by fork: the parent's lock must end with the parent."""
+        """Release the lock in a child made by fork; the parent's lock must end with the parent."""
         self.release()
 
 
 def _is_held_elsewhere(error: OSError) -> bool:
-    """True if ``error`` is the answer to a lock that somebody else holds; an error in opening a file names the file."""
+    """Return True if ``error`` means that another process or tier holds the lock.
+
+    An error in opening a file names the file; a refused lock does not.
+    """
     return error.errno in {errno.EWOULDBLOCK, errno.EACCES} and error.filename is None
 
 
 def _is_linked(fd: int, path: Path) -> bool:
-    """True if ``path`` leads to the open ``fd``."""
+    """Return True if ``path`` leads to the open file ``fd``."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -189,7 +204,7 @@ def _is_linked(fd: int, path: Path) -> bool:
 
 
 def describe_owner(directory: Path) -> str:
-    """Who wrote the lock file last, for people."""
+    """Return the process that wrote the lock file last, as text for people."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         fd = open_plain(directory / LOCK_NAME, os.O_RDONLY)
         try:

@@ -1,8 +1,10 @@
-"""Which segments were written since a checkpoint: noted on the disk before the first write into each.
+"""Marks of the segments written since a checkpoint, on disk before the first write into each segment.
 
-A *generation* begins just before the index is copied for a checkpoint, and is named in it.  The file
-``written-<generation>`` has a header and one byte per segment, not zero once the segment was (or was about to be)
-written.  At a restart everything in marked segments is read again; what the checkpoint says of the others still holds.
+A *generation* begins just before the index is copied for a checkpoint, which names the generation. The file
+``written-<generation>`` has a header and one byte per segment. The byte is not zero if the segment was written or about
+to be written.
+
+At a restart, all headers in marked segments are read again. For the other segments the checkpoint is still correct.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ class _Generation:
 
 
 class WrittenMarks:
-    """The marks of one directory.  :meth:`mark` may be called from any thread.  Methods raise :class:`OSError`.
+    """The marks of one directory. Any thread may call :meth:`mark`. Methods raise :class:`OSError`.
 
-    ``durable``: marks survive a loss of power, not only of the process.
+    Args:
+        directory: The tier's directory.
+        geometry: The shape of the segments.
+        files: File operations to use.
+        durable: Marks survive a loss of power, not only the death of the process.
     """
 
     def __init__(self, directory: Path, geometry: Geometry, files: Files, *, durable: bool) -> None:
@@ -46,9 +52,10 @@ class WrittenMarks:
         self._durable = durable
         self._current: _Generation | None = None
         self.generation = 0
+        """Number of the current generation."""
 
     def mark(self, segment: int) -> None:
-        """``segment`` is about to be written.  Cheap but for the first time in a generation."""
+        """Mark ``segment`` before a write into it. Cheap except for a segment's first write in a generation."""
         current = self._current
         if current is None or segment in current.marked:
             return
@@ -60,7 +67,10 @@ class WrittenMarks:
                 current.marked.add(segment)
 
     def begin(self) -> int:
-        """Begin a new generation with nothing marked; its number.  Older ones stay until :meth:`forget_before`."""
+        """Begin a new generation with nothing marked, and return its number.
+
+        Older generations stay until :meth:`forget_before`.
+        """
         number = max([self.generation, *self._numbers()]) + 1
         geometry = self._geometry
         header = _HEADER.pack(_MAGIC, number, geometry.slot_bytes, geometry.slots_per_segment, geometry.max_segments)
@@ -70,8 +80,11 @@ class WrittenMarks:
         return number
 
     def resume(self, generation: int) -> set[int] | None:
-        """The segments written since ``generation`` began, going on marking from there; None if that cannot be known."""
-        # Whatever begins next is later than what is asked for, also if that is lost.
+        """Return the segments written since ``generation`` began, or None if they are unknown.
+
+        Marking continues in the newest generation.
+        """
+        # The next generation must be later than this one, even if the file of this one is lost.
         self.generation = max(self.generation, generation)
         later = [number for number in self._numbers() if number >= generation]
         if generation not in later:
@@ -93,20 +106,20 @@ class WrittenMarks:
         return marked
 
     def forget_before(self, generation: int) -> None:
-        """Delete older generations: the checkpoint of ``generation`` is in place."""
+        """Delete older generations, because the checkpoint of ``generation`` is complete."""
         for number in self._numbers():
             if number < generation:
                 self._files.unlink(self._path(number))
 
     def close(self) -> None:
-        """Stop marking; no write is running."""
+        """Stop marking. No write may be running."""
         current, self._current = self._current, None
         if current is not None:
             self._files.close(current.fd)
 
     def _use(self, number: int, fd: int, marked: set[int]) -> None:
-        # A write that looked at the generation before this one was planned before the index is copied: the checkpoint
-        # names its slot itself, and it needs no mark.
+        # A write that uses the generation before this one was planned before the copy of the index. The checkpoint
+        # names the slot of that write itself, so the write needs no mark.
         before, self._current = self._current, _Generation(fd, marked)
         self.generation = number
         if before is not None:
@@ -122,7 +135,7 @@ class WrittenMarks:
             return [int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)) is not None]
 
     def _read(self, number: int) -> set[int] | None:
-        """The marks of generation ``number``; None if the file is not what it should be."""
+        """Return the marks of generation ``number``; None if the file is not valid."""
         geometry = self._geometry
         try:
             data = self._files.read_all(self._path(number), _MOST_BYTES)

@@ -1,4 +1,4 @@
-"""What a stack file may say about a local tier."""
+"""The options of the local tier in a stack file."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ from tiering.secondary.options import TierOptions
 
 
 class LocalOptions(TierOptions):
-    """A directory on a local disk (NVMe) that this engine owns.
-
-    ``capacity`` bounds everything in the directory, blocks of other namespaces included.
-    """
+    """A directory on a local disk (NVMe) that this engine owns."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "compression": "its slots have one size, so a block that shrinks gains nothing; compress in an object store tier",
-        "ttl": "its blocks leave by eviction when room is needed, and age alone does not make one wrong; set capacity instead",
+        "compression": (
+            "its slots have one size, so a block that shrinks gains nothing; compress in an object store tier"
+        ),
+        "ttl": "its blocks are evicted when room is needed, and age alone does not make a block wrong; set capacity instead",
         "lookup_deadline": "it answers lookups from memory, at once",
     }
 
     path: Directory
-    """The directory; created, readable by its owner only.  Data-parallel replicas use a subdirectory each."""
+    """The directory.
+
+    The tier creates it, readable by its owner only; data-parallel replicas use a subdirectory each.
+    """
     capacity: Size
+    """Bytes of everything in the directory, blocks of other namespaces included."""
     durability: Literal["none", "fsync"] = "none"
-    """What a block that was reported stored survives: "none": kill -9 of the engine; "fsync": also a loss of power."""
+    """Failure that a stored block survives:
+
+    "none": kill -9 of the engine (default); "fsync": also a loss of power.
+    """
     segment_size: Size = 1 << 30
-    """Bytes of one preallocated file of slots; smaller when the capacity is below four of them."""
+    """Bytes of one preallocated file of slots (default: 1 GiB).
+
+    A capacity below four of them reduces the size.
+    """
     checkpoint_interval: Duration = 300.0
-    """Seconds between two checkpoints of the table; a restart scans what was written since the last one."""
+    """Seconds between two checkpoints of the block table (default: 300).
+
+    A restart reads the headers of the segments that were written since the last checkpoint.
+    """

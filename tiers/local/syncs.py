@@ -1,4 +1,7 @@
-"""Which writes a successful sync covers: the kernel tells of a failed write-back once per descriptor, and then says that all is well."""
+"""Bookkeeping of file syncs: which writes a successful sync covers.
+
+The kernel reports a failed write-back once per descriptor; the next sync succeeds although data was lost.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from tiering.errors import DeviceError
 
 
 class UnsyncedError(DeviceError):
-    """A sync failed after this block was written: it, or another block of the same file, is not on the device."""
+    """A sync failed after this block was written. This or another block of its file is not on the device."""
 
 
 class SyncLedger:
-    """The syncs of one file, one at a time.  Any thread may call.
+    """The syncs of one file, one at a time. Any thread may call.
 
-    After a failed sync everything that was written since the last successful one is suspect, whoever wrote it.
+    After a failed sync, every write since the last successful sync is suspect, on whichever thread it ran.
     """
 
     def __init__(self) -> None:
@@ -25,26 +28,35 @@ class SyncLedger:
         self._failed = 0
         self._begun = 0
         self._succeeded = 0
-        """The number of the last sync that succeeded."""
+        """Number of the last successful sync."""
 
     def begin_write(self) -> int:
-        """To be called before a write; what it returns is given to :meth:`end_write`."""
+        """Return a ticket for :meth:`end_write`. Call this before the write."""
         return self._failed
 
     def end_write(self, ticket: int, sync: Callable[[], None]) -> None:
-        """Return once what was written since :meth:`begin_write` is durable, by calling ``sync`` unless another thread's call covers it.
+        """Return once the writes since :meth:`begin_write` are durable.
 
-        Raises :class:`OSError` if ``sync`` does, or if any sync of this file failed since :meth:`begin_write`.
+        Args:
+            ticket: The result of :meth:`begin_write`.
+            sync: Syncs the file. Not called if another thread's sync covers the writes.
+
+        Raises:
+            OSError: ``sync`` raised it, or another sync of this file failed since :meth:`begin_write`.
         """
         begun = self._begun
         with self._lock:
             if self._failed == ticket and self._succeeded <= begun:
                 self._run(sync)
             if self._failed != ticket:
-                raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} in a sync that another write had asked for")
+                raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} in a sync that ran for another write")
 
     def sync(self, sync: Callable[[], None]) -> None:
-        """Call ``sync`` for a reason other than a write's durability.  Raises what it raises, and others learn of that, too."""
+        """Call ``sync`` for a reason other than a write's durability.
+
+        Raises:
+            OSError: ``sync`` raised it. Writes that wait for a sync of this file fail, too.
+        """
         with self._lock:
             self._run(sync)
 
