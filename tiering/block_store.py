@@ -1,17 +1,18 @@
-"""The contract of a medium: a :class:`BlockStore` moves framed blocks to and from places that it is told, and nothing else.
+"""Contract of a medium: a :class:`BlockStore` moves framed blocks to and from given places.
 
-A store keeps no index, takes no decision, and knows nothing of retries, checksums, compression or deadlines: those are
-layers (:mod:`tiering.secondary.io.layers`) with this same interface, written once.  It runs on the I/O side, called by
-several threads at once.
+A store has no index and takes no decisions. Retries, checksums, compression and deadlines are layers with the same
+interface (:mod:`tiering.secondary.io.layers`), written once for all stores. A store runs on the I/O side, and several
+threads call it at once.
 
-What MUST hold, and what the conformance suite (:mod:`tiering.testing`) checks on every store:
+Every store must keep these guarantees, which the conformance suite (:mod:`tiering.testing`) tests:
 
-- A put is atomic: a reader sees the whole block or none of it (or bytes that the frame's checksum refuses); after it
-  reported DONE, the block survives the death of the process, for media that outlive it.
-- A get fills the given buffers completely, or its outcome is ABSENT or an error.  It never returns short data as DONE.
-- Absence is not an error.  Errors are :class:`tiering.errors.TemporaryStoreError` or
+- A put is atomic: a reader sees the whole block or none of it, or bytes that the frame's checksum refuses.
+- After a put reported DONE, the block survives the death of the process, for media that outlive the process.
+- A get fills the given buffers completely, or its outcome is ABSENT or an error. A get never returns short data as
+  DONE.
+- Absence is not an error. Errors are :class:`tiering.errors.TemporaryStoreError` or
   :class:`~tiering.errors.PermanentStoreError`.
-- Outcomes are per block; one block's failure says nothing of another's.
+- Each block has its own outcome: the failure of one block does not affect the outcomes of others.
 - No method holds the interpreter lock while it moves bytes.
 """
 
@@ -26,81 +27,112 @@ from typing import ClassVar, TypeAlias
 from tiering.errors import StoreError
 
 Place: TypeAlias = int | str
-"""Where a block is: a slot number on a medium of our own, an object's name on a shared one."""
+"""Place of a block: a slot number on a medium with slots, an object's name on a shared medium."""
 
 
 class Done(enum.Enum):
-    """How a block's I/O ended when it did not fail."""
+    """Outcome of a block's I/O that did not fail."""
 
     DONE = "done"
+    """The block was written or read."""
     ABSENT = "absent"
+    """There is no block at the place."""
 
 
 Outcome: TypeAlias = Done | StoreError
-"""What became of one block: done, absent, or the error (not raised: outcomes are per block)."""
+"""Outcome of one block: done, absent, or the error (returned instead of raised)."""
 
 
 @dataclass(slots=True)
 class BlockIO:
-    """One framed block on its way.
+    """One framed block on its way to or from a store.
 
-    ``header``: ``store.header_bytes`` long, the frame's header followed by zeros; ``payload``: what follows it.  Both
-    are writable, contiguous memoryviews of format "B", aligned to ``store.alignment`` bytes; for a put they are only
-    read.  ``payload`` may be a primary row itself.  For a get, ``payload`` has the length to be filled; for stores with
-    ``variable_size``, at least the stored length, and ``filled`` is set to the payload bytes that were there.
-    ``deadline``: monotonic seconds, no attempt starts after it.
+    ``header`` and ``payload`` are writable, contiguous memoryviews of format "B", aligned to ``store.alignment`` bytes.
+    A put only reads them.
     """
 
     key: bytes
+    """Key of the block."""
     place: Place
+    """Place of the block on the medium."""
     header: memoryview
+    """Header of the frame, followed by zeros; ``store.header_bytes`` long."""
     payload: memoryview
+    """Bytes after the header, possibly a primary row itself.
+
+    For a get, the length of ``payload`` is the number of bytes to fill. For stores with ``variable_size``, ``payload``
+    is at least as long as the stored payload.
+    """
     deadline: float = float("inf")
+    """Time in monotonic seconds after which no attempt starts; default: none."""
     filled: int = -1
+    """Payload bytes read by a get; set by stores with ``variable_size`` only, otherwise -1 (default)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreProbe:
-    """What :meth:`BlockStore.probe` found: ``held[i]`` for each name asked for; None where it could not be learnt."""
+    """Result of :meth:`BlockStore.probe`."""
 
     held: tuple[bool | None, ...]
+    """For each place: True if a block is there, False if not, None if the store could not find out."""
 
 
 class BlockStore(ABC):
-    """A medium.  Subclasses implement :meth:`put_one` and :meth:`get_one`; media that can do better override the batch forms."""
+    """A medium for framed blocks.
+
+    Subclasses implement :meth:`put_one` and :meth:`get_one`. Media with faster batch operations override :meth:`put`
+    and :meth:`get`.
+    """
 
     medium: ClassVar[str]
-    """The medium's name in metrics: "DISK", "OBJECT", "MEMORY", or a word of its own."""
+    """Name of the medium in metrics: "DISK", "OBJECT", "MEMORY", or another word."""
 
     header_bytes: int = 128
-    """Bytes reserved for the header of a frame, at least 128; media with aligned I/O round up."""
+    """Bytes reserved for the header of a frame, at least 128 (default); media with aligned I/O round up."""
 
     alignment: int = 1
-    """Alignment in bytes of the memory and length of every buffer given to the store."""
+    """Alignment in bytes of the memory and length of every buffer given to the store; default 1."""
 
     variable_size: ClassVar[bool] = False
-    """Whether blocks of any length can be put (compression needs that)."""
+    """True if the store accepts blocks of any length, as compression needs; default False."""
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     def open(self) -> None:
-        """Make the medium ready.  Called on the I/O side, again after failures.  Raises :class:`StoreError`."""
+        """Make the medium ready.
+
+        Called on the I/O side, and again after failures.
+
+        Raises:
+            StoreError: the medium cannot be used.
+        """
 
     def close(self) -> None:
-        """Release the medium; no call is running.  May be called twice, and without :meth:`open`."""
+        """Release the medium.
+
+        No other call is running. May be called twice, and without :meth:`open`.
+        """
 
     # ---------------------------------------------------------------------------------------------------------- data
 
     @abstractmethod
     def put_one(self, block: BlockIO) -> None:
-        """Write one block, replacing what was at its place.  Raises :class:`StoreError`."""
+        """Write one block, replacing the previous content of its place.
+
+        Raises:
+            StoreError: the block could not be written.
+        """
 
     @abstractmethod
     def get_one(self, block: BlockIO) -> Done:
-        """Fill one block's buffers: DONE, or ABSENT if nothing is there.  Raises :class:`StoreError`."""
+        """Fill one block's buffers; return DONE, or ABSENT if there is no block at the place.
+
+        Raises:
+            StoreError: the block could not be read.
+        """
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        """Write several blocks; outcomes are co-indexed.  Does not raise :class:`StoreError`."""
+        """Write several blocks and return co-indexed outcomes; does not raise :class:`StoreError`."""
         outcomes: list[Outcome] = []
         for block in blocks:
             try:
@@ -111,7 +143,7 @@ class BlockStore(ABC):
         return outcomes
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        """Fill several blocks' buffers; outcomes are co-indexed.  Does not raise :class:`StoreError`."""
+        """Fill several blocks' buffers and return co-indexed outcomes; does not raise :class:`StoreError`."""
         outcomes: list[Outcome] = []
         for block in blocks:
             try:
@@ -121,50 +153,81 @@ class BlockStore(ABC):
         return outcomes
 
     def delete(self, places: Sequence[Place]) -> None:
-        """Remove blocks (those that are not there are ignored).  Raises :class:`StoreError`.  Slot media have nothing to do."""
+        """Delete blocks, ignoring absent ones.
+
+        Media with slots need not implement this method.
+
+        Raises:
+            StoreError: a block could not be deleted.
+        """
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
-        """Whether blocks are there, without reading them.  Only called for shared media.  Does not raise :class:`StoreError`."""
+        """Return which blocks are on the medium, without reading them; does not raise :class:`StoreError`.
+
+        Called for shared media only.
+        """
         return StoreProbe(tuple(None for _ in places))
 
     # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
-        """A small document kept beside the blocks (namespace parameters, the reset epoch); None if there is none.
+        """Return a small document stored beside the blocks; None if there is no such document.
 
-        ``name`` is made of [a-z0-9.-].  Raises :class:`StoreError`.
+        Documents hold, for example, the namespace's parameters and the reset epoch.
+
+        Args:
+            name: name of the document, made of [a-z0-9.-].
+
+        Raises:
+            StoreError: the document could not be read.
         """
         return None
 
     def write_document(self, name: str, data: bytes) -> None:
-        """Replace a document atomically and durably.  Raises :class:`StoreError`."""
+        """Replace a document atomically and durably.
+
+        Raises:
+            StoreError: the document could not be written.
+        """
 
     def list_documents(self, prefix: str) -> Iterable[str]:
-        """The names of the documents whose names start with ``prefix``, in any order.  Raises :class:`StoreError`.
+        """Return the names of the documents whose names start with ``prefix``, in any order.
 
-        Only asked for when something is to be explained.  A store that cannot list them names none.
+        Called only to explain a problem to the user. A store that cannot list documents returns none.
+
+        Raises:
+            StoreError: the documents could not be listed.
         """
         return ()
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
-        """Write a document unless there is one, and return what can be read of it afterwards.  Raises :class:`StoreError`.
+        """Write a document unless it exists, and return its content afterwards; None if it cannot be read.
 
-        On a medium that several engines share, all that call this at the same time should be returned the same content.
+        On a medium that several engines share, all concurrent callers should receive the same content.
+
+        Raises:
+            StoreError: the document could not be read or written.
         """
         if self.read_document(name) is None:
             self.write_document(name, data)
         return self.read_document(name)
 
     def remove_document(self, name: str) -> None:
-        """Make a document's content unreadable, durably, also on a medium that is full.  Raises :class:`StoreError`.
+        """Make a document's content unreadable, durably, also on a full medium.
 
-        Afterwards :meth:`read_document` returns None or something that passes no checksum.
+        Afterwards :meth:`read_document` returns None or bytes that pass no checksum.
+
+        Raises:
+            StoreError: the document could not be removed.
         """
         self.write_document(name, b"")
 
     def reclaim(self, place_prefix: str) -> int:
-        """Delete the blocks whose names start with ``place_prefix``; how many.  Raises :class:`StoreError`.
+        """Delete the blocks whose names start with ``place_prefix``, and return how many were deleted.
 
-        For garbage collection of epochs that nobody uses any more.  An engine never calls this.
+        This is the garbage collection of epochs that no engine uses any more. An engine never calls this method.
+
+        Raises:
+            StoreError: a block could not be deleted.
         """
         return 0

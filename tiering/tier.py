@@ -1,8 +1,8 @@
-"""The public API of people who write a tier: contracts, the generic tier, its indexes, and the options' vocabulary.
+"""Public API for authors of tiers: contracts, the generic tier, its indexes, and the common options.
 
-A tier of one's own needs this module and :mod:`tiering` (whose errors it raises), and nothing else of the framework.
-``docs/writing-a-tier.md`` is the guide, ``examples/own_tier.py`` a whole tier, :mod:`tiering.testing` the conformance
-suites.
+A tier needs this module and :mod:`tiering` (whose errors it raises), and nothing else of the framework.
+``docs/writing-a-tier.md`` is the guide, ``examples/own_tier.py`` is a complete tier, and :mod:`tiering.testing`
+contains the conformance suites.
 """
 
 from tiering.api.keys import OffloadKey

@@ -1,8 +1,10 @@
-"""The generic secondary tier: an index on the scheduler's thread, and an I/O side that moves bytes to and from a block store.
+"""Generic secondary tier: an index on the scheduler's thread, and an I/O side that uses a block store.
 
-One block's way.  Store: admission → a place from the index → one job for the I/O side → its result → the index holds
-the key. Load: the index says where → one job → verified bytes are in the row → its result.  Whatever fails on the way
-is a miss.
+- Store of a block: admission → a place from the index → one job for the I/O side → its result → the index holds the
+  key.
+- Load of a block: the index returns the place → one job → verified bytes are in the row → its result.
+
+Any failure on the way is a miss.
 """
 
 from __future__ import annotations
@@ -33,15 +35,21 @@ _NO = PrefixAnswer(0, False)
 
 
 class BlockTier(TierLife):
-    """A tier made of an index and a block store.
+    """Tier made of an index and a block store.
 
-    ``place_prefix``: for media whose places are names: the index is told ``place_prefix(namespace)`` whenever an epoch
-    is entered. ``element_size``: bytes of one KV element (compression splits by it).  ``io``: another I/O side than the
-    one made here.
+    Subclasses use the attributes ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace``
+    (the namespace in the present epoch; None while the tier has no epoch). Their hooks are ``on_opened``, ``on_left``,
+    ``on_epoch``, ``on_step``, ``on_result`` and ``before_close``. The scheduler's thread calls all hooks.
 
-    Subclasses have ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace`` (that of the
-    present epoch; None while out of service for want of one), and the hooks ``on_opened``, ``on_left``, ``on_epoch``,
-    ``on_step``, ``on_result`` and ``before_close``, all called on the scheduler's thread.
+    Args:
+        context: environment of the tier.
+        options: options of the tier.
+        store: the medium.
+        index: index of the blocks on the medium.
+        place_prefix: for media whose places are names: ``index.enter`` receives ``place_prefix(namespace)`` whenever
+            the tier enters an epoch.
+        element_size: bytes of one KV element, by which compression splits; default 2.
+        io: I/O side to use; default: a new one.
     """
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -181,7 +189,7 @@ class BlockTier(TierLife):
                 self.retire(bad)
         now = self._clock()
         self.stats.observe_job(now - io_job.submitted_at)
-        # Across a reset nothing succeeds: neither may the index hold it, nor the manager serve it.
+        # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
         current = flight.resets == self._resets
         arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
         revoked = self.revoked_places()
@@ -225,7 +233,10 @@ class BlockTier(TierLife):
         self.stats.promotions_active -= len(arrived)
 
     def _delete_corrupt(self, io_job: IoJob, outcomes: Sequence[Outcome]) -> None:
-        """On a medium with names a broken block would be found again by every probe, and keep a good one from being stored."""
+        """Delete corrupt blocks from a shared medium.
+
+        Every probe would find such a block again, and it would prevent a good one from being stored.
+        """
         corrupt = [isinstance(outcome, CorruptBlockError) for outcome in outcomes]
         places = list(compress(io_job.places, corrupt))
         if places:

@@ -1,9 +1,11 @@
-"""The contract of a secondary tier, and the jobs that the manager hands to it.
+"""Contract of a secondary tier, and the jobs that the manager submits to a tier.
 
-Called from the scheduler's thread: everything but :meth:`SecondaryTierManager.drain`,
-:meth:`~SecondaryTierManager.shutdown` and :meth:`~SecondaryTierManager.reset` returns at once; data moves elsewhere.  A
-tier never touches accelerator memory: it is given the primary tier's memoryview of shape (num_rows, row_stride_bytes),
-uint8; block b is row b (``numpy.asarray(view)[b]``).  Rows start on page boundaries.
+The scheduler's thread calls all methods. Only :meth:`SecondaryTierManager.open`, :meth:`~SecondaryTierManager.drain`,
+:meth:`~SecondaryTierManager.reset` and :meth:`~SecondaryTierManager.shutdown` may block, until their deadline. All
+others return at once, and the tier moves the data elsewhere.
+
+A tier never touches accelerator memory. A tier receives a memoryview of the primary tier: shape (num_rows,
+row_stride_bytes), uint8. Block b is row b (``numpy.asarray(view)[b]``). Rows start on page boundaries.
 """
 
 from __future__ import annotations
@@ -24,109 +26,139 @@ from tiering.runtime.news import News
 from tiering.secondary.stats import TierStats
 
 Distance = Literal["process", "machine", "network"]
-"""How far away a medium is: memory of this process, a device of this machine, or a service on the network."""
+"""Distance of a medium: memory of this process, a device of this machine, or a service on the network."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Move the blocks ``keys`` between the primary rows ``block_ids`` (co-indexed) and a tier.
+    """Transfer of blocks between rows of the primary tier and one secondary tier.
 
-    ``is_promotion``: the tier fills the rows (a load); otherwise it reads them (a store).  While the tier has not
-    reported the job, it may touch these rows and nobody else writes them.  ``submitted_at`` is on the tier's clock, in
-    seconds.
+    Until the tier reports the job, the tier may touch these rows and no other component writes them.
     """
 
     job_id: int
+    """Number of the job, unique among the jobs in flight."""
     keys: Sequence[OffloadKey]
+    """Keys of the blocks to transfer."""
     block_ids: Rows
+    """Primary rows of the blocks, co-indexed with ``keys``."""
     is_promotion: bool
+    """True for a load (the tier fills the rows), False for a store (the tier reads the rows)."""
     req_context: ReqContext
+    """Context of the request that caused the transfer."""
     submitted_at: float = field(default_factory=time.monotonic)
+    """Time of submission on the tier's clock, in seconds; default: now."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """A job has ended: the tier touches none of its rows any more.  Reported exactly once.
+    """Result of a job that has ended: the tier no longer touches any of its rows.
 
-    ``successful_keys`` None: all keys share the fate of ``success``; otherwise exactly these succeeded.
-    ``transfer_bytes`` and ``transfer_time`` (seconds) describe what was moved, where known.
+    Every job has exactly one result.
     """
 
     job_id: int
+    """Number of the job that has ended."""
     success: bool
+    """True if the job succeeded for all keys; see ``successful_keys``."""
     successful_keys: Sequence[OffloadKey] | None = None
+    """Exactly the keys that succeeded; None (default): all keys share the outcome in ``success``."""
     transfer_bytes: int | None = None
+    """Bytes transferred; None (default): not known."""
     transfer_time: float | None = None
+    """Duration of the transfer in seconds; None (default): not known."""
 
 
 class PrefixAnswer(NamedTuple):
-    """``held``: how many leading keys the tier holds.  ``undecided``: the tier does not know yet about the key after them."""
+    """Result of a lookup of a prefix."""
 
     held: int
+    """Number of leading keys that the tier holds."""
     undecided: bool
+    """True if the tier does not know yet whether it holds the key after the held ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is given when it is built.
-
-    ``name`` is unique in the stack.  ``primary_view``: see the module.  ``group_bytes[g]``: bytes of a block of group g
-    without padding (what a medium holds of it).  ``clock`` returns monotonic seconds.  ``replica`` distinguishes
-    data-parallel engines of one machine (None: a single one).  ``revision`` names the weights at the start (None: the
-    namespace's parameters do).
-    """
+    """Environment of a tier, given to its definition's build function."""
 
     name: str
+    """Name of the tier, unique in the stack."""
     primary_view: memoryview
+    """The primary tier's rows: uint8, shape (num_rows, row_stride_bytes)."""
     group_bytes: tuple[int, ...]
+    """Bytes of one block of each KV-cache group, without padding: the bytes that the medium stores."""
     namespace: Namespace
+    """Namespace of the engine's blocks."""
     clock: Callable[[], float] = time.monotonic
+    """Function that returns monotonic seconds; default: ``time.monotonic``."""
     enable_events: bool = False
+    """True if the tier shall collect KV events; default False."""
     replica: str | None = None
+    """Name that distinguishes data-parallel engines of one machine; None (default): a single engine."""
     revision: str | None = None
+    """Text that names the weights at the start; None (default): the namespace's parameters identify them."""
     news: News = field(default_factory=News)
-    """Where the tier may announce that a job has ended, so that waiting callers wake up."""
+    """Receiver of the tier's announcements that a job has ended; an announcement wakes up waiting callers."""
     distance: Distance | None = None
-    """How far away the medium is; None: not known."""
+    """Distance of the medium; None (default): not known."""
 
 
 class SecondaryTierManager(ABC):
-    """One secondary tier, as the manager sees it.
+    """One secondary tier, as the manager uses it.
 
-    What MUST hold: a job is reported by :meth:`get_finished` exactly once, when the tier touches none of its rows any
-    more, also if it failed or was never started.  A load that is reported successful for a key has filled its row with
-    that key's verified bytes. No method raises for what a medium does; a tier in trouble answers "no" and fails jobs.
+    Every tier must keep these guarantees:
+
+    - :meth:`get_finished` reports every job exactly once, when the tier no longer touches any of the job's rows. This
+      includes jobs that failed or never started.
+    - When a load is reported successful for a key, its row holds verified bytes of that key.
+    - No method raises because of the medium. A tier in trouble answers lookups with False and fails jobs.
     """
 
     medium: str = ""
-    """The medium's name in metrics: "DISK", "OBJECT", ..."""
+    """Name of the medium in metrics: "DISK", "OBJECT", ..."""
 
     name: str = ""
-    """Unique in a stack; used in metrics, logs and in a request's ``tiers``."""
+    """Name of the tier in metrics, logs and a request's ``tiers``; unique in a stack."""
 
     load_deadline: float | None = 30.0
-    """Seconds after which the manager stops waiting for a load (the keys are a miss then; the job is still reported later)."""
+    """Seconds until the manager stops waiting for a load; None: no limit; default 30.
+
+    After the deadline the keys are misses. The tier still reports the job later.
+    """
 
     primary_share: float = 0.5
-    """Largest share of the primary rows that this tier's running loads may hold, those after their deadline included."""
+    """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
+
+    Loads that are past their deadline count as running.
+    """
 
     min_prefix_blocks: int = 1
-    """Shortest run of blocks worth a load from this tier."""
+    """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
 
     announces_news: bool = False
-    """Whether ``context.news.announce()`` is called when :meth:`get_finished` has something new; callers poll more often without."""
+    """True if the tier announces new results of :meth:`get_finished`; default False.
+
+    The tier announces them with ``context.news.announce()``. Without announcements, waiting callers poll more often.
+    """
 
     fill: bool = True
-    """Whether blocks promoted from a slower tier are offered to this one."""
+    """True (default) if blocks promoted from a slower tier are offered to this tier."""
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """True: held, a load is worth submitting.  False: not held.  None: not known yet, ask again at a later step."""
+        """Return True if ``key`` is held and worth a load, False if not, None if not known yet.
+
+        After None, the manager asks again at a later step.
+        """
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        """How many leading ``keys`` are held, and whether the one after them is undecided.  The batch form of :meth:`lookup`."""
+        """Return the number of leading ``keys`` that are held, and True if the next key is undecided.
+
+        This is the batch form of :meth:`lookup`. The default implementation calls :meth:`lookup` for each key.
+        """
         for held, key in enumerate(keys):
             answer = self.lookup(key, req_context)
             if answer is not True:
@@ -137,7 +169,10 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
-        """Take ``job``'s rows to the medium.  The tier may decline keys (admission, no room): they end as not successful."""
+        """Write ``job``'s rows to the medium.
+
+        The tier may decline keys (admission, no room); the result reports them as not successful.
+        """
 
     @abstractmethod
     def submit_load(self, job: TransferJob) -> None:
@@ -145,77 +180,99 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
-        """The jobs that have ended since the last call."""
+        """Return the results of the jobs that have ended since the last call."""
 
     # -------------------------------------------------------------------------------------- notices (harmless defaults)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """``keys``, a prefix in its order, were used (the head is the most recent)."""
+        """Record that a request used ``keys``, a prefix in its order; its first key is the most recent."""
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
-        """``keys``, all readable in the primary tier, were used by a request that may store: the tier may want those that it lacks.
+        """Record that a request which may store used ``keys``, and return when to call again.
 
-        Returns the seconds for which the tier need not be told of them again; 0: at their next use.
+        All keys are readable in the primary tier. The tier may request the keys that it lacks with
+        :meth:`take_wanted_keys`.
+
+        Returns:
+            Seconds during which this method need not be called for these keys again; 0: call at their next use.
         """
         return math.inf
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        """Keys, each once, that the tier lacks and would take now, if they are still resident in the primary tier.
+        """Return keys, each once, that the tier lacks and would store now.
 
-        Its admission had declined them before, or they are in use (:meth:`used`) and it missed them.
+        Admission declined these keys before, or they are in use (:meth:`used`) and the tier lacks them. The manager
+        stores those that are still resident in the primary tier.
         """
         return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request begins."""
+        """Return the offloading policy for a request that begins."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """A request has ended, and no job for it can follow."""
+        """Forget a request that has ended: no job for it follows."""
 
     def on_schedule_end(self) -> None:
-        """The end of a step: the place to hand batched messages to the I/O side."""
+        """End a step: the place to submit batched messages to the I/O side."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events of this medium since the last call, in an order that a consumer can apply."""
+        """Return this medium's events since the last call, in an order that a consumer can apply."""
         return ()
 
     def has_pending_work(self) -> bool:
-        """True while jobs are in flight that :meth:`get_finished` has not reported."""
+        """Return True while there are jobs that :meth:`get_finished` has not reported."""
         return False
 
     def get_stats(self) -> TierStats:
-        """Counters since the start and present gauges."""
+        """Return counters since the start and present gauges."""
         return TierStats()
 
     # --------------------------------------------------------------------------------------- may block until `deadline`
 
     def open(self, deadline: float) -> bool:
-        """Make the tier ready, waiting at most until ``deadline``.  True if it is in service.
+        """Make the tier ready, waiting at most until ``deadline``, and return True if it is in service.
 
-        False is no error: the tier says why once, answers "no", and takes itself into service when it can.
+        False is not an error: the tier logs the reason once, answers lookups with False, and enters service when it
+        can.
         """
         return True
 
     def drain(self, deadline: float) -> bool:
-        """Wait until no job is in flight, at most until ``deadline`` (on the tier's clock).  True if none is."""
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none is in flight.
+
+        ``deadline`` is on the tier's clock.
+        """
         return not self.has_pending_work()
 
     def reset(self, deadline: float, revision: str | None = None) -> bool:
-        """Never again answer for or serve a block stored before this call, also after a restart of the process.
+        """Invalidate every block stored before this call, also for later processes that use the medium.
 
-        True if that is certain; False takes the tier out of service until :meth:`reset_done`.  Jobs in flight are still
-        reported. On a medium that others share, only this process moves: nothing of theirs is removed, and a restart
-        may find it again. ``revision``: a text that names the weights from now on.  Tiers that are given the same text
-        share their blocks on a shared medium; without one (the default) what is stored from now on is for this process
-        alone.
+        The tier never again answers lookups for these blocks or serves them, also after a restart of the process. Jobs
+        in flight are still reported. On a medium that is shared with other processes, only this process changes its
+        epoch: blocks of other processes remain, and a restart may find them again.
+
+        Args:
+            deadline: time on the tier's clock until which the call may block.
+            revision: text that names the weights from now on. Tiers with the same text share their blocks on a shared
+                medium. Without it (the default), blocks stored from now on are for this process alone.
+
+        Returns:
+            True if the invalidation is certain. False: the tier is out of service until :meth:`reset_done` returns
+            True.
         """
         return False
 
     def reset_done(self) -> bool:
-        """After a :meth:`reset` that returned False: whether its promise holds by now.  Returns at once; asked once per step."""
+        """Return True once the invalidation by a :meth:`reset` that returned False is certain.
+
+        Returns at once. The manager calls this method once per step.
+        """
         return False
 
     def shutdown(self, deadline: float) -> bool:
-        """Stop, at most until ``deadline``.  True if nothing of the tier touches the primary rows any more.  May be called twice."""
+        """Shut the tier down until ``deadline``, and return True if it no longer touches the primary rows.
+
+        May be called twice.
+        """
         return True

@@ -1,4 +1,4 @@
-"""How a medium makes itself known to the framework: its options and how to build a tier from them."""
+"""Definition of a type of tier: its options, and the function that builds a tier from them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from tiering.secondary.options import TierOptions
 
 @dataclass(frozen=True, slots=True)
 class TierDefinition:
-    """A type of tier.
-
-    ``options``: what its section of the stack file may say.  ``build(options, context)`` makes the tier without opening
-    anything. ``persistent``: blocks outlive the process, so the model's identity must be able to vouch for them.
-    ``location(options)``: what two tiers of one stack must not share (None: nothing); it looks at no medium.
-    ``distance``: of the medium, for KV events, and for a warning when a stack does not list its tiers fastest first
-    (None: not known).
-    """
+    """A type of tier."""
 
     options: type[TierOptions]
+    """Class of the options that the tier's section of the stack file may contain."""
     build: Callable[[Any, TierContext], SecondaryTierManager]
+    """Function ``build(options, context)`` that returns the tier without opening anything."""
     persistent: bool
+    """True if blocks outlive the process; the model's identity must then be able to vouch for them."""
     location: Callable[[Any], str | None] = lambda options: None
+    """Function ``location(options)``: text that two tiers of one stack must not share.
+
+    None (default): no such text. The function does not access the medium.
+    """
     distance: Distance | None = None
+    """Distance of the medium; None (default): not known.
+
+    KV events contain the distance. A warning uses it when a stack does not list its tiers fastest first.
+    """

@@ -1,4 +1,4 @@
-"""The events of one tier, in the order in which its blocks came and went."""
+"""Events of one tier, in the order in which its blocks were stored and removed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ MAX_ANNOUNCED = 1 << 20
 class EventLog:
     """Collects the events of one tier until they are taken.
 
-    The index of a medium of our own announces everything that it holds.  On a shared medium, the log announces a block
-    once, when this process has stored, found or read it, and announces the removal of announced blocks only.
+    On a medium that only this tier writes, all blocks that the index holds are announced. On a shared medium, the log
+    announces a block once, when this process has stored, found or read it. The log announces the removal of announced
+    blocks only.
 
-    ``tier``: the tier's name. ``distance``: how far away the medium is: events say "CPU" of memory and "STORAGE" of all
-    else, which is "REMOTE" on the network. ``enabled``: without it the log collects nothing. ``shared``: other
-    processes write to the medium as well. ``max_announced``: bound on the keys remembered of a shared medium; the
-    oldest beyond it are announced as removed.
+    Args:
+        tier: name of the tier.
+        distance: distance of the medium. Events have the medium "CPU" for memory, "STORAGE" for all else, and the
+            locality "REMOTE" on the network.
+        enabled: False: the log collects nothing.
+        shared: True if other processes write to the medium as well.
+        max_announced: maximum number of keys remembered of a shared medium; the oldest beyond it are announced as
+            removed.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class EventLog:
         self._events: list[OffloadingEvent] = []
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` became readable on the medium."""
+        """Announce that ``keys`` are readable on the medium."""
         if not self._enabled or not keys:
             return
         if self._announced is None:
@@ -48,16 +53,16 @@ class EventLog:
 
     @property
     def announces_found(self) -> bool:
-        """Whether :meth:`found` has anything to announce: the index of a medium of our own knew its blocks before."""
+        """True if :meth:`found` has any effect: only a shared medium can hold blocks unknown to this process."""
         return self._enabled and self._announced is not None
 
     def found(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` turned out to be on the medium."""
+        """Announce that ``keys`` were found on the medium."""
         if self._enabled and self._announced is not None:
             self._announce(self._announced, keys)
 
     def removed(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` are no longer held."""
+        """Announce that ``keys`` are no longer held."""
         if not self._enabled or not keys:
             return
         gone = list(keys)
@@ -68,18 +73,21 @@ class EventLog:
         self._add(gone, removed=True)
 
     def cleared(self, keys: Sequence[OffloadKey]) -> None:
-        """Nothing is held any more; ``keys`` are what the index held until now."""
+        """Announce that no block is held any more; ``keys`` are all keys that the index held."""
         self.removed(keys if self._announced is None else list(self._announced))
 
     def take(self) -> Iterable[OffloadingEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         if not self._events:
             return ()
         events, self._events = self._events, []
         return events
 
     def _announce(self, announced: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
-        """Announce those of ``keys`` that are not announced; take back the oldest beyond the bound, so that no consumer keeps them."""
+        """Announce those of ``keys`` that are not announced, and withdraw the oldest beyond the bound.
+
+        Without the withdrawal, consumers would keep those keys for ever.
+        """
         new = [key for key in keys if key not in announced]
         self._add(new, removed=False)
         announced.update(zip(new, repeat(None), strict=False))

@@ -1,7 +1,6 @@
-"""The file operations of media that are files, all in one place, with typed errors; a test's device replaces this one class.
+"""File operations of media that are files, with typed errors; tests replace the class :class:`Files`.
 
-Calls release the interpreter lock while the kernel works, and are retried when a signal interrupts them (Python does
-both).
+Calls release the interpreter lock while the kernel works. Python retries calls that a signal interrupts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TEMPORARY = frozenset(
     {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT}
 )
 _DEVICE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG})
-"""How a bad sector is reported: through the page cache as EIO, to direct I/O also by what the device says of it."""
+"""Errors by which a bad sector is reported: EIO by the page cache, others by direct I/O."""
 _HINTS = {
     errno.ENOSPC: "the file system is full",
     errno.EDQUOT: "the quota is used up",
@@ -50,7 +49,12 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def store_error(error: OSError, what: str) -> StoreError:
-    """``error`` as one of ours, saying ``what`` was being done.  The caller chains or returns it."""
+    """Return ``error`` as a typed error, for the caller to raise or return.
+
+    Args:
+        error: error of a file operation.
+        what: the operation, for the message.
+    """
     number = error.errno or 0
     hint = _HINTS.get(number)
     text = f"{what}: {error.strerror or error}" + (f" ({hint})" if hint else "")
@@ -64,10 +68,12 @@ def store_error(error: OSError, what: str) -> StoreError:
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open or create ``path``, a regular file of this user, private to its owner; returns the descriptor.
+    """Open or create ``path``, a regular file of this user, private to its owner; return the descriptor.
 
-    A symbolic link is not followed, and a FIFO does not block.  Raises :class:`OSError`: EEXIST if something else is
-    there.
+    Symbolic links are not followed, and a FIFO does not block.
+
+    Raises:
+        OSError: the file cannot be opened; EEXIST if there is something other than a regular file of this user.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
@@ -75,7 +81,10 @@ def open_plain(path: Path, flags: int) -> int:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EEXIST, "something that is not a regular file is in its place; remove it", str(path))
         if found.st_uid != os.geteuid():
-            reason = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; change its owner, or remove it"
+            reason = (
+                f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; "
+                "change its owner, or remove it"
+            )
             raise OSError(errno.EEXIST, reason, str(path))
         os.set_blocking(fd, True)
     except OSError:
@@ -85,14 +94,17 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 class Files:
-    """The operating system's files.  Every method raises :class:`OSError`; callers turn it into a typed error."""
+    """File operations of the operating system.
+
+    Every method raises :class:`OSError`; callers turn it into a typed error.
+    """
 
     def open(self, path: Path, flags: int) -> int:
         """Open or create a regular file of this user; see :func:`open_plain`."""
         return open_plain(path, flags)
 
     def status(self, path: Path) -> os.stat_result:
-        """The status of ``path`` itself, of a symbolic link too."""
+        """Return the status of ``path`` itself, also if it is a symbolic link."""
         return path.lstat()
 
     def close(self, fd: int) -> None:
@@ -100,18 +112,19 @@ class Files:
         os.close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Gather and write; may write less than all."""
+        """Write buffers one after the other, and return the bytes written; may write less than all."""
         return os.pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read and scatter; may read less than all."""
+        """Read into buffers one after the other, and return the bytes read; may read less than all."""
         return os.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, length: int) -> None:
         """Reserve the first ``length`` bytes of a file.
 
-        Raises :class:`OSError` with EOPNOTSUPP on file systems that cannot: the C library would write every block one
-        by one there.
+        Raises:
+            OSError: the reservation failed; EOPNOTSUPP on file systems without it, where the C library would write
+                every block one by one.
         """
         while _libc.fallocate(fd, 0, 0, length):
             number = ctypes.get_errno()
@@ -119,11 +132,11 @@ class Files:
                 raise OSError(number, os.strerror(number))
 
     def truncate(self, fd: int, length: int) -> None:
-        """Give a file the size ``length``."""
+        """Set the size of a file to ``length`` bytes."""
         os.ftruncate(fd, length)
 
     def fdatasync(self, fd: int) -> None:
-        """Wait until what was written is on the device."""
+        """Wait until the file's written data is on the device."""
         os.fdatasync(fd)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -131,7 +144,7 @@ class Files:
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; none is as good."""
+        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def sync_directory(self, path: Path) -> None:
@@ -148,7 +161,7 @@ class Files:
         return found.f_blocks * found.f_frsize
 
     def drop_cached(self, fd: int, offset: int, length: int) -> None:
-        """Let the kernel forget clean cached pages of a range (0: to the end).  A hint."""
+        """Advise the kernel to drop clean cached pages of a range (length 0: to the end)."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -163,7 +176,11 @@ class Files:
             data, offset = data[done:], offset + done
 
     def read_all(self, path: Path, limit: int) -> memoryview:
-        """The content of ``path``.  Raises :class:`OSError` with EMSGSIZE, having read nothing, if it is longer than ``limit`` bytes."""
+        """Return the content of ``path``.
+
+        Raises:
+            OSError: the file cannot be read; EMSGSIZE, with nothing read, if it is longer than ``limit`` bytes.
+        """
         fd = open_plain(path, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
@@ -179,7 +196,15 @@ class Files:
             os.close(fd)
 
     def replace(self, path: Path, parts: Sequence[bytes | memoryview], *, durable: bool = True) -> None:
-        """Give ``path`` new content atomically: its readers see all of the old or all of the new, also after a crash."""
+        """Replace the content of ``path`` atomically: readers see all of the old or all of the new content.
+
+        This also holds after a crash, if ``durable``.
+
+        Args:
+            path: file to replace or create.
+            parts: new content, in order.
+            durable: wait until the content is on the device; default True.
+        """
         fresh = path.with_name(path.name + ".new")
         self.unlink(fresh)
         fd = self.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -1,4 +1,4 @@
-"""A tier in a child made by fork: it holds nothing, takes nothing, and leaves the parent's medium alone."""
+"""Inert tier of a forked child process: it holds and stores nothing, and does not access the medium."""
 
 from __future__ import annotations
 
@@ -13,75 +13,78 @@ from tiering.secondary.stats import TierStats
 
 
 class InertTier:
-    """The methods that take the place of a tier's in a forked child (:func:`tiering.runtime.forks.inert_in_children`)."""
+    """Methods that replace those of a tier in a forked child.
+
+    :func:`tiering.runtime.forks.inert_in_children` installs them.
+    """
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """No."""
+        """Return False: no block is held."""
         return False
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        """None of them."""
+        """Return that no block is held."""
         return PrefixAnswer(0, False)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Nothing is done, and nothing is reported."""
+        """Do nothing, and report nothing."""
 
     def submit_load(self, job: TransferJob) -> None:
-        """Nothing is done, and nothing is reported."""
+        """Do nothing, and report nothing."""
 
     def get_finished(self) -> Iterable[JobResult]:
-        """None."""
+        """Return no results."""
         return ()
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
-        """The tier need never be told."""
+        """Return infinity: the method need not be called again."""
         return math.inf
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        """None."""
+        """Return no keys."""
         return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """The default policy."""
+        """Return the default policy."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def on_schedule_end(self) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """None."""
+        """Return no events."""
         return ()
 
     def has_pending_work(self) -> bool:
-        """No."""
+        """Return False: there are no jobs."""
         return False
 
     def get_stats(self) -> TierStats:
-        """Zeros."""
+        """Return zeros."""
         return TierStats()
 
     def open(self, deadline: float) -> bool:
-        """The tier is the parent's: it is not in service here."""
+        """Return False: the tier belongs to the parent process and is not in service here."""
         return False
 
     def drain(self, deadline: float) -> bool:
-        """No job is in flight in this process."""
+        """Return True: no job is in flight in this process."""
         return True
 
     def reset(self, deadline: float, revision: str | None = None) -> bool:
-        """The parent's blocks stay as they are."""
+        """Return False: the parent's blocks stay as they are."""
         return False
 
     def reset_done(self) -> bool:
-        """No."""
+        """Return False: a reset in this process is never certain."""
         return False
 
     def shutdown(self, deadline: float) -> bool:
-        """Nothing of the tier runs in this process."""
+        """Return True: nothing of the tier runs in this process."""
         return True

@@ -1,4 +1,4 @@
-"""What a tier counts: one flat record of numbers, cheap to update on the scheduler's thread, plain when it leaves the process."""
+"""Counters and gauges of a tier, in one flat record that is cheap to update on the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB_LATENCY_BUCKETS: tuple[float, ...] = (
     10.0,
     30.0,
 )
-"""Upper bounds in seconds of the job latency histogram; one more bucket counts what is slower."""
+"""Upper bounds in seconds of the job latency histogram; one more bucket counts slower jobs."""
 
 GAUGES = frozenset(
     (
@@ -38,52 +38,79 @@ GAUGES = frozenset(
         "writable",
     )
 )
-"""The fields of :class:`TierStats` that tell how things are; all others count what has happened since the start."""
+"""Fields of :class:`TierStats` that are gauges; all others are counters since the start."""
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters since the start (``*_total`` in Prometheus) and gauges of one tier.  Bytes, seconds and blocks.
-
-    ``device_errors`` counts blocks that could not be moved because the device reported an error at their place;
-    ``slots_retired`` is how many places are out of use for that reason.  ``recovering``: 1 while it is not known yet
-    what all of the medium holds. ``breaker_state``: 0 closed, 1 half open, 2 open; the worse of those of reads and
-    writes.  ``available``: 1 while the tier serves what it holds.  ``writable``: 1 while it takes stores, too.
-    """
+    """Counters since the start (``*_total`` in Prometheus) and gauges of one tier."""
 
     read_bytes: int = 0
+    """Bytes read from the medium, headers included."""
     read_seconds: float = 0.0
+    """Seconds spent in reads, summed over threads."""
     written_bytes: int = 0
+    """Bytes written to the medium, headers included."""
     written_seconds: float = 0.0
+    """Seconds spent in writes, summed over threads."""
     queries: int = 0
+    """Hits and misses together."""
     hits: int = 0
+    """Keys that lookups found."""
     misses: int = 0
+    """Lookups that ended at a key that is not held."""
     promotions: int = 0
+    """Blocks loaded into the primary tier."""
     promotions_failed: int = 0
+    """Blocks whose load failed."""
     promotions_active: int = 0
+    """Blocks that are being loaded."""
     cascades: int = 0
+    """Blocks stored."""
     cascades_failed: int = 0
+    """Blocks whose store failed."""
     cascades_active: int = 0
+    """Blocks that are being stored."""
     stores_declined: int = 0
+    """Blocks that were not stored: declined by admission or without a place, or their write was under way."""
     stores_dropped: int = 0
+    """Blocks that were not stored: beyond the budget of queued bytes, or the tier took no stores."""
     loads_overdue: int = 0
+    """Blocks whose load did not end, or did not begin, before its deadline."""
     evictions: int = 0
+    """Blocks evicted to make room."""
     corrupt_blocks: int = 0
+    """Blocks that were refused when they were read because they differed from the stored ones."""
     device_errors: int = 0
+    """Blocks that could not be moved because the device reported an error at their place."""
     blocks_lost: int = 0
+    """Blocks that the medium lost."""
     retries: int = 0
+    """Blocks that were sent to the medium again after a temporary error."""
     requests: int = 0
+    """Blocks requested of the medium: all attempts, probes and deletions."""
     blocks: int = 0
+    """Blocks held."""
     occupancy_bytes: int = 0
+    """Bytes of the blocks held, headers included."""
     capacity_bytes: int = 0
+    """Capacity of the tier in bytes; 0: not set."""
     slots_retired: int = 0
+    """Places out of use because the device reported an error there."""
     recovering: int = 0
+    """1 while recovery has not yet read all of the medium, else 0."""
     breaker_state: int = 0
+    """State of the worse of the two breakers: 0 closed, 1 half open, 2 open."""
     breaker_opened: int = 0
+    """Number of times that a breaker opened from closed."""
     available: int = 1
+    """1 while the tier serves its blocks, else 0."""
     writable: int = 1
+    """1 while the tier serves its blocks and takes stores, else 0."""
     job_latency: list[int] = field(default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1))
+    """Number of finished jobs in each bucket of :data:`JOB_LATENCY_BUCKETS`."""
     job_latency_sum: float = 0.0
+    """Seconds of all finished jobs together."""
 
     def observe_job(self, seconds: float) -> None:
         """Count one finished job that took ``seconds``."""
@@ -91,5 +118,5 @@ class TierStats:
         self.job_latency_sum += seconds
 
     def as_dict(self) -> dict[str, int | float | list[int]]:
-        """A plain copy, to cross processes."""
+        """Return a copy of plain values, to be sent to another process."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""The life of a generic tier: made from its parts, opened, moved to another epoch by a reset, and shut down."""
+"""Life cycle of a generic tier: construction, opening, resets, and shutdown."""
 
 from __future__ import annotations
 
@@ -34,32 +34,35 @@ from tiering.secondary.stats import TierStats
 logger = logging.getLogger("kv_tiering.tier")
 
 PlacePrefix = Callable[[Namespace], str]
-"""Names where the blocks of a namespace (and epoch) are, on media whose places are names."""
+"""Function that returns the prefix of a namespace's places, on media whose places are names."""
 
 _WAIT_SLICE = 0.1
 
 _DRAIN_SHARE = 0.75
-"""Of the time for a shutdown, what jobs may take: one that hangs must not cost the rest of it."""
+"""Share of the time for a shutdown that jobs may take; a job that hangs must not take the rest."""
 
 _PREPARE_SHARE = 0.9
-"""Of the time for a shutdown, when preparing the end must be over, so that there is some left for the end itself."""
+"""Share of the time for a shutdown after which ``before_close`` must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A job on the I/O side: what the manager submitted, and what of it needed no I/O."""
+    """Job that runs on the I/O side."""
 
     job: TransferJob
+    """The job as the manager submitted it."""
     held: list[OffloadKey]
+    """Keys that need no I/O, because the medium holds them already."""
     bytes: int
+    """Bytes of the job that count against the store budget; 0 for loads."""
     resets: int
-    """Resets of the tier before it was submitted."""
+    """Number of resets of the tier before the job was submitted."""
 
 
 class TierLife(SecondaryTierManager):
-    """The parts of a block tier, its hooks for subclasses, and how it comes into service and leaves it.
+    """Parts of a block tier, its hooks for subclasses, and its life cycle.
 
-    :class:`tiering.secondary.block_tier.BlockTier` says what the parameters are, and adds lookups and jobs.
+    :class:`tiering.secondary.block_tier.BlockTier` documents the parameters, and adds lookups and jobs.
     """
 
     def __init__(
@@ -122,47 +125,56 @@ class TierLife(SecondaryTierManager):
 
     @abstractmethod
     def _poll(self) -> None:
-        """Take what the I/O side has ended."""
+        """Process the jobs that the I/O side has ended."""
 
     # --------------------------------------------------------------------------------------------- hooks for subclasses
 
     def on_opened(self, namespace: Namespace) -> None:
-        """The store is open for the first time, and its blocks are to be served in ``namespace``: the place to start recovery."""
+        """Hook: the store is open for the first time and serves ``namespace``; the place to start recovery."""
 
     def on_left(self) -> None:
-        """A reset has begun: :attr:`namespace` is None, and the index is about to be emptied."""
+        """Hook: a reset has begun; :attr:`namespace` is None, and the index is about to be emptied."""
 
     def on_epoch(self, namespace: Namespace) -> None:
-        """A reset has begun the epoch of ``namespace``; the index is empty, and what is on the medium is foreign."""
+        """Hook: a reset has begun the epoch of ``namespace``.
+
+        The index is empty, and all blocks on the medium are foreign.
+        """
 
     def on_step(self) -> None:
-        """The end of a step: the place to start periodic work (as an :class:`~tiering.secondary.io.messages.IoTask`)."""
+        """Hook: a step has ended; the place to start periodic work.
+
+        Start such work as an :class:`~tiering.secondary.io.messages.IoTask`.
+        """
 
     def on_result(self, result: IoResult) -> None:
-        """A job has ended, and the index has not been told yet."""
+        """Hook: a job has ended, and the index has not recorded its result yet."""
 
     def before_close(self, deadline: float) -> None:
-        """Jobs have ended, or their time has, and the store is still open.  May block until ``deadline``."""
+        """Hook: jobs have ended or their time is over, and the store is still open.
+
+        May block until ``deadline``.
+        """
 
     @property
     def recovering(self) -> bool:
-        """Whether it is not known yet what all of the medium holds (for subclasses that recover something)."""
+        """True while the content of the medium is not entirely known (for subclasses with recovery)."""
         return False
 
     def revoked_places(self) -> Collection[Place]:
-        """Places that the medium lost while jobs ran: what was written there does not count."""
+        """Return places that the medium lost while jobs ran; blocks written there do not count."""
         return ()
 
     def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
-        """For subclasses: ``keys`` are not held any more, though neither evicted nor found corrupt."""
+        """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
         self._events.removed(keys)
 
     def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
-        """For subclasses: ``keys`` became held without a job (recovery)."""
+        """Announce that ``keys`` became held without a job, by recovery (for subclasses)."""
         self._events.stored(keys)
 
     def retire(self, places: Sequence[Place]) -> None:
-        """For subclasses too: the device reported an error at ``places``; what is there is lost, and nothing is put there again."""
+        """Take ``places`` with a device error out of use; their blocks are lost (also for subclasses)."""
         self._events.removed(self.index.retire(places))
 
     # --------------------------------------------------------------------------------------- may block until a deadline
@@ -172,7 +184,8 @@ class TierLife(SecondaryTierManager):
         self._wait(lambda: not self._service.attempting, deadline)
         if self._service.attempting:
             logger.error(
-                "tier %s: opening takes longer than its deadline; the engine runs without it until then", self.name
+                "tier %s: opening takes longer than its deadline; the engine runs without the tier until it is open",
+                self.name,
             )
         self._refresh()
         return self._serving
@@ -183,7 +196,10 @@ class TierLife(SecondaryTierManager):
         return not self._flights
 
     def reset(self, deadline: float, revision: str | None = None) -> bool:
-        """See the base class.  On a shared medium it is certain at once, because only this process moves to another epoch."""
+        """Begin a new epoch; see the base class.
+
+        On a shared medium the reset is certain at once, because only this process moves to another epoch.
+        """
         target = self._medium.target(revision)
         self._was_reset = True
         try:
@@ -191,20 +207,22 @@ class TierLife(SecondaryTierManager):
             self._admission.clear()
             self._offers.clear()
         finally:
-            # What is on the medium must become foreign, whatever state the tier is in.
+            # The blocks on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)
         self.io.discard()
-        # At least once, also if there is no time left: an attempt that no thread could be had for is tried in another
-        # way then.
+        # Poll at least once, also if there is no time left: an attempt without a thread then uses an existing one.
         self._poll()
         self._wait(self._reset_decided, deadline)
         if not self.reset_done():
-            logger.error("tier %s: its reset is not certain after a restart yet; out of service until it is", self.name)
+            logger.error(
+                "tier %s: the reset is not durable yet; the tier is out of service until the reset is durable",
+                self.name,
+            )
         self._refresh()
         return self.reset_done()
 
     def _forget_blocks(self) -> None:
-        """From here on no result is of the present epoch, and nothing is answered."""
+        """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
         self._resets += 1
         self.namespace = None
         self._serving = False
@@ -213,7 +231,10 @@ class TierLife(SecondaryTierManager):
         self._events.cleared(self.index.clear())
 
     def leave_medium(self) -> None:
-        """For subclasses: the medium is not the one that was opened.  Nothing is answered until :meth:`enter_medium`."""
+        """Stop service because the medium is not the one that was opened (for subclasses).
+
+        Lookups find nothing until :meth:`enter_medium`.
+        """
         self._service.suspend()
         self._forget_blocks()
         self.io.discard()
@@ -221,14 +242,14 @@ class TierLife(SecondaryTierManager):
 
     @property
     def idle(self) -> bool:
-        """For subclasses: no job runs, and the medium is not being opened."""
+        """True if no job runs and the medium is not being opened (for subclasses)."""
         return not self._flights and not self._service.attempting
 
     def enter_medium(self) -> None:
-        """For subclasses: the store was closed after :meth:`leave_medium`; open it again.
+        """Open the store again after :meth:`leave_medium` and its closing (for subclasses).
 
-        What another medium holds in the epoch of the start may be older than a reset of this process: then a new epoch
-        begins.
+        On another medium, the blocks in the epoch of the start may be older than a reset of this process. After a
+        reset, a new epoch therefore begins.
         """
         self._service.resume(self._medium.target(None) if self._was_reset else None)
 
@@ -252,7 +273,7 @@ class TierLife(SecondaryTierManager):
             try:
                 self.before_close(now + (deadline - now) * _PREPARE_SHARE)
             except Exception:
-                logger.exception("tier %s: preparing the end failed; closing all the same", self.name)
+                logger.exception("tier %s: preparing the shutdown failed; the tier closes all the same", self.name)
         self._closed = self.io.close(deadline)
         self._poll()
         if self._closed:
@@ -270,7 +291,7 @@ class TierLife(SecondaryTierManager):
             self._poll()
 
     def _entered(self, namespace: Namespace) -> None:
-        """An epoch has been entered: at the first opening, or by a reset."""
+        """Record that an epoch has been entered, at the first opening or by a reset."""
         self.namespace = namespace
         self._lease.hold(namespace if self._medium.needs_lease(namespace) else None)
         if self._place_prefix is not None:
@@ -296,7 +317,7 @@ class TierLife(SecondaryTierManager):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Fold all that decides whether the tier answers, and takes stores, into two attributes, for the hot path."""
+        """Cache for the hot path if the tier answers lookups and takes stores, in two attributes."""
         self._serving = (
             self._service.in_service
             and self.io.breakers.reads.state is BreakerState.CLOSED

@@ -1,1 +1,1 @@
-"""Indexes: what is known of a medium, on the scheduler's side."""
+"""Indexes: the scheduler's knowledge of the blocks on a medium."""

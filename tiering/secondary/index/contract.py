@@ -1,9 +1,12 @@
-"""The contract of an index: what is known of one medium, owned by the scheduler's thread.
+"""Contract of an index: the knowledge of the blocks on one medium, owned by the scheduler's thread.
 
-It answers lookups from memory, chooses places, and is told how I/O ended.  It does no I/O and takes no lock.  The two
-built-in ones: :class:`tiering.secondary.index.slots.SlotIndex` for media of our own (key → slot, free slots, eviction)
-and :class:`tiering.secondary.index.shared.SharedIndex` for media shared with others (what was learnt, and for how
-long).
+An index answers lookups from memory, chooses places, and records how I/O ended. An index does no I/O and takes no lock.
+There are two built-in indexes:
+
+- :class:`tiering.secondary.index.slots.SlotIndex`, for a medium that only this tier writes: key → slot, free slots,
+  eviction.
+- :class:`tiering.secondary.index.shared.SharedIndex`, for a medium shared with other processes: expiring results of
+  probes.
 """
 
 from __future__ import annotations
@@ -20,117 +23,167 @@ from tiering.secondary.contract import PrefixAnswer
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Which of the offered blocks to write, by position in the offered sequence, and where; and what made room for them.
+    """Plan of a store: the blocks to write, by position in the offered keys, and their places.
 
-    ``already_held``: positions of keys that the medium holds.  Positions in neither are declined: no room, or their
-    write is under way (for another job, which may fail).
+    Positions in neither list are declined: there is no room, or another job writes the block now (and may fail).
     """
 
     positions: list[int]
+    """Positions of the keys to write."""
     places: list[Place]
+    """Reserved place of each block to write, co-indexed with ``positions``."""
     already_held: list[int] = field(default_factory=list)
+    """Positions of keys that the medium holds."""
     evicted: list[OffloadKey] = field(default_factory=list)
+    """Keys that were evicted to make room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question to a shared medium: how much of the chain ``keys`` is there?
-
-    ``place_of`` names a key's place; it is pure, and called on the I/O side (naming a whole chain costs the scheduler
-    too much). ``offers``: it was raised by :meth:`TierIndex.lacking`.
-    """
+    """A probe of a shared medium: the request to find out how many leading keys of a chain it holds."""
 
     keys: Sequence[OffloadKey]
+    """Keys of the chain."""
     place_of: Callable[[OffloadKey], Place]
+    """Pure function that returns the place of a key.
+
+    The I/O side calls it, because naming the places of a whole chain takes the scheduler too long.
+    """
     offers: bool = False
+    """True if :meth:`TierIndex.lacking` caused the probe; default False."""
 
 
 class TierIndex(ABC):
-    """What is known of one medium.  Times are monotonic seconds."""
+    """Index of the blocks on one medium. Times are monotonic seconds."""
 
     shared: ClassVar[bool] = False
-    """Whether others write to the medium too: what it holds is learnt by asking, and is not all ours to announce."""
+    """True if other processes also write to the medium; default False.
+
+    The content of a shared medium is learnt from probes, and not all of it is announced in this process's events.
+    """
 
     def enter(self, place_prefix: str) -> None:
-        """Places are named under ``place_prefix`` from now on (a namespace and epoch).  Media with slots have nothing to do."""
+        """Name all places under ``place_prefix`` from now on (a namespace and epoch).
+
+        Indexes of media with slots need not implement this method.
+        """
 
     def take_probes(self, now: float) -> Sequence[Probe]:
-        """The questions that were raised since the last call.  Each is answered by :meth:`end_probe`, once."""
+        """Return the probes that were requested since the last call.
+
+        The tier ends each of them with :meth:`end_probe` exactly once.
+        """
         return ()
 
     def end_probe(self, probe: Probe, held: int | None, now: float) -> Sequence[OffloadKey]:
-        """The leading ``held`` keys of ``probe`` are there and the one after them is not; None: nothing could be learnt.
+        """Record the result of a probe, and return the keys that the medium lacks and may be offered.
 
-        Returns what the medium lacks and may be offered, if ``probe.offers``.
+        The result has keys only if ``probe.offers``.
+
+        Args:
+            probe: the probe that has ended.
+            held: number of leading keys that the medium holds; the next key is absent. None: the probe found out
+                nothing.
+            now: monotonic seconds.
         """
         return ()
 
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
-        """Those of ``keys``, which are in use, that the medium lacks and nobody writes to it now, as far as is known.
+        """Return those of ``keys``, which are in use, that the medium lacks and no job writes now.
 
-        None: not known; a question may have been raised (:meth:`take_probes`), whose answer tells.
+        None: not known. A probe may have been requested (:meth:`take_probes`), and its result will answer.
         """
         return ()
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
-        """How many leading keys are held and readable, and whether the one after is undecided (a probe of it is under way)."""
+        """Return the number of leading keys that are held and readable, and True if the next is undecided.
+
+        A key is undecided while a probe of it is under way.
+        """
 
     @abstractmethod
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
-        """Reserve places for those of ``keys`` that are not held.  Until :meth:`end_store` they are neither answered for nor reused."""
+        """Reserve places for those of ``keys`` that are not held.
+
+        Until :meth:`end_store`, lookups do not find these keys, and their places are not reused.
+        """
 
     @abstractmethod
     def end_store(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
     ) -> None:
-        """The writes of a plan have ended (``places`` as planned): what was stored is held, the other places are free."""
+        """End the writes of a plan: stored blocks are held, and the other places are free.
+
+        Args:
+            keys: keys of the plan.
+            places: places of the plan, co-indexed with ``keys``.
+            stored: True for each block that was written.
+            now: monotonic seconds.
+        """
 
     @abstractmethod
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Where to read ``keys``; None if not held.  A slot is not reused until :meth:`end_load`."""
+        """Return the place of each key, None for a key that is not held.
+
+        A slot is not reused until :meth:`end_load`.
+        """
 
     @abstractmethod
     def end_load(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
     ) -> list[OffloadKey]:
-        """The reads have ended.  ``lost``: absent or corrupt, to be dropped.  Returns the keys that left the index."""
+        """End the reads of a load, and return the keys that left the index.
+
+        Args:
+            keys: keys that were read.
+            places: places from :meth:`begin_load`, co-indexed with ``keys``.
+            lost: True for each block that was absent or corrupt; the index drops these.
+            now: monotonic seconds.
+        """
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys``, a prefix in its order, were used; unknown ones are ignored."""
+        """Record that ``keys``, a prefix in its order, were used; unknown keys are ignored."""
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
-        """The device reported an error at ``places``: what they hold is lost, and they are not handed out any more.
+        """Take places with a device error out of use, and return the keys that left the index.
 
-        Returns the keys that left the index.  A place that is a name is as good as any other: there is nothing to do.
+        The blocks at these places are lost. The default does nothing: places that are names need not be retired.
         """
         return []
 
     @property
     def retired_for_errors(self) -> int:
-        """Places that :meth:`retire` has taken out of use."""
+        """Number of places that :meth:`retire` has taken out of use."""
         return 0
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
-        """Up to ``count`` blocks that are held, whichever they are: (key, place) of each."""
+        """Return up to ``count`` arbitrary blocks that are held, as (key, place)."""
         return []
 
     def borrow(self, count: int) -> list[Place]:
-        """Up to ``count`` slots that hold nothing, for a trial of writes; not handed out again before :meth:`give_back`."""
+        """Return up to ``count`` slots that hold nothing, for a trial of writes.
+
+        The index does not hand them out again before :meth:`give_back`.
+        """
         return []
 
     def give_back(self, good: Sequence[Place]) -> None:
-        """The trial is over: borrowed slots are what they were, and those in ``good``, which could be written, are free."""
+        """End a trial of writes and take all borrowed slots back.
+
+        Args:
+            good: borrowed slots that could be written; these are free now. The others return to their previous state.
+        """
 
     @abstractmethod
     def clear(self) -> list[OffloadKey]:
-        """Forget every block (a reset).  What is being read or written stays reserved until its end, and is then free, not held.
+        """Forget every block (a reset), and return the keys that were held.
 
-        Returns the keys that were held.
+        Places that are being read or written stay reserved until their I/O ends. Then they are free, not held.
         """
 
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """Blocks held, as far as known."""
+        """Number of blocks held, as far as known."""

@@ -1,7 +1,7 @@
-"""How much of a chain of blocks a shared medium holds, asked in few round trips.
+"""Finds the number of blocks of a chain that a shared medium holds, in few round trips.
 
-Runs on the I/O side.  A chain is held up to some point: probe exponentially until a block is missing, then narrow the
-gap; each round asks for several positions at once, because a round trip costs far more than a question.
+Runs on the I/O side. A chain is held up to some point. The search probes exponentially until a block is absent, then
+narrows the gap. Each round asks for several positions at once, because a round trip costs far more than a question.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from tiering.block_store import Place, StoreProbe
 from tiering.secondary.index.contract import Probe
 
 PROBE_WIDTH = 8
-"""Positions asked for in one round."""
+"""Number of positions probed in one round."""
 
 _GROWTH = 4
 
 
 def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, width: int = PROBE_WIDTH) -> int | None:
-    """How many leading keys of ``probe`` the medium holds; None if it could not say so of the first one.
+    """Return how many leading keys of ``probe`` the medium holds; None if the first is not known.
 
-    What it cannot say further on counts as missing.  Positions between two that are held are taken to be held: a block
-    that turns out to be missing is a miss for its key when it is read.
+    Other keys about which the medium gives no answer count as absent. Positions between two held ones are assumed to be
+    held: if such a block is absent, its load is a miss.
+
+    Args:
+        ask: probes the places given to it (:meth:`~tiering.block_store.BlockStore.probe`).
+        probe: the probe to run.
+        width: number of positions probed in one round.
     """
     held, missing = 0, len(probe.keys)
     bounded = False
@@ -39,7 +44,7 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
 
 
 def _reach(held: int, end: int, width: int) -> list[int]:
-    """Positions from ``held`` on at exponentially growing distances, the last one of the chain at most."""
+    """Return positions from ``held`` on at exponentially growing distances, ending at the chain's last."""
     positions: list[int] = []
     step = 1
     while len(positions) < width and held + step - 1 < end - 1:
@@ -51,7 +56,7 @@ def _reach(held: int, end: int, width: int) -> list[int]:
 
 
 def _narrow(held: int, missing: int, width: int) -> list[int]:
-    """Positions that cut what lies between ``held`` and ``missing`` evenly; all of it when it is short."""
+    """Return positions that divide the gap between ``held`` and ``missing`` evenly; all, if it is short."""
     gap = missing - held
     if gap <= width:
         return list(range(held, missing))

@@ -1,7 +1,7 @@
-"""The index of a medium that is shared with others: what was learnt of it, for how long, in bounded memory.
+"""Index of a medium shared with other processes: expiring results of probes, in bounded memory.
 
-A place is a name made of the key, so nothing has to be remembered to find a block; what is remembered is whether it is
-worth trying.  Unknown keys are asked about once per prefix, while lookups stay undecided for at most a deadline.
+The place of a block is a name made from its key, so the index need not remember places. The index remembers whether a
+load of the key is worth trying. Unknown keys are probed once per prefix. Their lookups stay undecided until a deadline.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
 
 MAX_ENTRIES = 1 << 20
-"""Keys of which is remembered that they are present, and again as many of which that they are absent."""
+"""Maximum number of entries in each of the two tables, present and absent."""
 
 MAX_PROBES = 1024
-"""Questions that may be open; beyond that an unknown key is a miss."""
+"""Maximum number of open probes; beyond it, an unknown key is a miss."""
 
 
 def object_name(prefix: str, key: OffloadKey) -> str:
-    """The place of ``key``: two hex digits spread the names, the rest is the key."""
+    """Return the place of ``key``: two hex digits that spread the names, then the key."""
     digits = key.hex()
     return f"{prefix}{digits[:2]}/{digits}"
 
 
 class SharedIndex(TierIndex):
-    """What is known of a shared medium.
+    """Index of a shared medium.
 
-    ``present_ttl``, ``absent_ttl``: seconds for which is believed that a block is there, or not.  ``lookup_deadline``:
-    seconds for which a lookup stays undecided while a probe is under way; after them the answer is "no" until the probe
-    comes back.
+    Args:
+        present_ttl: how long the index takes a block to be present after it was found or stored, in seconds.
+        absent_ttl: how long the index takes a block to be absent after a probe or load missed it, in seconds.
+        lookup_deadline: how long a lookup stays undecided while a probe is under way, in seconds; after that the answer
+            is "not held" until the probe ends.
+        max_entries: maximum number of entries in each of the two tables, present and absent.
     """
 
     shared: ClassVar[bool] = True
@@ -99,18 +102,20 @@ class SharedIndex(TierIndex):
             self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
             return ()
         self._learn_present(probe.keys[:held], now + self._present_ttl)
-        # A store of ours may have ended while the question was under way: what we know ourselves is younger.
+        # A store of this process may have ended during the probe: its result is newer than the probe's.
         if held < len(probe.keys) and self._present.get(probe.keys[held], 0.0) <= now:
             self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
         return self._unheld(probe.keys[held:]) if probe.offers else ()
 
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
-        """What is known to be absent, and the unknown after it: prefixes are stored from their head.
+        """Return the keys known to be absent, and the unknown ones after them.
 
-        What was there when it was last heard of is taken to be there still, however long ago: offering a block that
-        others hold costs a request and its bytes, and a lookup that finds it gone tells.  Of what was never heard of
-        (after a restart, or what was dropped in an outage) the medium is asked first: one question for a chain, instead
-        of a write for each of its blocks.
+        Prefixes are stored from their head. A block that was present once is assumed to be present still, however long
+        ago. Offering a block that other processes hold costs a request and its bytes, and a lookup finds out if the
+        block is gone.
+
+        Keys without any record (after a restart, or dropped in an outage) are probed first. That is one probe for a
+        chain instead of a write for each of its blocks.
         """
         present = self._present
         if all(map(present.__contains__, keys)):
@@ -152,7 +157,7 @@ class SharedIndex(TierIndex):
             self._learn_present(list(compress(keys, stored)), now + self._present_ttl)
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """A name for each key, known to be there or not: what is not there is a miss for its key when it is read."""
+        """Return a name for each key, known or not: an absent block is a miss when it is read."""
         return list(map(self._place_of, keys))
 
     def end_load(
@@ -166,7 +171,7 @@ class SharedIndex(TierIndex):
         return gone
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Nobody sees all accesses of a shared medium: there is no recency to keep."""
+        """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
@@ -177,8 +182,7 @@ class SharedIndex(TierIndex):
         self._absent.clear()
         self._asked.clear()
         self._raised.clear()
-        # Questions and jobs under way are of the time before: their answers are told apart by this object, and by the
-        # prefix.
+        # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
         self._place_of = partial(object_name, self._prefix)
         return held
 

@@ -1,16 +1,19 @@
-"""The index of a medium of our own: which slot holds which block, which slots are free, what to evict.
+"""Index of a medium with slots that only this tier writes: slots of blocks, free slots, eviction.
 
-A slot is in exactly one of these states:
+Each slot is in exactly one of these states:
 
-- *free*; *written* (reserved by :meth:`SlotIndex.plan_store`); *held* (answered for; pinned while it is read);
-- *foreign*: it holds a block of another namespace or an older epoch, used before any block of our own is evicted;
-- *unseen*: not known yet (a medium that is being recovered, or room that is not prepared yet): neither allocated nor
-  answered for;
-- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a
-  *bad* slot).
+- *free*: without a block.
+- *written*: reserved by :meth:`SlotIndex.plan_store`.
+- *held*: lookups find its block; pinned while it is read.
+- *foreign*: the slot holds a block of another namespace or an older epoch. Foreign slots are used before any block of
+  this tier is evicted.
+- *unseen*: not known yet, because the medium is being recovered or the room is not prepared yet. Unseen slots are
+  neither allocated nor found by lookups.
+- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a *bad*
+  slot).
 
-Everything is unseen at first; :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge` say
-what is there.
+All slots are unseen at first. :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge`
+record their content.
 """
 
 from __future__ import annotations
@@ -30,36 +33,41 @@ from tiering.table.block_table import BlockTable
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 Sequences = NDArray[np.uint64]
-"""Sequence numbers of frames: the larger was written later."""
+"""Sequence numbers of frames; a larger number was written later."""
 
 EVICT_AT_ONCE = 4096
-"""Blocks evicted ahead of need in one call: the scheduler waits for it."""
+"""Maximum number of blocks evicted ahead of need in one call, for which the scheduler waits."""
 
 _WRITTEN_NOW = np.uint64(0)
-"""In place of a sequence number: newer than every block that was there before."""
+"""Replaces a sequence number; newer than every block from before the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotsSlice:
-    """What the index knows of the slots from ``start`` on, one entry per slot, copied.
-
-    ``keys[i]`` is None where no block is held or written; ``written[i]``: a write is under way, so only the medium
-    knows what is there; ``used[i]`` grows with the last use; ``foreign[i]``: see the module.
-    """
+    """Copy of the index's records of neighbouring slots; one entry per slot."""
 
     start: int
+    """Number of the first slot."""
     keys: RowKeys
+    """Key of each slot; None where no block is held or written."""
     written: NDArray[np.bool_]
+    """True where a write is under way, so that only the medium knows the content."""
     used: NDArray[np.int64]
+    """Number that grows with the last use."""
     foreign: NDArray[np.bool_]
+    """True for foreign slots (see the module)."""
 
 
 class SlotIndex(TierIndex):
-    """Keys and slots of one medium.  Owned by the scheduler's thread.
+    """Keys and slots of one medium, owned by the scheduler's thread.
 
-    ``num_slots``: slots there can ever be.  Eviction begins when more than ``high_watermark`` of the slots in use would
-    be occupied, and then goes on until ``low_watermark`` is reached, in large batches: neighbours that leave together
-    are written together.
+    Eviction proceeds in large batches, because neighbours that are evicted together are written together.
+
+    Args:
+        num_slots: number of slots that the medium can ever have.
+        eviction: eviction policy, or its name in a stack file; default "lru".
+        high_watermark: share of the slots in use above which eviction begins; default 1.
+        low_watermark: share of the slots in use at which eviction ends; default 1.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class SlotIndex(TierIndex):
     ) -> None:
         self.num_slots = num_slots
         self.slots = 0
-        """Slots in use: all but the unseen and the retired ones."""
+        """Number of slots in use: all except unseen and retired ones."""
         self._table = BlockTable(num_slots, eviction, rows_free=False)
         self._readable = self._table.readable
         self._high = high_watermark
@@ -84,40 +92,49 @@ class SlotIndex(TierIndex):
         self._foreign: Rows = np.empty(0, np.int64)
         self._retired: set[int] = set()
         self._bad: set[int] = set()
-        """Slots at which the device reported an error: retired, or to be retired as soon as they are seen."""
+        """Slots with a device error: retired, or to be retired once their content is known."""
         self._condemned: set[int] = set()
-        """Bad slots that are still being read or written: to be retired when that has ended."""
+        """Bad slots that are still being read or written; retired when their I/O has ended."""
         self._borrowed: dict[int, bool] = {}
-        """Slots on trial, and whether they had been retired before."""
+        """Slots on trial; True for those that were retired before."""
         self.leaving: set[int] = set()
-        """Slots that the medium lost while they were read or written: unseen once that has ended.  Writes to them do not count."""
+        """Slots that the medium lost during their I/O; unseen once the I/O has ended.
+
+        Writes to these slots do not count.
+        """
         self._sequences: Sequences | None = None
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
-        """Not known during recovery: what is not seen yet may be there."""
+        """Return those of ``keys`` that are not held.
+
+        None during recovery, because unseen slots may hold them.
+        """
         if all(map(self._readable.__contains__, keys)):
             return ()
         return None if self._sequences is not None else self._table.unknown(keys)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
-        """How many leading keys are held.  Never undecided: a slot that is unseen or being written is not answered for."""
+        """Return the number of leading keys that are held, never undecided.
+
+        Keys in slots that are unseen or being written are not found.
+        """
         return PrefixAnswer(len(list(takewhile(self._readable.__contains__, keys))), False)
 
     @property
     def blocks(self) -> int:
-        """Blocks held."""
+        """Number of blocks held."""
         return len(self._readable)
 
     @property
     def free(self) -> int:
-        """Slots that can be written without an eviction of our own blocks."""
+        """Number of slots that can be written without evicting a block of this tier."""
         return self._table.free + len(self._foreign)
 
     @property
     def retired(self) -> int:
-        """Slots taken out of use by :meth:`retire_full`, for want of space."""
+        """Number of slots taken out of use by :meth:`retire_full` because the medium had no space."""
         return len(self._retired - self._bad - self._borrowed.keys())
 
     @property
@@ -192,7 +209,7 @@ class SlotIndex(TierIndex):
             self._sequences[rows] = _WRITTEN_NOW
 
     def _make_room(self, count: int) -> list[OffloadKey]:
-        """See to it that ``count`` slots are free, as far as possible, and that the high watermark is kept; what was evicted."""
+        """Free ``count`` slots as far as possible, keep the high watermark, and return the evicted keys."""
         table = self._table
         occupied = self.slots - table.free - len(self._foreign)
         if occupied + count > self._high * self.slots:
@@ -249,20 +266,20 @@ class SlotIndex(TierIndex):
         return self._table.clear()
 
     def add_free(self, slots: Rows) -> None:
-        """Unseen ``slots`` are empty: the first is handed out first."""
+        """Record that unseen ``slots`` are empty; the first is allocated first."""
         slots = slots[self._usable(slots)]
         self.slots += len(slots)
         self._table.add_free(slots)
 
     def add_foreign(self, slots: Rows) -> None:
-        """Unseen ``slots`` hold blocks that nobody here may read."""
+        """Record that unseen ``slots`` hold blocks that this tier may not read."""
         slots = slots[self._usable(slots)]
         self.slots += len(slots)
         self._is_foreign[slots] = True
         self._foreign = np.concatenate((self._foreign, slots))
 
     def _usable(self, slots: Rows) -> NDArray[np.bool_]:
-        """Which of the unseen ``slots`` are not bad; those that are become retired."""
+        """Return a mask of the unseen ``slots`` that are not bad; the bad ones become retired."""
         if not self._bad:
             return np.ones(len(slots), np.bool_)
         good = np.array([slot not in self._bad for slot in slots.tolist()], np.bool_)
@@ -271,18 +288,23 @@ class SlotIndex(TierIndex):
         return good
 
     def begin_recovery(self) -> None:
-        """Blocks found on the medium will be merged."""
+        """Begin recovery: :meth:`merge` will add blocks found on the medium."""
         self._sequences = np.zeros(self.num_slots, np.uint64)
 
     def end_recovery(self) -> None:
-        """Nothing more will be merged."""
+        """End recovery: no further blocks will be merged."""
         self._sequences = None
 
     def merge(self, keys: Sequence[OffloadKey], slots: Rows, sequences: Sequences) -> list[OffloadKey]:
-        """Unseen ``slots`` hold ``keys`` (co-indexed, each key once), written with ``sequences``; the first is the most recent.
+        """Add recovered blocks in unseen slots, and return the keys that are held now and were not before.
 
-        Of two slots with one key the higher sequence wins, and what was written since the start wins over both; the
-        other slot is free.  Returns the keys that are answered for and were not before.
+        Of two slots with one key, the higher sequence number wins. Blocks written since the start win over both. The
+        other slot is free.
+
+        Args:
+            keys: keys of the blocks, each once; the first is the most recent.
+            slots: slot of each block.
+            sequences: sequence number of each block's frame.
         """
         table = self._table
         usable = self._usable(slots)
@@ -324,9 +346,13 @@ class SlotIndex(TierIndex):
     # ------------------------------------------------------------------------------------------------------- out of use
 
     def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
-        """The medium has no space for ``slots``, which were planned for ``keys`` and whose write is about to end: out of use.
+        """Take slots for which the medium has no space out of use.
 
-        To be called before their :meth:`end_store`.
+        Call this method before :meth:`end_store` of the same slots.
+
+        Args:
+            keys: keys for which the slots were planned, co-indexed.
+            slots: slots whose write is about to end.
         """
         fresh = [position for position, slot in enumerate(slots.tolist()) if not self._table.is_quarantined(slot)]
         self._table.disown([keys[position] for position in fresh], slots[fresh])
@@ -334,15 +360,15 @@ class SlotIndex(TierIndex):
         self.slots -= len(fresh)
 
     def restore_full(self) -> int:
-        """Take the slots that :meth:`retire_full` retired back into use; how many."""
+        """Take the slots that :meth:`retire_full` retired back into use, and return how many there are."""
         return self._restore(self._retired - self._bad - self._borrowed.keys())
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
-        """The device reported an error at these slots: what they hold is dropped, and they are out of use until :meth:`restore`.
+        """Take slots with a device error out of use until :meth:`restore`, and return the keys held there.
 
-        A slot that is being read, or that has not been seen yet, is out of use once nobody reads it or it is seen.  To
-        be called before the :meth:`end_store` or :meth:`end_load` of the job that failed.  Returns the keys that were
-        held.
+        The blocks in these slots are dropped. A slot that is being read is out of use once the read has ended, and an
+        unseen slot once its content is known. Call this method before :meth:`end_store` or :meth:`end_load` of the
+        failed job.
         """
         table = self._table
         gone: list[OffloadKey] = []
@@ -360,7 +386,7 @@ class SlotIndex(TierIndex):
                 table.withhold(np.array([slot]))
                 self._count_out(slot)
             elif key is not None and table.pending.get(key) == slot:
-                # Its writer may still run, whoever that is: the slot is out of use for good once that has ended.
+                # Its writer may still run: the slot is out of use for good once the write has ended.
                 table.disown([key], np.array([slot]))
                 self._condemned.add(slot)
             else:
@@ -375,19 +401,22 @@ class SlotIndex(TierIndex):
 
     @property
     def revoked(self) -> Collection[Place]:
-        """Slots whose writes do not count, however they end: the medium has lost them, or the device has reported an error there."""
+        """Slots whose writes do not count, however they end.
+
+        The medium has lost these slots, or the device has reported an error there.
+        """
         return self.leaving | self._bad if self._bad else self.leaving
 
     def mark_bad(self, slots: Sequence[int]) -> None:
-        """These unseen slots are known to be bad: they are retired when they are seen."""
+        """Mark unseen slots as bad; they are retired once their content is known."""
         self._bad.update(slot for slot in slots if 0 <= slot < self.num_slots)
 
     def idle_bad(self, slots: Iterable[int]) -> list[int]:
-        """Those of ``slots`` that are retired as bad: nobody reads or writes them, and nothing is in them."""
+        """Return those of ``slots`` that are retired as bad: no job reads or writes them, and they are empty."""
         return [slot for slot in slots if slot in self._bad and slot in self._retired and slot not in self._borrowed]
 
     def restore(self, slots: Iterable[int]) -> None:
-        """These slots, which :meth:`idle_bad` has named, could be written and read: free."""
+        """Free slots named by :meth:`idle_bad` that could be written and read again."""
         good = self._bad.intersection(slots)
         self._bad -= good
         self._restore(self._retired & good)
@@ -397,14 +426,14 @@ class SlotIndex(TierIndex):
         self.slots -= 1
 
     def _retire_condemned(self) -> None:
-        """Bad slots that nobody reads or writes any more are retired before anybody gets one."""
+        """Retire bad slots whose I/O has ended, before they are allocated again."""
         if self._condemned:
             idle = [slot for slot in self._condemned if not self._table.is_quarantined(slot)]
             self._condemned.difference_update(idle)
             self._withdraw(idle)
 
     def _withdraw(self, slots: list[int]) -> None:
-        """Those of ``slots`` that are free are retired; the others are unseen."""
+        """Retire those of ``slots`` that are free; the others are unseen."""
         if slots:
             for slot in self._table.withdraw(np.array(slots, np.int64)).tolist():
                 self._count_out(slot)
@@ -430,7 +459,7 @@ class SlotIndex(TierIndex):
         return found or list(islice(self._readable.items(), count))
 
     def borrow(self, count: int) -> list[Place]:
-        """Slots that were retired for want of space come first: whether they can be written is what a trial should tell."""
+        """Return slots for a trial; those retired for lack of space come first, because the trial tests them."""
         retired = sorted(self._retired - self._bad - self._borrowed.keys())[:count]
         self._borrowed.update(dict.fromkeys(retired, True))
         free = self._table.take_free(count - len(retired)).tolist()
@@ -454,9 +483,9 @@ class SlotIndex(TierIndex):
     # ----------------------------------------------------------------------------------------------------------- losses
 
     def lose(self, start: int, stop: int) -> list[OffloadKey]:
-        """The medium has lost slots [start, stop): they are unseen again.  Returns the keys that were held there.
+        """Mark slots [start, stop), which the medium has lost, as unseen, and return the keys held there.
 
-        Those that are read or written at this moment are unseen once that has ended, which :attr:`leaving` tells.
+        Slots that are read or written now are unseen once that I/O has ended; :attr:`leaving` lists them.
         """
         table = self._table
         keys = [key for key in table.keys[start:stop].tolist() if key is not None]
@@ -479,7 +508,7 @@ class SlotIndex(TierIndex):
         return held
 
     def _let_leave(self, places: Sequence[Place]) -> None:
-        """Nobody reads or writes ``places`` any more: those that the medium has lost are unseen."""
+        """Mark those of ``places`` that the medium has lost as unseen: their I/O has ended."""
         if not self.leaving:
             return
         ended = [slot for slot in places if slot in self.leaving and not self._table.is_quarantined(int(slot))]
@@ -489,7 +518,7 @@ class SlotIndex(TierIndex):
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def slice(self, start: int, stop: int) -> SlotsSlice:
-        """A copy of what is known of slots [start, stop): a few array copies, whatever the table's size."""
+        """Return a copy of the records of slots [start, stop), at the cost of a few array copies."""
         table = self._table
         keys = table.keys[start:stop].copy()
         refs: RefCounts = table.refs[start:stop]

@@ -1,1 +1,1 @@
-"""The decision which offered blocks a tier takes: its admission policy and its budget of bytes."""
+"""Intake of a tier: its admission policy, its budget of bytes, and its offers."""

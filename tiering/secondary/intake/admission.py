@@ -1,8 +1,8 @@
-"""Admission: which of the blocks that are offered to a tier it takes.
+"""Admission policies, which decide if a tier stores a block that is offered to it.
 
-``all`` takes everything, ``none`` nothing (a tier that is only read), ``second_touch`` what was seen before: a block
-that is used once is not worth a write.  The memory of what was declined is a fixed table of hashes, so it never grows
-and never stalls.
+``all`` admits every block, ``none`` no block (a tier that is only read). ``second_touch`` admits blocks that were seen
+before, because a block that is used once is not worth a write. A fixed table of hashes remembers declined blocks, so it
+never grows and never stalls.
 """
 
 from __future__ import annotations
@@ -18,49 +18,55 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 
 GHOST_SLOTS = 1 << 20
-"""Declined blocks that are remembered (8 bytes each)."""
+"""Number of declined blocks that are remembered, 8 bytes each."""
 
 MAX_WANTED = 1 << 14
-"""Blocks that may wait to be asked for again; what is touched beyond that in one step is not."""
+"""Maximum number of blocks that wait to be taken as wanted; touches beyond it are ignored."""
 
 MAX_OWN_REQUESTS = 1 << 12
-"""Requests of which is remembered which blocks they brought; those whose end is not announced must not stay for ever."""
+"""Maximum number of requests whose own blocks are remembered.
+
+The bound keeps requests whose end is never announced from being remembered for ever.
+"""
 
 
 class Admission(ABC):
-    """Decides on the scheduler's thread, for whole batches, from memory."""
+    """Admission policy, which decides for whole batches from memory, on the scheduler's thread."""
 
     @abstractmethod
     def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
-        """Positions of the keys to take, in order."""
+        """Return the positions of the keys to store, in order."""
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
-        """``keys`` were used by ``req_id``."""
+        """Record that request ``req_id`` used ``keys``."""
 
     def take_wanted(self) -> list[OffloadKey]:
-        """Keys declined before that would be taken now, since the last call."""
+        """Return keys that were declined before and would be admitted now, each once."""
         return []
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Those of ``keys``, which are in use and not held, that :meth:`admit` should decide about (again)."""
+        """Return those of ``keys`` that :meth:`admit` should decide about again.
+
+        All ``keys`` are in use and not held.
+        """
         return keys
 
     def on_request_finished(self, req_id: str) -> None:
-        """No more calls for ``req_id``."""
+        """Forget ``req_id``: no calls for it follow."""
 
     def clear(self) -> None:
         """Forget everything."""
 
 
 class AdmitAll(Admission):
-    """Takes every block."""
+    """Policy that admits every block."""
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
         return list(range(len(keys)))
 
 
 class AdmitNone(Admission):
-    """Takes no block: the tier is filled by others."""
+    """Policy that admits no block: other processes fill the tier."""
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
         return []
@@ -70,26 +76,26 @@ class AdmitNone(Admission):
 
 
 class GhostFilter:
-    """A bounded memory of hashes: one table, where a new hash replaces whichever shared its slot.
+    """Bounded memory of hashes: a table in which a new hash replaces the one in its slot.
 
-    After n more insertions a hash is still remembered with probability exp(-n / slots).  Two keys are confused with
+    After n more insertions a hash is still remembered with probability exp(-n / slots). Two keys are confused with
     probability 2^-64.
     """
 
     def __init__(self, slots: int = GHOST_SLOTS) -> None:
-        """``slots`` is a power of two."""
+        """Make an empty filter of ``slots`` slots, a power of two."""
         self._table: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._mask = slots - 1
 
     @staticmethod
     def hashes(keys: Sequence[OffloadKey]) -> NDArray[np.int64]:
-        """One int64 per key, never 0 (0 marks an empty slot)."""
+        """Return one int64 per key, never 0 (0 marks an empty slot)."""
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
         hashes[hashes == 0] = 1
         return hashes
 
     def contains(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of ``hashes`` are remembered."""
+        """Return a mask of the ``hashes`` that are remembered."""
         known: NDArray[np.bool_] = self._table[hashes & self._mask] == hashes
         return known
 
@@ -108,10 +114,13 @@ class GhostFilter:
 
 
 class AdmitSecondTouch(Admission):
-    """Takes a block at its second touch while resident, or when it is stored again within the ghost filter's memory.
+    """Policy that admits a block at its second touch.
 
-    The first store of a block is its first touch and is declined.  Touches by the request that brought the block do not
-    count: a request touches its own blocks at every step.  (A request without a name is nobody's.)
+    The first store of a block is its first touch and is declined. A later touch makes the block wanted while it is
+    resident. A second store is admitted if the ghost filter still remembers the first.
+
+    A request touches its own blocks at every step, so touches by the request that brought a block do not count. A
+    request without a name owns no blocks.
     """
 
     def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
@@ -153,7 +162,7 @@ class AdmitSecondTouch(Admission):
         return wanted
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Not what was declined and waits for its second touch: another offer would count as one."""
+        """Return the keys that do not wait for their second touch: another offer would count as one."""
         return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
 
     def on_request_finished(self, req_id: str) -> None:
@@ -166,7 +175,7 @@ class AdmitSecondTouch(Admission):
 
 
 def make_admission(word: Literal["all", "second_touch", "none"]) -> Admission:
-    """The admission that a stack file names."""
+    """Return the admission policy that a stack file names."""
     if word == "second_touch":
         return AdmitSecondTouch()
     return AdmitAll() if word == "all" else AdmitNone()

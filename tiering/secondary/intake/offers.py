@@ -1,8 +1,8 @@
-"""What a tier is offered again: blocks that are in use in the primary tier and that it lacks.
+"""Offers to a tier of blocks that are in use in the primary tier and that the tier lacks.
 
-A tier misses what was stored while it was out, before it was there, or beyond its budget.  The blocks that matter of
-these are used again; then the tier asks for them, at a bounded rate, and for each of them rarely: what it declined, or
-failed to store, it would most likely decline again.
+A tier misses blocks that were stored while it was out of service, before it existed, or beyond its budget. The blocks
+among these that matter are used again, and then the tier asks for them. It asks at a bounded rate, and rarely for the
+same block: a block that was declined, or failed to be stored, would most likely be declined again.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from tiering.secondary.intake.admission import Admission
 from tiering.secondary.intake.store_budget import StoreBudget
 
 OFFERS_PER_SECOND = 256.0
-"""Blocks that one tier is offered again per second, in the long run."""
+"""Number of blocks that one tier is offered again per second, in the long run."""
 
 OFFERS_AT_ONCE = 1024
-"""Blocks that it is offered again at most after a quiet time."""
+"""Maximum number of blocks that one tier is offered again at once, after a quiet time."""
 
 OFFER_AGAIN_AFTER = 60.0
-"""Seconds for which a block that was offered again is not offered once more."""
+"""Seconds until a block that was offered again may be offered once more."""
 
 HELD_FOR = 600.0
-"""Seconds for which a tier that holds a block is taken to hold it, without looking."""
+"""Seconds for which a tier that holds a block is assumed to hold it."""
 
 MAX_REMEMBERED = 1 << 16
-"""Blocks of which is remembered that they were offered; the oldest is forgotten."""
+"""Maximum number of offered blocks that are remembered; the oldest is forgotten."""
 
 
 class Offers:
-    """Chooses what one tier is offered again.  Times are monotonic seconds."""
+    """Chooses the blocks to offer to one tier again. Times are monotonic seconds.
+
+    Args:
+        admission: admission policy of the tier.
+        budget: store budget of the tier.
+    """
 
     def __init__(self, admission: Admission, budget: StoreBudget) -> None:
         self._admission = admission
@@ -42,9 +47,11 @@ class Offers:
         self._waiting: dict[OffloadKey, None] = {}
 
     def add(self, lacking: Sequence[OffloadKey], now: float) -> float:
-        """The tier lacks these blocks, a prefix in its order, which are in use: its head is the most worth.
+        """Choose blocks to offer again, and return the seconds until another look at them is worthwhile.
 
-        Returns the seconds until it is worth to look for them again.
+        Args:
+            lacking: keys in use that the tier lacks, a prefix in its order; the head is worth the most.
+            now: monotonic seconds.
         """
         if not lacking:
             return HELD_FOR
@@ -64,7 +71,10 @@ class Offers:
         return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
 
     def take(self) -> list[OffloadKey]:
-        """What is to be offered now, the oldest first: as much as leaves half of the tier's budget to what is newly stored."""
+        """Return the blocks to offer now, the oldest first.
+
+        Offers leave half of the tier's budget to newly stored blocks.
+        """
         if not self._waiting:
             return []
         taken = list(self._waiting)
@@ -74,6 +84,6 @@ class Offers:
         return taken
 
     def clear(self) -> None:
-        """Forget which blocks (a reset); the rate is kept."""
+        """Forget the blocks (a reset), but keep the rate."""
         self._offered.clear()
         self._waiting.clear()
