@@ -109,7 +109,7 @@ class SlotIndex(TierIndex):
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
         """Return those of ``keys`` that are not held.
 
-        None during recovery, because unseen slots may hold them.
+        During recovery, the result is None unless all keys are held, because unseen slots may hold the others.
         """
         if all(map(self._readable.__contains__, keys)):
             return ()

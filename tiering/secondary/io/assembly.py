@@ -1,4 +1,4 @@
-"""The one place where the layers around a block store are stacked."""
+"""Assembly of a tier's I/O side: the only place where the layers around a block store are stacked."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ def build_io_host(
     clock: Callable[[], float] | None = None,
     sleep: Callable[[float], object] | None = None,
 ) -> IoHost:
-    """The I/O side of one tier around ``store``: retry(breaker(deadline(meter(store)))), a pipeline, and ``options.max_inflight`` threads.
+    """Build the I/O side of one tier around ``store``, without opening or starting anything.
 
-    ``clock`` is the context's if left out; ``sleep`` a wait that ends early when the host is closed.  Nothing is opened
-    or started. Raises :class:`tiering.errors.ConfigError` for compression that the store or the installation cannot do.
+    The layers are retry(breaker(deadline(meter(store)))). A pipeline and ``options.max_inflight`` threads use them.
+
+    Args:
+        store: the medium, without layers.
+        options: options of the tier.
+        context: environment of the tier.
+        element_size: bytes of one KV element, by which compression splits; default 2.
+        clock: function that returns monotonic seconds; default: the context's.
+        sleep: function that waits for some seconds; default: a wait that ends early when the host is closed.
+
+    Raises:
+        ConfigError: the store or the installation does not support the compression.
     """
     clock = context.clock if clock is None else clock
     stopping = threading.Event()

@@ -1,8 +1,8 @@
-"""Compression of blocks on the I/O side: zstd, for elements of two bytes on the high byte plane only.
+"""Compression of blocks with zstd on the I/O side; of two-byte elements, only the high bytes.
 
-The low bytes of bf16 and fp16 numbers are noise: they are stored as they are, and only the high plane (sign and
-exponent) goes through zstd, with parameters that were measured best for it.  Elements of other sizes are compressed
-whole.  What does not shrink by a tenth is stored raw; a sample decides that cheaply for most such blocks.
+The low bytes of bf16 and fp16 numbers are noise and are stored unchanged. Only the plane of high bytes (sign and
+exponent) is compressed, with parameters that were best in measurements. Elements of other sizes are compressed whole.
+Blocks that do not shrink by a tenth are stored raw. Compressing a sample detects most such blocks cheaply.
 """
 
 from __future__ import annotations
@@ -23,21 +23,29 @@ Bytes = NDArray[np.uint8]
 
 
 def load_zstandard() -> Any:
-    """The ``zstandard`` package.  Raises :class:`ConfigError` if it is not installed."""
+    """Return the ``zstandard`` package.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
     try:
         import zstandard
     except ImportError as error:
         raise ConfigError(
-            "compression: zstd needs the zstandard package; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+            "compression: zstd needs the zstandard package; "
+            "install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
         ) from error
     return zstandard
 
 
 class BlockCodec:
-    """Compresses and restores blocks.  Of one thread: it keeps zstd contexts and scratch memory.
+    """Compresses and restores blocks; for one thread, because it keeps zstd contexts and scratch memory.
 
-    ``element_size``: bytes of a number in the cache; 2 selects the split into byte planes.  Raises :class:`ConfigError`
-    without zstandard.
+    Args:
+        element_size: bytes of one KV element; 2 selects the split into byte planes.
+
+    Raises:
+        ConfigError: the ``zstandard`` package is not installed.
     """
 
     def __init__(self, element_size: int) -> None:
@@ -53,7 +61,11 @@ class BlockCodec:
         self._low: Bytes = np.empty(0, np.uint8)
 
     def encode(self, raw: memoryview, into: memoryview) -> tuple[Codec, int]:
-        """Encode ``raw`` into ``into`` (at least as long): the codec and the bytes written; (RAW, len(raw)), nothing written, if it does not pay."""
+        """Encode ``raw`` into ``into``, and return the codec and the bytes written.
+
+        If compression does not pay, nothing is written, and the result is (RAW, len(raw)). ``into`` is at least as long
+        as ``raw``.
+        """
         source = np.frombuffer(raw, np.uint8)
         target = np.frombuffer(into, np.uint8)
         size = len(source)
@@ -80,10 +92,12 @@ class BlockCodec:
         return (Codec.ZSTD_SPLIT16 if split else Codec.ZSTD), plain + len(compressed)
 
     def decode(self, codec: int, row: memoryview, stored_length: int, key: bytes) -> None:
-        """Replace the payload in ``row[:stored_length]`` by the block of ``len(row)`` bytes that it encodes.
+        """Replace the payload in ``row[:stored_length]`` by the decoded block of ``len(row)`` bytes.
 
-        Writes nowhere but ``row``.  Raises :class:`FrameError` for anything that is not the encoding of just so many
-        bytes.
+        Writes only to ``row``.
+
+        Raises:
+            FrameError: the payload is not the encoding of exactly ``len(row)`` bytes.
         """
         target = np.frombuffer(row, np.uint8)
         size = len(target)

@@ -1,6 +1,7 @@
-"""The block frame: what makes a block on a medium say by itself what it is, so that nothing else is ever taken for it.
+"""Frame of a block on a medium, which identifies the block and protects it with checksums.
 
-A frame is a header of 128 bytes, zeros up to the store's ``header_bytes``, and the payload.  All numbers are little-endian::
+A reader can therefore never take other bytes for the block. A frame is a header of 128 bytes, zeros up to the store's
+``header_bytes``, and the payload. All numbers are little-endian::
 
     offset  bytes  field
          0      8  magic
@@ -10,14 +11,14 @@ A frame is a header of 128 bytes, zeros up to the store's ``header_bytes``, and 
         12      4  length of the key
         16      8  raw length: bytes of the block
         24      8  stored length: bytes of the payload, alignment padding left out
-        32      8  sequence number: of two frames of one key, the higher is the newer
+        32      8  sequence number: of two frames of one key, the higher is newer
         40     16  xxh3-128 of the RAW block (checked after decoding)
         56     16  namespace fingerprint
         72     48  the key, zero padded; of a key longer than 48 bytes, its xxh3-128 instead
        120      8  xxh3-64 of the 120 bytes before
 
-A key longer than 48 bytes is verified on reads like any other, but a scan of headers alone cannot name it.  The
-checksums detect accidents (flips, truncation, misdirected and torn writes), not somebody who forges frames.
+A key longer than 48 bytes is verified on reads like any other, but a scan of headers alone cannot recover it. The
+checksums detect accidents (flips, truncation, misdirected and torn writes), not forged frames.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from tiering.api.namespace import FORMAT_VERSION
 from tiering.errors import CorruptBlockError
 
 HEADER_BYTES = 128
-"""Bytes of a header, checksum included."""
+"""Length of a header in bytes, checksum included."""
 
 MAX_INLINE_KEY = 48
-"""Longest key, in bytes, that a header holds itself."""
+"""Length in bytes of the longest key that a header contains in full."""
 
 MAGIC = b"\x89KVTIER\n"
+"""First bytes of every frame."""
 
 _HEADER = struct.Struct("<8sHBxIQQQ16s16s48sQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -47,10 +49,10 @@ _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 
 
 class Codec(enum.IntEnum):
-    """How the payload of a frame is encoded."""
+    """Encoding of a frame's payload."""
 
     RAW = 0
-    """The block as it is."""
+    """The block unchanged."""
     ZSTD = 1
     """One zstd frame."""
     ZSTD_SPLIT16 = 2
@@ -61,7 +63,7 @@ _KNOWN_CODECS = frozenset(int(codec) for codec in Codec)
 
 
 class CorruptReason(enum.Enum):
-    """Why a frame was refused."""
+    """Reason why a frame was refused."""
 
     MAGIC = "no frame there"
     VERSION = "another format version"
@@ -74,7 +76,7 @@ class CorruptReason(enum.Enum):
 
 
 class FrameError(CorruptBlockError):
-    """A frame that was refused, and why."""
+    """Refusal of a frame, with the reason."""
 
     def __init__(self, reason: CorruptReason, key: bytes = b"") -> None:
         super().__init__(f"block {key.hex()} refused: {reason.value}" if key else f"frame refused: {reason.value}")
@@ -82,20 +84,29 @@ class FrameError(CorruptBlockError):
 
 
 class FrameHeader(NamedTuple):
-    """A header whose checksum was right.  ``key`` is None if it is too long to be held in a header (see ``key_digest``)."""
+    """Fields of a header with a correct checksum."""
 
     codec: int
+    """Encoding of the payload (:class:`Codec`)."""
     raw_length: int
+    """Bytes of the block."""
     stored_length: int
+    """Bytes of the payload, without alignment padding."""
     sequence: int
+    """Sequence number; of two frames of one key, the higher is newer."""
     digest: bytes
+    """xxh3-128 of the raw block, 16 bytes."""
     fingerprint: bytes
+    """Fingerprint of the namespace."""
     key: bytes | None
+    """Key of the block; None if it is longer than :data:`MAX_INLINE_KEY` bytes (see ``key_digest``)."""
     key_length: int
+    """Bytes of the key."""
     key_digest: bytes
+    """xxh3-128 of a key that is longer than :data:`MAX_INLINE_KEY` bytes; empty for other keys."""
 
     def names(self, key: bytes) -> bool:
-        """Whether this is a frame of ``key``."""
+        """Return True if this is a frame of ``key``."""
         if self.key is not None:
             return self.key == key
         return self.key_length == len(key) and self.key_digest == xxh3_128_digest(key)
@@ -112,9 +123,17 @@ def encode_header(
     codec: Codec = Codec.RAW,
     stored_length: int | None = None,
 ) -> None:
-    """Write a header into the first 128 bytes of ``into``; what follows them is left alone.
+    """Write a header into the first 128 bytes of ``into``, and leave the other bytes unchanged.
 
-    ``digest``: xxh3-128 of the raw block, 16 bytes.  ``stored_length`` is ``raw_length`` if left out.
+    Args:
+        into: buffer of at least 128 bytes.
+        key: key of the block.
+        fingerprint: fingerprint of the namespace.
+        sequence: sequence number of the frame.
+        raw_length: bytes of the block.
+        digest: xxh3-128 of the raw block, 16 bytes.
+        codec: encoding of the payload; default raw.
+        stored_length: bytes of the payload; default ``raw_length``.
     """
     _HEADER.pack_into(
         into,
@@ -135,7 +154,7 @@ def encode_header(
 
 
 def parse_header(view: memoryview) -> FrameHeader | CorruptReason:
-    """The header at the start of ``view``, or why there is none.  Never raises, whatever the bytes are."""
+    """Return the header at the start of ``view``, or the reason why there is none; never raises."""
     if len(view) < HEADER_BYTES:
         return CorruptReason.LENGTH
     magic, version, codec, key_length, raw, stored, sequence, digest, fingerprint, key, checksum = _HEADER.unpack_from(
@@ -155,14 +174,26 @@ def parse_header(view: memoryview) -> FrameHeader | CorruptReason:
 
 
 def parse_headers(buffer: memoryview, stride: int) -> list[FrameHeader | CorruptReason]:
-    """The headers at every ``stride`` bytes of ``buffer`` (format "B"): the batch form of :func:`parse_header`, for scans."""
+    """Return the header at every ``stride`` bytes of ``buffer`` (format "B"), for scans.
+
+    This is the batch form of :func:`parse_header`.
+    """
     return [parse_header(buffer[start : start + HEADER_BYTES]) for start in range(0, len(buffer), stride)]
 
 
 def verify(view: memoryview, *, key: bytes, fingerprint: bytes, raw_length: int) -> FrameHeader:
-    """The header at the start of ``view``, which must be that of a block of ``key`` in this namespace.
+    """Return the header at the start of ``view`` after verifying that it belongs to the expected block.
 
-    Raises :class:`FrameError` otherwise.  The payload is yet to be checked: :func:`verify_raw`.
+    The payload remains to be verified with :func:`verify_raw`.
+
+    Args:
+        view: buffer that begins with the header.
+        key: expected key.
+        fingerprint: expected fingerprint of the namespace.
+        raw_length: expected bytes of the block.
+
+    Raises:
+        FrameError: there is no valid header, or it belongs to another block.
     """
     header = parse_header(view)
     if isinstance(header, CorruptReason):
@@ -179,7 +210,11 @@ def verify(view: memoryview, *, key: bytes, fingerprint: bytes, raw_length: int)
 
 
 def verify_raw(header: FrameHeader, raw: memoryview, key: bytes) -> None:
-    """Raises :class:`FrameError` unless ``raw`` is the block that ``header`` describes."""
+    """Verify that ``raw`` is the block that ``header`` describes.
+
+    Raises:
+        FrameError: it is not.
+    """
     if len(raw) != header.raw_length:
         raise FrameError(CorruptReason.LENGTH, key)
     if xxh3_128_digest(raw) != header.digest:
@@ -187,10 +222,10 @@ def verify_raw(header: FrameHeader, raw: memoryview, key: bytes) -> None:
 
 
 class SequenceSource:
-    """Sequence numbers that only grow, over restarts too.
+    """Source of sequence numbers that only grow, also over restarts; any thread may call it.
 
-    They begin at the wall clock's nanoseconds, which a process cannot overtake by counting frames; a medium that finds
-    higher ones (the clock was set back) says so with :meth:`advance_past` before it writes.  Any thread may call.
+    The numbers begin at the wall clock's nanoseconds, which a process cannot overtake by counting frames. If a medium
+    holds higher numbers (the clock was set back), its tier calls :meth:`advance_past` before it writes.
     """
 
     def __init__(self, first: int | None = None) -> None:
@@ -198,17 +233,17 @@ class SequenceSource:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> int:
-        """The first of ``count`` numbers that nobody else gets."""
+        """Return the first of ``count`` numbers that no other caller gets."""
         with self._lock:
             first = self._next
             self._next = first + count
         return first
 
     def advance_past(self, seen: int) -> None:
-        """Hand out only numbers above ``seen`` from now on."""
+        """Return only numbers above ``seen`` from now on."""
         with self._lock:
             self._next = max(self._next, seen + 1)
 
 
 SEQUENCE = SequenceSource()
-"""The process's source of sequence numbers."""
+"""Source of sequence numbers of this process."""

@@ -1,16 +1,16 @@
-"""The I/O side of a tier: a few threads that run jobs in units, and the queues between them and the scheduler's thread.
+"""I/O side of a tier: threads that run jobs in units, and their queues to the scheduler's thread.
 
 The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`,
-:meth:`IoHost.poll`).  A job is cut into units by the thread that first takes it up; all threads share its units, the
-head of the prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side.
-Tasks go before loads, loads before stores.
+:meth:`IoHost.poll`). The thread that first takes a job cuts it into units. All threads share the units, the head of the
+prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side. Tasks run before
+loads, and loads before stores.
 
-Threads are daemons: one that hangs in a medium delays neither the others nor the end of the process.  While threads are
-stuck in units whose deadline has passed, others stand in for them, at most as many again; they leave when those come
-back.
+Threads are daemons: a thread that hangs in a medium delays neither other threads nor the end of the process. While
+threads are stuck in units after their deadline, substitute threads run, at most as many again. They end when the stuck
+threads return.
 
-A thread that cannot be started (the process or its container may have no more of them) is tried again later.  Until one
-can be, jobs fail, and so do tasks, with a :class:`TemporaryStoreError`: whoever asked for a task tries again.
+A thread that cannot be started (the process or its container has reached a limit) is tried again later. As long as no
+thread runs, jobs and tasks fail with a :class:`TemporaryStoreError`. The component that submitted a task tries again.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tiering.secondary.io.threads import ThreadStarter
 _log = logging.getLogger("kv_tiering.io")
 
 BATCH_UNIT_BYTES = 8 << 20
-"""Most bytes of one unit for media that move several blocks at once."""
+"""Maximum bytes of one unit for media that move several blocks at once."""
 
 SINGLE_UNIT_BYTES = 1 << 20
-"""Most bytes of one unit for media that move one block after the other."""
+"""Maximum bytes of one unit for media that move one block after the other."""
 
 THREAD_RETRY_SECONDS = 0.1
-"""How long after an I/O thread could not be started it is tried again."""
+"""Seconds after a failure to start an I/O thread until the next try."""
 
 _LONGEST_WAIT = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class _JobState:
-    """A job on the I/O side.  Guarded by the host's lock."""
+    """State of a job on the I/O side, guarded by the host's lock."""
 
     job: IoJob
     outcomes: list[Outcome]
@@ -59,7 +59,7 @@ class _JobState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """The blocks [start, stop) of a job; ``whole``: not cut up yet."""
+    """Blocks [start, stop) of a job; ``whole`` if the job is not cut into units yet."""
 
     state: _JobState
     start: int
@@ -87,9 +87,17 @@ class _Queues:
 class IoHost:
     """Runs the jobs and tasks of one tier.
 
-    Every job that is submitted is returned by :meth:`poll` exactly once, when nothing of it runs any more, whatever
-    happened to it. ``unit_bytes``: most bytes of a unit (a single block may be larger).  ``stopping`` is set when the
-    host is closed.  Threads start with the first job or task.  All methods are called from the scheduler's thread.
+    :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome.
+    Threads start with the first job or task. The scheduler's thread calls all methods.
+
+    Args:
+        pipeline: runs the units of jobs.
+        name: name of the tier.
+        threads: number of I/O threads.
+        clock: function that returns monotonic seconds.
+        unit_bytes: maximum bytes of a unit; a single block may be larger.
+        stopping: event that is set when the host is closed; default: a new one.
+        news: receiver of an announcement whenever a job or task ends; default: none.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class IoHost:
         self.store: BlockStore = pipeline.store
         """The store with its layers, for tasks."""
         self.stopping = threading.Event() if stopping is None else stopping
-        """Set once the host is closed; long tasks look at it."""
+        """Event that is set once the host is closed; long tasks check it."""
         self._pipeline = pipeline
         self._clock = clock
         self._unit_bytes = unit_bytes
@@ -119,7 +127,7 @@ class IoHost:
         self._starter = ThreadStarter(name, clock)
         self._start_due = float("-inf")
         self._queues = _Queues()
-        # At least as many tokens as queued items: a thread that finds no item for its token goes on to the next.
+        # There are at least as many tokens as queued items: a thread that finds no item for its token takes the next.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
@@ -131,18 +139,18 @@ class IoHost:
         self._unexpected = RateLimit(LOG_PERIOD, clock)
         self._hanging = RateLimit(LOG_PERIOD, clock)
         self._running: dict[threading.Thread, float] = {}
-        """Deadlines of the units that are running."""
+        """Deadline of the unit that each thread runs."""
         self._alive = 0
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
     @property
     def in_flight(self) -> int:
-        """Jobs that were submitted and not returned by :meth:`poll` yet."""
+        """Number of jobs that were submitted and not yet returned by :meth:`poll`."""
         return self._submitted - self._reported
 
     def submit(self, job: IoJob) -> None:
-        """Take up a job; returns at once."""
+        """Submit a job; returns at once."""
         self._submitted += 1
         unit = _Unit(_JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
         if not job.keys:
@@ -155,7 +163,10 @@ class IoHost:
             self._tokens.put(None)
 
     def run(self, task: IoTask) -> None:
-        """Take up a task; returns at once.  Its ``on_done`` is called from :meth:`poll`, also if no thread can be had for it."""
+        """Submit a task; returns at once.
+
+        :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
+        """
         if (refusal := self._closed_error() if task.background else self._refusal()) is not None:
             self._end(_TaskDone(task, None, refusal))
         elif not task.background:
@@ -170,7 +181,7 @@ class IoHost:
                 self._background.append(started)
 
     def poll(self) -> list[IoResult]:
-        """The jobs that ended since the last call.  Calls ``on_done`` of the tasks that did."""
+        """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
         if self._queues.loads or self._queues.stores:
             self._sweep()
         results: list[IoResult] = []
@@ -182,12 +193,15 @@ class IoHost:
             try:
                 item.task.on_done(item.result, item.error)
             except Exception:
-                _log.exception("tier %s: what follows task %s failed", self.name, item.task.name)
+                _log.exception("tier %s: processing the result of task %s failed", self.name, item.task.name)
         self._reported += len(results)
         return results
 
     def wait(self, timeout: float) -> bool:
-        """Wait until :meth:`poll` has something, at most ``timeout`` seconds of real time; whether it has."""
+        """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has.
+
+        The timeout is in real time.
+        """
         if not self._ended:
             self._news.clear()
             if not self._ended:
@@ -195,7 +209,10 @@ class IoHost:
         return bool(self._ended)
 
     def drain(self, deadline: float) -> bool:
-        """Wait until no job runs or waits, at most until ``deadline``.  True if none does; their results are left to :meth:`poll`."""
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs or waits.
+
+        :meth:`poll` still returns their results.
+        """
         for wait in self._waits(deadline):
             self._sweep()
             if self._finished == self._submitted:
@@ -206,15 +223,17 @@ class IoHost:
         return self._finished == self._submitted
 
     def discard(self) -> None:
-        """Fail every job, or part of one, that no thread has begun: nobody wants its blocks any more."""
+        """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
         while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
             self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
 
     def close(self, deadline: float) -> bool:
-        """Stop: what was not begun fails, what runs is waited for until ``deadline``.
+        """Shut down: fail jobs and tasks that have not begun, and wait for the others until ``deadline``.
 
-        True if no thread touches rows or the medium any more.  After False it may be called again.  The store is
-        neither opened nor closed by the host.
+        After False, the method may be called again. The host neither opens nor closes the store.
+
+        Returns:
+            True if no thread touches rows or the medium any more.
         """
         self.stopping.set()
         for _ in self._threads:
@@ -236,7 +255,10 @@ class IoHost:
         return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
 
     def _refusal(self) -> StoreError | None:
-        """Why nothing can be taken up now: the host is closed, or it has no thread at all.  Starts threads."""
+        """Return the reason why no work can be submitted now, after trying to start threads; None if it can.
+
+        The host is closed, or it has no thread at all.
+        """
         if (closed := self._closed_error()) is not None:
             return closed
         if not self._alive and self._clock() >= self._start_due:
@@ -246,7 +268,7 @@ class IoHost:
         )
 
     def _add_threads(self, count: int) -> None:
-        """Start up to ``count`` more I/O threads; the first that cannot be started is the last one tried."""
+        """Start up to ``count`` more I/O threads, stopping at the first that cannot be started."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for number in range(count):
             with self._lock:
@@ -260,12 +282,15 @@ class IoHost:
             self._threads.append(started)
 
     def _stuck(self) -> int:
-        """Threads that have been in a unit since before its deadline."""
+        """Return the number of threads that run a unit after its deadline."""
         now = self._clock()
         return sum([deadline <= now for deadline in list(self._running.values())])
 
     def _waits(self, deadline: float) -> Iterator[float]:
-        """Lengths of waits until the clock, or as much real time as it promises, has reached ``deadline``; a last one of 0."""
+        """Yield lengths of waits until ``deadline``; the last one is 0.
+
+        The waits also end when the real time that the clock promised has passed.
+        """
         begun = time.monotonic()
         allowed = deadline - self._clock()
         while (left := min(deadline - self._clock(), allowed - (time.monotonic() - begun))) > 0:
@@ -273,7 +298,10 @@ class IoHost:
         yield 0.0
 
     def _sweep(self) -> None:
-        """Fail what waits in vain: what a breaker keeps from the medium, and what is overdue (all threads may hang)."""
+        """Fail the jobs that wait in vain, and start substitutes for threads that hang.
+
+        Jobs wait in vain if a breaker keeps them from the medium, or if they are overdue because all threads hang.
+        """
         for kind, queue in ((IoKind.LOAD, self._queues.loads), (IoKind.STORE, self._queues.stores)):
             if queue and not self.breakers.allows(kind):
                 while (unit := _take(queue)) is not None:
@@ -301,8 +329,8 @@ class IoHost:
             return None
         if unit.state.job.deadline <= now:
             return unit
-        # A thread took the overdue one in between: put this one back, with a token for the thread that found nothing
-        # meanwhile.
+        # Another thread took the overdue unit in between: put this one back, with a token for the thread that found
+        # the queue empty meanwhile.
         queue.appendleft(unit)
         self._tokens.put(None)
         return None
@@ -329,7 +357,7 @@ class IoHost:
                 return
 
     def _leave(self) -> bool:
-        """Whether the calling thread is one too many, and ends."""
+        """Return True if the calling thread is surplus and must end."""
         with self._lock:
             if self._alive <= self._num_threads + self._stuck():
                 return False
@@ -397,7 +425,7 @@ class IoHost:
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def _fail(self, unit: _Unit, error: StoreError | None) -> None:
-        """End a unit that no thread runs.  ``error`` None: it has no blocks."""
+        """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
         positions = range(unit.start, unit.stop)
         self._end_unit(unit, positions, [error] * len(positions) if error is not None else [], self._clock())
 
@@ -422,7 +450,10 @@ class IoHost:
 
 
 def _take(queue: deque[Any]) -> Any:
-    """The head of ``queue``, or None if it is empty (another thread may have been faster)."""
+    """Return and remove the head of ``queue``; None if it is empty.
+
+    Another thread may have taken the last element.
+    """
     try:
         return queue.popleft()
     except IndexError:

@@ -1,4 +1,7 @@
-"""The messages between a tier's index (scheduler's side) and its I/O side: ids, keys, rows, places; plain and batched."""
+"""Messages between a tier on the scheduler's thread and its I/O side.
+
+The messages are batched and contain plain values: ids, keys, rows, places.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tiering.block_store import Done, Outcome, Place
 
 
 class IoKind(enum.Enum):
-    """Which way a job moves."""
+    """Direction of a job."""
 
     LOAD = "load"
     STORE = "store"
@@ -20,47 +23,59 @@ class IoKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class IoJob:
-    """Move blocks between primary rows and places; all sequences are co-indexed.
-
-    ``sizes``: raw bytes of each block (without padding).  ``deadline``: monotonic seconds, no attempt starts after it.
-    ``fingerprint``: of the namespace the blocks are written in and must carry when read.
-    """
+    """Transfer of blocks between primary rows and places; all sequences are co-indexed."""
 
     job_id: int
+    """Number of the job."""
     kind: IoKind
+    """Direction of the transfer."""
     keys: Sequence[OffloadKey]
+    """Keys of the blocks."""
     rows: Sequence[int]
+    """Primary row of each block."""
     places: Sequence[Place]
+    """Place of each block on the medium."""
     sizes: Sequence[int]
+    """Raw bytes of each block, without padding."""
     fingerprint: bytes
+    """Fingerprint of the namespace in which blocks are written, and which blocks must carry when read."""
     submitted_at: float
+    """Time of submission in monotonic seconds."""
     deadline: float = float("inf")
+    """Time in monotonic seconds after which no attempt starts; default: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class IoResult:
-    """A job has ended: nothing of it is running.  ``outcomes`` are co-indexed with the job's keys."""
+    """Result of a job that has ended: nothing of the job runs any more."""
 
     job: IoJob
+    """The job that has ended."""
     outcomes: Sequence[Outcome]
+    """Outcome of each block, co-indexed with the job's keys."""
     transfer_bytes: int
+    """Raw bytes of the blocks that were moved."""
     transfer_time: float
+    """Seconds from the first attempt to the end of the job."""
 
     @property
     def all_done(self) -> bool:
-        """Whether every block arrived."""
+        """True if all blocks were moved."""
         return all(outcome is Done.DONE for outcome in self.outcomes)
 
 
 @dataclass(frozen=True, slots=True)
 class IoTask:
-    """Anything else for the I/O side: probes, epochs, recovery.  ``run`` is called on an I/O thread.
-
-    ``on_done`` is called on the scheduler's thread, from ``IoHost.poll``, with the result, or with the exception that
-    ``run`` raised. ``background`` tasks run on a thread of their own and never delay a job.
-    """
+    """Work on the I/O side other than jobs: probes, epochs, recovery."""
 
     name: str
+    """Name of the task, for threads and logs."""
     run: Callable[[], Any]
+    """Function that an I/O thread calls."""
     on_done: Callable[[Any, BaseException | None], None]
+    """Function that receives the result of ``run``, or the exception that ``run`` raised.
+
+    ``IoHost.poll`` calls it on the scheduler's thread.
+    """
     background: bool = False
+    """True: the task runs on its own thread and never delays a job; default False."""

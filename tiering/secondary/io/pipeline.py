@@ -1,12 +1,12 @@
-"""A block's way between a primary row and a medium: framed and checksummed on the way out, verified and decoded on the way in.
+"""Pipeline between primary rows and a medium: frames and checksums stores, verifies and decodes loads.
 
-Works on units (some blocks of one job) on I/O threads.  Payloads go straight between the row and the medium; only
-compression needs scratch memory.  Nothing here holds the interpreter lock for long: bytes are only touched by numpy,
-xxhash, zstandard and the store.
+The pipeline runs units (some blocks of one job) on I/O threads. Payloads move directly between the row and the medium;
+only compression needs scratch memory. The pipeline never holds the interpreter lock for long: only numpy, xxhash,
+zstandard and the store touch the bytes.
 
-Media with aligned I/O are given the row up to the next multiple of their alignment.  The bytes between the block and
-that boundary are the row's padding: they are zeroed before a put, so that nothing of a larger block that had the row
-before gets onto the medium. (They belong to no block, so that this disturbs nobody who reads the row meanwhile.)
+Media with aligned I/O receive the row up to the next multiple of their alignment. The bytes between the end of the
+block and that boundary are the row's padding. They are zeroed before a put, so that no bytes of a larger block, which
+had the row before, reach the medium. These bytes belong to no block, so concurrent readers of the row are not affected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCRATCH_BYTES = 8 << 20
 
 
 class _HeaderPool:
-    """Page-aligned, zeroed header buffers."""
+    """Pool of page-aligned, zeroed header buffers."""
 
     def __init__(self) -> None:
         self._views: list[memoryview] = []
@@ -63,7 +63,10 @@ class _HeaderPool:
 
 
 class _ThreadBuffers(threading.local):
-    """What one I/O thread reuses.  Headers to be written and headers that were read do not share memory: the former end in zeros."""
+    """Buffers that one I/O thread reuses.
+
+    Headers for puts and for gets do not share memory, because headers for puts must end in zeros.
+    """
 
     def __init__(self) -> None:
         self.put_headers = _HeaderPool()
@@ -73,12 +76,21 @@ class _ThreadBuffers(threading.local):
 
 
 class Pipeline:
-    """Runs units of jobs on ``store``, a store with its layers.  Called by several threads at once.
+    """Runs units of jobs on ``store``; several threads call it at once.
 
-    ``primary_view``: writable, of shape (num_rows, row_stride_bytes), uint8.  ``compress``: encode what is stored,
-    where the store takes blocks of any size; what is loaded is decoded whatever this says.  ``element_size``: bytes of
-    a number in the cache.  Raises :class:`ConfigError` for a view that is none of that, and if zstandard is needed and
-    missing.
+    Args:
+        store: the medium with its layers.
+        primary_view: writable memoryview of the primary rows: uint8, shape (num_rows, row_stride_bytes).
+        name: name of the tier.
+        breakers: circuit breakers of the tier.
+        stats: counters to update.
+        clock: function that returns monotonic seconds.
+        compress: compress stores, where the store takes blocks of any size; loads are always decoded. Default False.
+        element_size: bytes of one KV element; default 2.
+        sequence: source of sequence numbers; default: that of the process.
+
+    Raises:
+        ConfigError: the view is not as described, or the medium or the installation does not support compression.
     """
 
     def __init__(
@@ -121,14 +133,18 @@ class Pipeline:
         self._refused = RateLimit(LOG_PERIOD, clock)
 
     def release(self) -> None:
-        """Let go of the primary buffer, so that it can be unmapped.  No unit is running, and none follows."""
+        """Release the primary buffer, so that it can be unmapped.
+
+        No unit is running, and no unit follows.
+        """
         self._memory = memoryview(b"")
         self._num_rows = 0
 
     def run(self, job: IoJob, positions: Sequence[int]) -> list[Outcome]:
-        """Move the blocks at ``positions`` of ``job``; outcomes are co-indexed with ``positions``.
+        """Move the blocks at ``positions`` of ``job``, and return outcomes co-indexed with ``positions``.
 
-        Raises :class:`PermanentStoreError` for a job that names rows or sizes which are not the primary tier's.
+        Raises:
+            PermanentStoreError: the job has rows or sizes outside the primary tier, or the store broke its contract.
         """
         if not self.breakers.allows(job.kind):
             return [BreakerOpenError(f"the tier takes no {job.kind.value}s for the time being")] * len(positions)
@@ -271,7 +287,10 @@ class Pipeline:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of ``error`` and its causes: they would keep views of the primary buffer alive as long as the outcome lives."""
+    """Drop the tracebacks of ``error`` and of its causes.
+
+    Tracebacks would keep views of the primary buffer alive as long as the outcome lives.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

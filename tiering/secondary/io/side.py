@@ -1,4 +1,7 @@
-"""What a tier needs of its I/O side: :class:`tiering.secondary.io.host.IoHost` has it, and so do the doubles of tests."""
+"""Interface of a tier's I/O side.
+
+:class:`tiering.secondary.io.host.IoHost` implements it, and so do fakes in tests.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from tiering.secondary.io.stats import IoStats
 
 
 class IoSide(Protocol):
-    """Runs jobs and tasks elsewhere.  Called from the scheduler's thread; only :meth:`wait`, :meth:`drain` and :meth:`close` block."""
+    """Runs jobs and tasks on other threads.
+
+    The scheduler's thread calls all methods. Only :meth:`wait`, :meth:`drain` and :meth:`close` block.
+    """
 
     @property
     def breakers(self) -> Breakers:
-        """The tier's circuit breakers, for reads and for writes."""
+        """Circuit breakers of the tier, for reads and for writes."""
 
     @property
     def store(self) -> BlockStore:
@@ -24,25 +30,25 @@ class IoSide(Protocol):
 
     @property
     def stats(self) -> IoStats:
-        """What was moved."""
+        """Counters of the I/O."""
 
     def submit(self, job: IoJob) -> None:
-        """Run a job; its result comes from :meth:`poll`."""
+        """Submit a job; :meth:`poll` returns its result."""
 
     def run(self, task: IoTask) -> None:
-        """Run a task; its ``on_done`` is called by :meth:`poll`."""
+        """Submit a task; :meth:`poll` calls its ``on_done``."""
 
     def poll(self) -> Sequence[IoResult]:
-        """The jobs that have ended since the last call."""
+        """Return the results of the jobs that have ended since the last call."""
 
     def wait(self, timeout: float) -> bool:
-        """Wait until :meth:`poll` has something, at most ``timeout`` seconds; whether it has."""
+        """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has."""
 
     def discard(self) -> None:
-        """Fail every job, or part of one, that no thread has begun: nobody wants its blocks any more."""
+        """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
 
     def drain(self, deadline: float) -> bool:
-        """Wait until no job is in flight."""
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none is in flight."""
 
     def close(self, deadline: float) -> bool:
-        """Stop; whether nothing runs any more."""
+        """Shut down until ``deadline``, and return True if no thread runs any more."""

@@ -1,4 +1,4 @@
-"""What the I/O side of a tier counts.  Written by its threads, read by the scheduler's without a lock."""
+"""Counters of a tier's I/O side, written by its threads and read by the scheduler's without a lock."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class IoStats:
-    """Counters since the start.
-
-    Bytes are those that moved to or from the medium, headers included.  Seconds are summed over threads.  ``requests``
-    counts blocks asked of the medium, attempts that failed, probes and deletions included; ``retries`` blocks that were
-    sent again; ``corrupt`` blocks refused; ``overdue`` blocks whose deadline passed before an attempt.  ``lock``: held
-    to write, never to read.
-    """
+    """Counters since the start."""
 
     read_bytes: int = 0
+    """Bytes read from the medium, headers included."""
     read_seconds: float = 0.0
+    """Seconds spent in reads, summed over threads."""
     written_bytes: int = 0
+    """Bytes written to the medium, headers included."""
     written_seconds: float = 0.0
+    """Seconds spent in writes, summed over threads."""
     requests: int = 0
+    """Blocks requested of the medium, including failed attempts, probes and deletions."""
     retries: int = 0
+    """Blocks that were sent again."""
     corrupt: int = 0
+    """Blocks refused as corrupt."""
     overdue: int = 0
+    """Blocks whose deadline passed before an attempt."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Lock to hold for writing, never for reading."""

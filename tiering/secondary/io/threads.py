@@ -1,4 +1,7 @@
-"""Threads of a tier, started where a process may have no more of them: a failure to start one is an answer, never an exception."""
+"""Starter of a tier's threads, for processes that may be out of threads.
+
+A failure to start a thread is a return value, never an exception.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ _LOG_PERIOD = 30.0
 
 
 class ThreadStarter:
-    """Starts daemon threads for one tier.  A failure is logged once in a while.
+    """Starts daemon threads for one tier, and logs failures at a limited rate.
 
-    ``name``: the tier's name, for logs.  ``clock``: monotonic seconds.
+    Args:
+        name: name of the tier, for logs.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -25,13 +30,18 @@ class ThreadStarter:
         self._lines = RateLimit(_LOG_PERIOD, clock)
 
     def start(self, name: str, target: Callable[[], object]) -> threading.Thread | TemporaryStoreError:
-        """Run ``target`` in a thread called ``name``; returns the thread, or the reason why it cannot be started now."""
+        """Run ``target`` in a thread called ``name``.
+
+        Returns:
+            The thread, or the reason why it cannot be started now.
+        """
         thread = threading.Thread(target=target, name=name, daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             failure = TemporaryStoreError(
-                f"thread {name} cannot be started ({error}); raise the limit on processes (ulimit -u, docker: --pids-limit)"
+                f"thread {name} cannot be started ({error}); "
+                "raise the limit on processes (ulimit -u, docker: --pids-limit)"
             )
             if count := self._lines.admit():
                 _log.error("tier %s: %s; it is tried again (%d such failure(s))", self._name, failure, count)

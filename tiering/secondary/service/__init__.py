@@ -1,1 +1,1 @@
-"""The life of a tier's medium: opening, epochs, health, overdue loads and failures."""
+"""Service of a tier: opening its medium, epochs, leases, health probes, overdue loads and failures."""

@@ -1,4 +1,4 @@
-"""What became of the blocks of a tier that did not arrive: counted, and said as often as a person wants to read it."""
+"""Counters and rate-limited log of blocks that could not be stored, loaded or deleted."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _LOG_PERIOD = 30.0
 
 
 class FailureLog:
-    """Says why blocks failed.  The I/O side itself speaks of corrupt blocks, and the breaker of outages."""
+    """Counts failed blocks and logs the reasons.
+
+    The I/O side itself logs corrupt blocks, and the breaker logs outages.
+    """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self._name = name
         self._lines = RateLimit(_LOG_PERIOD, clock)
         self.corrupt_blocks = 0
-        """Blocks that came back other than they were stored."""
+        """Number of blocks that were refused because they differed from the stored ones."""
         self.device_errors = 0
-        """Blocks that could not be moved because the device reported an error at their place."""
+        """Number of blocks that could not be moved because the device reported an error at their place."""
 
     def note(self, kind: IoKind, outcomes: Sequence[Outcome]) -> None:
-        """A job ended with ``outcomes``, not all of them done."""
+        """Record a job that ended with ``outcomes``, not all of them done."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
         self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
@@ -42,8 +45,8 @@ class FailureLog:
             )
 
     def not_deleted(self, result: None, error: BaseException | None) -> None:
-        """A deletion of corrupt blocks ended; ``error`` if it failed."""
+        """Record the end of a deletion of corrupt blocks; ``error`` is not None if the deletion failed."""
         if error is not None and self._lines.admit():
             logger.warning(
-                "tier %s: corrupt blocks could not be deleted, and will be found again: %s", self._name, error
+                "tier %s: corrupt blocks could not be deleted, and probes will find them again: %s", self._name, error
             )

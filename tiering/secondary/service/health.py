@@ -1,8 +1,8 @@
-"""Probes of a medium whose breaker is open: in the background, so that no request has to find out; each exercises what failed.
+"""Background probes of a medium whose breaker is open, so that no request has to test the medium.
 
-When reads failed, blocks are read: those whose reads failed, and some others that the tier holds.  When writes failed,
-slots that hold nothing are written the way blocks are.  A medium whose places are names, or a tier without such blocks,
-is asked through its documents.
+Each probe exercises the operation that failed. After failed reads, blocks are read: those whose reads failed, and some
+others that the tier holds. After failed writes, empty slots are written the way blocks are. On a medium whose places
+are names, or without such blocks, a document is read or written instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 
 HEALTH_DOCUMENT = "health"
+"""Name of the document that probes read and write."""
 _PROOF = b"written to see whether the medium answers\n"
 _PROBE_KEY = b"kv-tiering health probe"
 
 PROBE_BLOCKS = 8
-"""Blocks or slots that one probe asks for at most, one after another, until one of them answers."""
+"""Maximum number of blocks or slots that one probe tries, one after another, until one answers."""
 
 
 class HealthCheck:
-    """Probes reads and writes whenever their breaker lets a probe through; one probe of each at a time.
+    """Probes reads and writes whenever their breaker allows it, with one probe of each at a time.
 
-    ``store``: the medium, without layers.  ``block_bytes``: bytes of a block of each group.  ``on_bad_places``: called
-    with places at which the device reported an error while it was probed.  All methods are called on the scheduler's
-    thread.
+    The scheduler's thread calls all methods.
+
+    Args:
+        store: the medium, without layers.
+        index: index of the blocks on the medium.
+        io: I/O side that runs the probes.
+        block_bytes: bytes of one block of each KV-cache group.
+        on_bad_places: function that receives the places at which the device reported an error during a probe.
     """
 
     def __init__(
@@ -74,7 +80,11 @@ class HealthCheck:
         self._io.run(IoTask("health", lambda: self._read(blocks), ended, background=True))
 
     def _read(self, blocks: Sequence[tuple[bytes, Place]]) -> None:
-        """I/O side: returns once one of ``blocks`` was answered for.  Raises the last error if none was."""
+        """Read ``blocks`` on the I/O side until one is answered for.
+
+        Raises:
+            StoreError: the last error, if no block was answered for.
+        """
         error: StoreError | None = None
         for key, place in blocks:
             (outcome,) = self._store.get([self._block(key, place)])
@@ -106,7 +116,11 @@ class HealthCheck:
         self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended, background=True))
 
     def _write(self, slots: Sequence[Place], outcomes: dict[Place, Done | StoreError]) -> None:
-        """I/O side: write zeros into ``slots`` until one write succeeds; ``outcomes`` tells of each.  Raises if none does."""
+        """Write zeros into ``slots`` until one write succeeds, and record each outcome; on the I/O side.
+
+        Raises:
+            StoreError: the last error, if no write succeeded.
+        """
         error: StoreError | None = None
         for slot in slots:
             (outcome,) = self._store.put([self._block(_PROBE_KEY, slot)])
@@ -119,7 +133,7 @@ class HealthCheck:
         self._store.write_document(HEALTH_DOCUMENT, _PROOF)
 
     def _block(self, key: bytes, place: Place) -> BlockIO:
-        """Buffers for one block, as the medium asks for them, filled with zeros."""
+        """Return buffers for one block, filled with zeros, with the medium's alignment."""
         medium = innermost(self._store)
         size = max(self._block_bytes)
         if not medium.variable_size and key is not _PROBE_KEY and key[-1] < len(self._block_bytes):

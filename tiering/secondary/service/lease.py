@@ -1,4 +1,4 @@
-"""A lease on an epoch that no epoch document names: while it is fresh, garbage collection leaves the blocks of that epoch alone."""
+"""Lease on an epoch that no epoch document names, so that garbage collection keeps its blocks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ from tiering.secondary.service.epoch import lease_document
 logger = logging.getLogger("kv_tiering.tier")
 
 RENEWAL_SECONDS = 3600.0
-"""How often a lease is renewed.  A collector should wait for many times as long before it takes one for given up."""
+"""Seconds between two renewals of a lease.
+
+A collector should wait many times as long before it takes a lease for abandoned.
+"""
 
 RETRY_SECONDS = 60.0
-"""How soon a lease that could not be written is tried again."""
+"""Seconds until a lease that could not be written is tried again."""
 
 
 class Lease:
-    """Renews the lease of a private epoch, or of one that a revision names, on a shared medium, for as long as a tier is in it.
+    """Renews the lease of an epoch on a shared medium for as long as a tier uses the epoch.
 
-    Owned by the scheduler's thread; documents are written on the I/O side.  A lease that is not written yet costs
-    nothing but time: blocks are younger than any collector's patience then.
+    Private epochs, and epochs named by a revision, need a lease. The scheduler's thread owns this object; the I/O side
+    writes the documents. A lease that is late by a failed write does no harm: the blocks are still too young to be
+    collected.
+
+    Args:
+        name: name of the tier.
+        store: the medium.
+        io: I/O side that writes the lease.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, name: str, store: BlockStore, io: IoSide, clock: Callable[[], float]) -> None:
@@ -41,12 +51,12 @@ class Lease:
         self._failing = False
 
     def hold(self, namespace: Namespace | None) -> None:
-        """Renew the lease of the epoch of ``namespace`` from now on, and no other; None: none at all."""
+        """Renew the lease of the epoch of ``namespace`` from now on, and no other lease; None: no lease."""
         self._document = None if namespace is None else lease_document(namespace)
         self._due = self._clock()
 
     def tick(self, now: float) -> None:
-        """Renew when it is time."""
+        """Renew the lease if it is due."""
         document = self._document
         if document is None or self._running or now < self._due:
             return
@@ -63,6 +73,8 @@ class Lease:
             self._due = min(self._due, self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2))
             if not self._failing:
                 logger.warning(
-                    "tier %s: the lease of its epoch could not be renewed, which is tried again: %s", self._name, error
+                    "tier %s: the lease of its epoch could not be renewed and will be tried again: %s",
+                    self._name,
+                    error,
                 )
         self._failing = error is not None

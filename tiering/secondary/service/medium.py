@@ -1,4 +1,4 @@
-"""Opening a medium on the I/O side: the store, the namespace's parameters, and the reset epoch kept beside the blocks."""
+"""Opening of a medium on the I/O side: the store, the namespace's parameters, and the reset epoch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from tiering.secondary.service.nearest import tell_nearest
 logger = logging.getLogger("kv_tiering.tier")
 
 _MAX_DAMAGED = 100
-"""Damaged epoch documents that are stepped over on a shared medium before opening it fails."""
+"""Maximum number of damaged epoch documents that are skipped on a shared medium before opening fails."""
 
 _THREAD_RETRY_SECONDS = 0.01
 _THREAD_WAIT_SECONDS = 1.0
-"""How long closing waits before it tries again to start its thread."""
+"""Seconds for which closing retries to start its thread."""
 
 
 class Medium:
-    """A store and the namespace it is used in.  Called on the I/O side, by one thread at a time.
+    """A store and its namespace, used on the I/O side by one thread at a time.
 
-    ``revision``: the text that names the weights, if the stack gives one.  ``shared``: others use the medium too, so no
-    document of theirs is ever replaced or removed.  ``writes``: whether the tier stores anything; one that does not
-    must do with a medium that only reads, until a reset.
+    Args:
+        name: name of the tier.
+        store: the medium.
+        namespace: namespace of the engine's blocks.
+        revision: text that names the weights; default: none.
+        shared: True if other processes use the medium too, so that their documents are never replaced or removed.
+        writes: False for a tier that stores nothing; until a reset, such a tier also works with a read-only medium.
     """
 
     def __init__(
@@ -50,7 +54,11 @@ class Medium:
         self.shared = shared
 
     def target(self, revision: str | None) -> Target:
-        """Where a reset goes: to the epoch of ``revision``, or to one that nobody else has.  Raises :class:`ConfigError`."""
+        """Return the target of a reset: the epoch of ``revision``, or an epoch that no other process has.
+
+        Raises:
+            ConfigError: the revision is not valid.
+        """
         if revision is not None:
             named = self._namespace.revision_epoch(revision)
             if self.shared:
@@ -58,17 +66,22 @@ class Medium:
         return Target(self._namespace.next_epoch(), revision)
 
     def enter(self, target: Target | None) -> Namespace:
-        """Open the store unless it is open, and return the namespace in the epoch that its blocks have, or in that of ``target``.
+        """Open the store unless it is open, and return the namespace in the epoch that was entered.
 
-        With a ``target`` (a reset) no process that starts later reads anything that was stored before, once this has
-        returned. An epoch that another process began by a reset is its own: a fresh one begins then, for this process
-        and later ones. Raises :class:`tiering.errors.StoreError`; may be called again then.
+        Without a ``target`` this is the epoch of the blocks on the medium. An epoch that another process began by a
+        reset belongs to that process. In this case a fresh epoch begins, for this process and later ones.
+
+        With a ``target`` (a reset) this is the epoch of ``target``. Once the method has returned, no process that
+        starts later reads blocks stored before.
+
+        Raises:
+            StoreError: the medium cannot be used; the method may be called again.
         """
         if not self._opened:
             self._store.open()
             self._opened = True
         if target is not None and not self.shared:
-            # First of all: whatever else fails, what was stored before is foreign from here on.
+            # First, so that blocks stored before are foreign from here on, whatever else fails.
             self._begin(target)
         known = self._check_parameters()
         if target is not None:
@@ -80,20 +93,20 @@ class Medium:
         else:
             namespace = self._enter_common(known=known)
         if not known and self._writes:
-            # After the epoch: where there are parameters and no epoch, the epoch was lost.
+            # After the epoch, because parameters without an epoch mean that the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
         return namespace
 
     def needs_lease(self, namespace: Namespace) -> bool:
-        """Whether blocks are stored in the epoch of ``namespace``, which has been entered, and no epoch document names it."""
+        """Return True if blocks are stored in the entered epoch and no epoch document names it."""
         return self.shared and self._writes and namespace.epoch != self._common_epoch
 
     def forget(self) -> None:
-        """The store was closed: :meth:`enter` opens it again."""
+        """Record that the store was closed: :meth:`enter` opens it again."""
         self._opened = False
 
     def close(self, timeout: float) -> None:
-        """Close the store, waiting at most ``timeout`` seconds: a medium that hangs must not hold up the process."""
+        """Close the store, waiting at most ``timeout`` seconds: a hanging medium must not delay the process."""
 
         def close() -> None:
             try:
@@ -134,7 +147,10 @@ class Medium:
         return fresh
 
     def _begin(self, target: Target) -> None:
-        """Begin the epoch of ``target``.  The old document goes first: that works on a full disk, and blocks without one are foreign."""
+        """Begin the epoch of ``target`` on a medium that only this tier writes.
+
+        The old document is removed first: that works on a full disk, and blocks without a document are foreign.
+        """
         document = epoch_document(self._namespace)
         removed = True
         try:
@@ -157,9 +173,10 @@ class Medium:
     # -------------------------------------------------------------------------------------------------- a shared medium
 
     def _enter_common(self, *, known: bool) -> Namespace:
-        """The epoch that all have who start without a revision: the first document that is whole, made by whoever comes first.
+        """Enter the common epoch of all processes without a revision: that of the first valid document.
 
-        Damaged documents stay where they are: another process may be able to read them.
+        The first process creates the document. Damaged documents stay, because another process may be able to read
+        them.
         """
         for number in range(_MAX_DAMAGED):
             document = epoch_document(self._namespace, number)
@@ -167,7 +184,8 @@ class Medium:
             if stored is None:
                 if not self._writes:
                     raise TemporaryStoreError(
-                        f"document {document} is missing: nothing was stored in this namespace yet, and this tier stores nothing itself"
+                        f"document {document} is missing: nothing was stored in this namespace yet, "
+                        "and this tier stores nothing itself"
                     )
                 if known:
                     self._tell_loss(document, missing=True, known=True)
@@ -182,13 +200,17 @@ class Medium:
                     return self._namespace.with_epoch(found.epoch)
             self._tell_loss(document, missing=stored is None, known=True)
         raise PermanentStoreError(
-            f"{_MAX_DAMAGED} epoch documents of namespace {self._namespace.directory} are damaged; remove what is left of them"
+            f"{_MAX_DAMAGED} epoch documents of namespace {self._namespace.directory} are damaged; "
+            "remove what is left of them"
         )
 
     # ------------------------------------------------------------------------------------------------------------- both
 
     def _tell_loss(self, document: str, *, missing: bool, known: bool) -> None:
-        """Log that blocks which may be there are foreign.  ``known``: somebody has used the namespace before."""
+        """Log that blocks which may be on the medium are foreign.
+
+        ``known``: a process has used the namespace before.
+        """
         if missing and not known:
             logger.info("tier %s: the namespace is new here; its first epoch begins", self._name)
         else:
@@ -200,10 +222,11 @@ class Medium:
             )
 
     def _check_parameters(self) -> bool:
-        """Whether the parameters are beside the blocks already.
+        """Return True if the medium holds the document with the namespace's parameters.
 
-        A fingerprint that stands for two sets of parameters would mix two models' blocks: raises
-        :class:`PermanentStoreError`.
+        Raises:
+            PermanentStoreError: the document holds other parameters. One fingerprint for two sets of parameters would
+                mix the blocks of two models.
         """
         document = parameters_document(self._namespace)
         expected = self._namespace.parameters.encode()
@@ -213,7 +236,8 @@ class Medium:
             return False
         if bytes(stored) != expected:
             raise PermanentStoreError(
-                f"document {document} holds other parameters than this engine's under the same fingerprint: it is damaged, or not ours; "
-                "inspect it, and remove it (and the blocks of this namespace) if it is not needed"
+                f"document {document} holds other parameters than this engine's under the same fingerprint: "
+                "it is damaged, or not ours; inspect it, and remove it (and the blocks of this namespace) "
+                "if it is not needed"
             )
         return True

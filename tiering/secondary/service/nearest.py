@@ -1,4 +1,4 @@
-"""Explains a cold start: the parameters in which a new namespace differs from the nearest one on its medium."""
+"""Explanation of a cold start: the parameters in which a new namespace differs from the nearest one."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ from tiering.errors import StoreError
 logger = logging.getLogger("kv_tiering.tier")
 
 _MAX_NAMESPACES = 64
-"""How many of the medium's namespaces are compared."""
+"""Maximum number of the medium's namespaces that are compared."""
 _MAX_TOLD = 8
-"""How many differences are written out."""
+"""Maximum number of differences in the log line."""
 _MAX_VALUE = 80
-"""Characters of a value that are written out."""
+"""Maximum length of a value in the log line, in characters."""
 _UNTOLD = frozenset({"salt"})
 """Parameters whose values are not logged."""
 
 
 class Nearest(NamedTuple):
-    """The namespace that differs in the fewest parameters.
-
-    ``document``: the name of the document with its parameters.  ``differences``: each parameter that differs, with
-    both values. ``others``: how many namespaces the medium knows.
-    """
+    """The namespace on the medium that differs in the fewest parameters."""
 
     document: str
+    """Name of the document with its parameters."""
     differences: tuple[str, ...]
+    """Each parameter that differs, with both values."""
     others: int
+    """Number of other namespaces on the medium."""
 
 
 def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | None:
-    """The nearest of the other namespaces on a medium; None if no parameters of others can be read.
+    """Return the nearest of the other namespaces on a medium; None if no other parameters can be read.
 
-    ``parameters``: those of the new namespace, as its own document will hold them.  ``prefix``: how the names of such
-    documents begin.  Raises :class:`StoreError` if the medium cannot list its documents; documents that cannot be
-    read are left out.
+    Documents that cannot be read are left out.
+
+    Args:
+        store: the medium.
+        parameters: parameters of the new namespace, as in its own document.
+        prefix: prefix of the names of such documents.
+
+    Raises:
+        StoreError: the medium cannot list its documents.
     """
     own = _leaves(json.loads(parameters))
     best: tuple[int, str, tuple[str, ...]] | None = None
@@ -57,7 +62,14 @@ def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | N
 
 
 def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
-    """Log in what the nearest of the other namespaces differs; ``tier`` is the tier's name, the rest as above."""
+    """Log the parameters in which the nearest of the other namespaces differs.
+
+    Args:
+        tier: name of the tier.
+        store: the medium.
+        parameters: parameters of the new namespace, as in its own document.
+        prefix: prefix of the names of such documents.
+    """
     try:
         nearest = find_nearest(store, parameters, prefix)
     except StoreError as error:
@@ -69,8 +81,8 @@ def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> 
     if len(nearest.differences) > _MAX_TOLD:
         told.append(f"and {len(nearest.differences) - _MAX_TOLD} more")
     logger.warning(
-        "tier %s: begins empty, because nothing was stored with these parameters before; of %d other namespaces there, the nearest "
-        "(%s) differs in %s",
+        "tier %s: begins empty, because nothing was stored with these parameters before; "
+        "of %d other namespaces there, the nearest (%s) differs in %s",
         tier,
         nearest.others,
         nearest.document,
@@ -89,7 +101,7 @@ def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
 
 
 def _leaves(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The parameters by the path of their words; a list is one value."""
+    """Return the parameters by the path of their words; a list is one value."""
     leaves: dict[str, Any] = {}
     for word, item in value.items():
         path = f"{above}{word}"

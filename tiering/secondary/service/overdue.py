@@ -1,4 +1,4 @@
-"""Loads whose deadline has passed while their I/O still runs: their rows are lost to the primary tier until it ends."""
+"""Loads whose I/O still runs after their deadline and keeps their rows from the primary tier."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import heapq
 
 
 class OverdueLoads:
-    """Counts the rows of overdue loads.  ``limit_rows``: their share of the primary rows, one at least."""
+    """Counts the rows of overdue loads.
+
+    Args:
+        limit_rows: number of primary rows that overdue loads may hold; at least 1.
+    """
 
     def __init__(self, limit_rows: int) -> None:
         self.limit_rows = max(1, limit_rows)
+        """Number of primary rows that overdue loads may hold."""
         self.rows = 0
+        """Number of rows that overdue loads hold."""
         self._heap: list[tuple[float, int]] = []
         self._running: dict[int, int] = {}
         self._overdue: dict[int, int] = {}
 
     def begin(self, job_id: int, deadline: float, rows: int) -> None:
-        """A load of ``rows`` blocks was handed over; ``deadline`` in monotonic seconds."""
+        """Record that a load of ``rows`` blocks was submitted.
+
+        Args:
+            job_id: number of the job.
+            deadline: deadline in monotonic seconds.
+            rows: number of primary rows of the load.
+        """
         self._running[job_id] = rows
         heapq.heappush(self._heap, (deadline, job_id))
 
     def end(self, job_id: int) -> bool:
-        """The load's I/O has ended; whether it had been counted as overdue."""
+        """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
         if self._running.pop(job_id, None) is not None:
             return False
         self.rows -= self._overdue.pop(job_id, 0)
         return True
 
     def expire(self, now: float) -> list[int]:
-        """Count what is overdue at ``now``; returns the rows of each load that was not counted before."""
+        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load."""
         expired: list[int] = []
         while self._heap and self._heap[0][0] <= now:
             _, job_id = heapq.heappop(self._heap)
@@ -41,5 +53,8 @@ class OverdueLoads:
 
     @property
     def spent(self) -> bool:
-        """Whether overdue loads hold all of their share: nobody loads into more rows than that, so more it never becomes."""
+        """True if overdue loads hold their whole share of rows.
+
+        Loads never use more rows than this share, so the count cannot exceed it.
+        """
         return self.rows >= self.limit_rows

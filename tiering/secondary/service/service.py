@@ -1,4 +1,4 @@
-"""Taking a tier into service: at start, after an outage, and in a new epoch after a reset; in the background, for ever."""
+"""Service of a tier: opens its medium in the background at the start, after outages and after resets."""
 
 from __future__ import annotations
 
@@ -18,39 +18,51 @@ logger = logging.getLogger("kv_tiering.tier")
 
 
 IN_USE_SECONDS = 0.5
-"""About how long after a medium was in use by another process it is tried again: asking is cheap, and it may end at any time."""
+"""Approximate seconds until a medium that another process uses is tried again.
+
+A try is cheap, and the other process may end at any time.
+"""
 
 
 class Backoff:
-    """When to try again: after ``probe_after`` seconds, doubling to ``probe_max``, with jitter."""
+    """Time of the next attempt: after ``probe_after`` seconds, doubling to ``probe_max``, with jitter."""
 
     def __init__(self, options: BreakerOptions) -> None:
         self._options = options
         self.failures = 0
+        """Number of failures in a row."""
         self.due = 0.0
+        """Time of the next attempt in monotonic seconds."""
 
     def failed(self, now: float, at_most: float = float("inf")) -> None:
-        """Another failure, at ``now``; the next try is ``at_most`` seconds later."""
+        """Record a failure at ``now``; the next attempt is at most about ``at_most`` seconds later."""
         delay = min(self._options.probe_after * 2 ** min(self.failures, 32), self._options.probe_max, at_most)
         self.failures += 1
         self.due = now + delay * random.uniform(0.8, 1.2)
 
     def succeeded(self) -> None:
-        """Start over."""
+        """Record a success: the waits start over."""
         self.failures = 0
 
 
 class TierService:
-    """Opens the medium and enters an epoch; owned by the scheduler's thread, works on the I/O side.
+    """Opens the medium and enters epochs; owned by the scheduler's thread, works on the I/O side.
 
-    ``on_entered`` is called on the scheduler's thread each time an epoch has been entered.  A failure is logged once
-    per outage.
+    A failure is logged once per outage.
+
+    Args:
+        name: name of the tier.
+        medium: the medium to open.
+        io: I/O side that runs the attempts.
+        options: lengths of the waits between attempts.
+        clock: function that returns monotonic seconds.
+        on_entered: function that the scheduler's thread calls with the namespace each time an epoch has been entered.
     """
 
     attempting: bool
-    """Whether an attempt to open the medium, or to enter an epoch, is running on the I/O side."""
+    """True while an attempt to open the medium, or to enter an epoch, runs on the I/O side."""
     in_service: bool
-    """Whether the medium is open, and the present epoch is certain also after a restart."""
+    """True if the medium is open and the present epoch will also hold after a restart."""
 
     def __init__(
         self,
@@ -75,7 +87,7 @@ class TierService:
         self.in_service = False
 
     def start(self) -> None:
-        """Begin an attempt, unless one is running or nothing is to be done."""
+        """Start an attempt, unless one is running or there is nothing to do."""
         if self.attempting or self.in_service or self._stopped or self._suspended:
             return
         self.attempting = True
@@ -85,8 +97,8 @@ class TierService:
     def leave(self, target: Target) -> None:
         """Leave the present epoch for that of ``target`` (a reset).
 
-        A medium of our own is out of service until what was stored before is foreign to every later process.  On a
-        shared one only this process moves, so nothing needs to be written.
+        A medium that only this tier writes is out of service until the blocks stored before are foreign to every later
+        process. On a shared medium only this process moves, so nothing needs to be written.
         """
         if self._medium.shared and self.in_service:
             self._on_entered(target.namespace)
@@ -98,19 +110,22 @@ class TierService:
         self.start()
 
     def suspend(self) -> None:
-        """Leave service until :meth:`resume`: the medium is not the one that was opened."""
+        """Leave service until :meth:`resume`, because the medium is not the one that was opened."""
         self.in_service = False
         self._suspended = True
 
     def resume(self, target: Target | None) -> None:
-        """The store is closed: open it again, and enter the epoch of ``target`` (None: that of the blocks that are there)."""
+        """Open the closed store again, and enter the epoch of ``target``.
+
+        None: the epoch of the blocks on the medium.
+        """
         self._suspended = False
         self._target = self._target or target
         self._medium.forget()
         self.start()
 
     def tick(self, now: float) -> None:
-        """Try again when it is time."""
+        """Start the next attempt if it is due."""
         if not self.in_service and not self.attempting and self._backoff.failures and now >= self._backoff.due:
             self.start()
 
@@ -127,7 +142,7 @@ class TierService:
         target = self._target
         if entered is None:
             if target is not None and not borrowed:
-                # There may have been no thread for it: those that move blocks exist already.
+                # There may have been no thread for the attempt: use an I/O thread, which exists already.
                 self._borrowing = True
                 self.start()
                 return
@@ -145,7 +160,8 @@ class TierService:
     def _failed(self, error: BaseException | None) -> None:
         if not self._backoff.failures:
             logger.error(
-                "tier %s: not in service: %s; the engine runs without it, and it comes back by itself when this is put right",
+                "tier %s: not in service: %s; the engine runs without it, "
+                "and it comes back by itself when this is put right",
                 self._name,
                 error,
                 exc_info=None if isinstance(error, TieringError) else error,

@@ -1,1 +1,1 @@
-"""One concern per layer around a block store."""
+"""Layers around a block store, each with one concern."""

@@ -1,8 +1,8 @@
-"""The circuit breakers of a tier: a medium that keeps failing is left alone for a while, then probed, then used again.
+"""Circuit breakers of a tier: a medium that keeps failing gets no attempts for a while, then probes.
 
-Reads and writes have a breaker each (:class:`Breakers`): a medium that refuses writes goes on serving what it holds.
-An error that the device reports for one place counts towards an outage only together with errors at other places,
-without a success in between.
+Reads and writes have one breaker each (:class:`Breakers`): a medium that refuses writes still serves its blocks. A
+device error at one place counts towards an outage only together with errors at other places, without a success in
+between.
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ from tiering.secondary.options import BreakerOptions
 _log = logging.getLogger("kv_tiering.breaker")
 
 LOG_PERIOD = 60.0
-"""Seconds between two log lines about outages of one breaker, once it has opened again soon after it had closed."""
+"""Seconds between two log lines about outages of a breaker that opens again soon after it closed."""
 
 _SHORTEST_SHARE = 0.75
-"""A wait is at least this share of its nominal length: the breakers of many engines must not probe one medium in step."""
+"""Shortest wait as a share of its nominal length.
+
+Jitter keeps the breakers of many engines from probing one medium at the same times.
+"""
 
 
 class BreakerState(enum.IntEnum):
-    """What a breaker lets through.  The numbers are those of the ``breaker_state`` gauge."""
+    """State of a breaker; the numbers are those of the ``breaker_state`` gauge."""
 
     CLOSED = 0
-    """Everything."""
+    """All attempts are let through."""
     HALF_OPEN = 1
-    """One probe is on its way."""
+    """One probe is under way."""
     OPEN = 2
-    """Nothing, until a probe is due."""
+    """No attempt is let through until a probe is due."""
 
 
 class BreakerOpenError(StoreError):
-    """The breaker is open: the medium was not asked.  Not temporary: a retry within the job would only wait."""
+    """The breaker is open, and the medium was not accessed.
+
+    The error is not temporary, because a retry within the job would only wait.
+    """
 
 
 def _jitter() -> float:
@@ -50,18 +56,25 @@ def _jitter() -> float:
 
 
 class Breaker:
-    """Opens after ``options.failures`` failed attempts in a row, or when :meth:`trip` is called.
+    """Circuit breaker that opens after failed attempts in a row, or when :meth:`trip` is called.
 
-    ``options.probe_after`` seconds later one attempt is let through.  If it succeeds the breaker closes; if it fails,
-    the next is let through after twice the time, at most ``options.probe_max``.  A probe that never reports is given up
-    after the same time, and a success that comes late makes a probe due at once, so that a breaker never stays open for
-    ever.  A breaker that opens again before it has been closed for ``options.probe_max`` seconds goes on doubling.
+    ``options.failures`` failed attempts open it. ``options.probe_after`` seconds later, one attempt is let through as a
+    probe. A probe that succeeds closes the breaker. After a probe that fails, the next wait is twice as long, at most
+    ``options.probe_max``.
 
-    ``what`` says in logs what is out of service.  ``jitter``: factor of each wait, drawn anew (default: from 0.75 to
-    1).
+    A probe that never reports is given up after the same time, and a late success makes a probe due at once. A breaker
+    therefore never stays open for ever. A breaker that opens again less than ``options.probe_max`` seconds after it
+    closed goes on doubling its waits.
 
-    Threads of the I/O side call :meth:`admit`, :meth:`record_success` and :meth:`record_failure`.  :attr:`state` and
-    :meth:`allows` may be read by the scheduler's thread; they take no lock.
+    I/O threads call :meth:`admit`, :meth:`record_success` and :meth:`record_failure`. The scheduler's thread may read
+    :attr:`state` and call :meth:`allows`, which take no lock.
+
+    Args:
+        options: number of failures and lengths of the waits.
+        name: name of the tier.
+        clock: function that returns monotonic seconds.
+        what: state of the tier while the breaker is open, for logs and errors; default "out of service".
+        jitter: function that returns the factor of each wait; default: random, from 0.75 to 1.
     """
 
     def __init__(
@@ -75,19 +88,19 @@ class Breaker:
     ) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0
-        """How often it has opened from closed."""
+        """Number of times that the breaker opened from closed."""
         self.failed_blocks: tuple[tuple[bytes, Place], ...] = ()
-        """Keys and places of the attempts that made it open, as far as they are known: a probe should ask for these."""
+        """Keys and places of the attempts that opened the breaker, where known; a probe should use these."""
         self._options = options
         self._name = name
         self._clock = clock
         self.what = what
-        """What the tier is while this is open, for logs and errors."""
+        """State of the tier while the breaker is open, for logs and errors."""
         self._jitter = jitter
         self._failures = 0
         self._suspects: dict[Place, bytes] = {}
         self._interval = 0.0
-        """The nominal length of the last wait; 0 after a long healthy time."""
+        """Nominal length of the last wait in seconds; 0 after a long healthy time."""
         self._closed_at = clock()
         self._probe_at = 0.0
         self._lines = RateLimit(LOG_PERIOD, clock)
@@ -95,11 +108,14 @@ class Breaker:
         self._lock = threading.Lock()
 
     def allows(self) -> bool:
-        """Whether an attempt that starts now may be let through: closed, or a probe is due.  Changes nothing."""
+        """Return True if an attempt may start now: the breaker is closed, or a probe is due; changes nothing."""
         return self.state is BreakerState.CLOSED or self._clock() >= self._probe_at
 
     def admit(self) -> bool:
-        """Whether this attempt is let through.  Each True while not closed is a probe, whose end must be recorded."""
+        """Return True if this attempt may start.
+
+        Each True while the breaker is not closed starts a probe, whose end must be recorded.
+        """
         with self._lock:
             if self.state is BreakerState.CLOSED:
                 return True
@@ -111,7 +127,7 @@ class Breaker:
             return True
 
     def record_success(self) -> None:
-        """An attempt reached the medium and got an answer."""
+        """Record an attempt that reached the medium and got an answer."""
         if self.state is BreakerState.CLOSED and not self._failures:
             return
         with self._lock:
@@ -127,10 +143,12 @@ class Breaker:
                 self._probe_at = min(self._probe_at, self._clock())
 
     def record_failure(self, reason: object, block: BlockIO | None = None) -> None:
-        """An attempt failed for a reason that lies with the medium.
+        """Record an attempt that failed because of the medium.
 
-        ``block``: one that was asked for (default: not known).  An error that the device reports for the place of a
-        block (:class:`DeviceError`) does not count if it is known of that place already.
+        Args:
+            reason: the error.
+            block: one of the blocks of the attempt; default: not known. A :class:`DeviceError` at the place of this
+                block counts only once per place.
         """
         with self._lock:
             if self.state is BreakerState.HALF_OPEN:
@@ -146,7 +164,7 @@ class Breaker:
                     self._begin(reason)
 
     def trip(self, reason: object) -> None:
-        """Open now, for a reason that the caller knows."""
+        """Open the breaker now, for a reason that the caller knows."""
         with self._lock:
             if self.state is BreakerState.CLOSED:
                 self._begin(reason)
@@ -155,7 +173,7 @@ class Breaker:
                 self._open(reason)
 
     def _begin(self, reason: object) -> None:
-        """Open from closed.  The waits go on doubling unless the breaker has been closed for long."""
+        """Open from closed; the waits go on doubling unless the breaker has been closed for long."""
         options = self._options
         if self._clock() - self._closed_at >= options.probe_max:
             self._interval = 0.0
@@ -182,26 +200,28 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """The breakers of one tier.
+    """Circuit breakers of one tier.
 
-    A medium that cannot be read is out of service altogether; one that cannot be written serves what it holds.
+    A medium that cannot be read is out of service. A medium that cannot be written serves its blocks.
     """
 
     reads: Breaker
+    """Breaker for reads and probes."""
     writes: Breaker
+    """Breaker for writes."""
 
     @classmethod
     def build(
         cls, options: BreakerOptions, *, name: str, clock: Callable[[], float], jitter: Callable[[], float] = _jitter
     ) -> Breakers:
-        """Both breakers of the tier ``name``, closed."""
+        """Return two closed breakers for the tier ``name``."""
         return cls(
             Breaker(options, name=name, clock=clock, jitter=jitter),
             Breaker(options, name=name, clock=clock, jitter=jitter, what="taking no stores"),
         )
 
     def allows(self, kind: IoKind) -> bool:
-        """Whether a job of ``kind`` that starts now may be let through.  Changes nothing."""
+        """Return True if a job of ``kind`` may start now; changes nothing."""
         return self.reads.allows() and (kind is IoKind.LOAD or self.writes.allows())
 
     @property
@@ -211,28 +231,33 @@ class Breakers:
 
     @property
     def opened(self) -> int:
-        """How often one of them has opened from closed."""
+        """Number of times that one of the breakers opened from closed."""
         return self.reads.opened + self.writes.opened
 
     def trip(self, reason: str) -> None:
-        """Open both now, for a reason that the caller knows."""
+        """Open both breakers now, for a reason that the caller knows."""
         self.reads.trip(reason)
         self.writes.trip(reason)
 
 
 def is_medium_failure(outcome: Outcome) -> bool:
-    """Whether an outcome speaks against the medium.  Absent and corrupt are answers; overdue blocks were never asked."""
+    """Return True if an outcome counts as a failure of the medium.
+
+    Absent and corrupt blocks are answers of the medium, and overdue blocks were never requested.
+    """
     return isinstance(outcome, StoreError) and not isinstance(
         outcome, (CorruptBlockError, OverdueError, PlaceLostError, BreakerOpenError)
     )
 
 
 class BreakerLayer(StoreLayer):
-    """Tells the breakers how attempts ended, and asks them before each.
+    """Records in the breakers how attempts ended, and asks them before each attempt.
 
-    A batch counts as one attempt: as a success if the medium answered for any of its blocks, as a failure if it failed
-    all that it was asked for, as neither if it was asked for none.  A medium of our own that refuses writes (full,
-    read-only) gets none for a while, at once: each further one would cost a block that was evicted for it.
+    A batch counts as one attempt. It is a success if the medium answered for any of its blocks, and a failure if all
+    requested blocks failed. It is neither if no block was requested.
+
+    A medium with slots that refuses writes (full, read-only) trips the breaker for writes at once: each further write
+    would cost a block that was evicted for it.
     """
 
     def __init__(self, inner: BlockStore, breakers: Breakers) -> None:

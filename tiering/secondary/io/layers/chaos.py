@@ -1,4 +1,4 @@
-"""Fault injection: a store that fails as media do, on command or by chance, repeatably from a seed."""
+"""Layer for fault injection: failures of a medium, on command or at random, repeatable from a seed."""
 
 from __future__ import annotations
 
@@ -17,45 +17,53 @@ from tiering.secondary.io.layers.layer import StoreLayer
 
 
 class Fault(enum.Enum):
-    """What can go wrong with one block's I/O."""
+    """Fault of one block's I/O."""
 
     TEMPORARY = "temporary"
-    """Throttled or reset: nothing is moved."""
+    """Throttled or reset: no bytes are moved."""
     PERMANENT = "permanent"
-    """No permission, or the medium is gone: nothing is moved."""
+    """No permission, or the medium is gone: no bytes are moved."""
     DEVICE = "device"
-    """EIO at the block's place: nothing is moved."""
+    """EIO at the block's place: no bytes are moved."""
     OUT_OF_SPACE = "out of space"
-    """ENOSPC: nothing is written.  For puts; a get succeeds."""
+    """ENOSPC for puts: no bytes are written; a get succeeds."""
     BIT_FLIP = "bit flip"
-    """One bit of header or payload is wrong on the medium (put) or on the way (get), and nobody says so."""
+    """One bit of header or payload is wrong on the medium (put) or on the way (get), without an error."""
     TRUNCATE = "truncate"
-    """The second half of the payload is missing, and nobody says so."""
+    """The second half of the payload is missing, without an error."""
     SWAP = "swap"
-    """Another block's frame is at the place, and nobody says so: a misdirected write (put) or read (get)."""
+    """Misdirected write (put) or read (get): another block's frame is at the place, without an error."""
     TORN = "torn"
-    """The first half is written and the put fails.  For puts; a get fails after having filled half of the row with rubbish."""
+    """A put writes the first half and fails; a get fills half of the row with wrong bytes and fails."""
     HANG = "hang"
-    """Nothing happens until :meth:`ChaosLayer.release`; then it succeeds."""
+    """The call waits until :meth:`ChaosLayer.release`, then succeeds."""
     DELAY = "delay"
-    """It takes ``delay`` seconds, then succeeds."""
+    """The call takes ``delay`` seconds, then succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """Probabilities of faults, per attempt on a block; what is left of 1 is success.  ``delay``: seconds."""
+    """Probabilities of faults per attempt on a block; the remainder to 1 is success."""
 
     puts: Mapping[Fault, float] = field(default_factory=dict)
+    """Probability of each fault of a put."""
     gets: Mapping[Fault, float] = field(default_factory=dict)
+    """Probability of each fault of a get."""
     delay: float = 0.01
+    """Seconds that :attr:`Fault.DELAY` takes; default 0.01."""
 
 
 class ChaosLayer(StoreLayer):
-    """Injects faults, those asked for with :meth:`inject` first, then by the chances of ``plan``.
+    """Injects faults: first those requested with :meth:`inject`, then random ones by ``plan``.
 
-    Chance depends on the seed, the operation, the block's key and how often this operation was tried on that key, and
-    on nothing else: the same seed brings the same faults whatever the threads do.  ``sleep`` is called for delays.
-    ``injected`` counts faults.
+    Randomness depends only on the seed, the operation, the block's key, and the number of tries of this operation on
+    that key. The same seed therefore causes the same faults, whatever the threads do.
+
+    Args:
+        inner: the store to call.
+        seed: seed of the randomness; default 0.
+        plan: probabilities of faults; default: none.
+        sleep: function that waits for some seconds, for :attr:`Fault.DELAY`.
     """
 
     def __init__(
@@ -69,8 +77,9 @@ class ChaosLayer(StoreLayer):
         super().__init__(inner)
         self.seed = seed
         self.injected: dict[Fault, int] = dict.fromkeys(Fault, 0)
+        """Number of injected faults of each kind."""
         self.hanging = 0
-        """Calls that hang at present."""
+        """Number of calls that hang at present."""
         self._plan = plan or ChaosPlan()
         self._released = threading.Event()
         self._sleep = threading.Event().wait if sleep is None else sleep
@@ -82,20 +91,20 @@ class ChaosLayer(StoreLayer):
     # --------------------------------------------------------------------------------------------------------- commands
 
     def inject(self, fault: Fault, *, puts: int = 0, gets: int = 0) -> None:
-        """Let the next ``puts`` puts and ``gets`` gets of blocks meet ``fault``."""
+        """Inject ``fault`` into the next ``puts`` puts and the next ``gets`` gets of blocks."""
         with self._lock:
             self._commands["put"].extend([fault] * puts)
             self._commands["get"].extend([fault] * gets)
 
     def heal(self) -> None:
-        """No further faults."""
+        """Stop injecting faults."""
         with self._lock:
             self._plan = ChaosPlan()
             for commands in self._commands.values():
                 commands.clear()
 
     def release(self) -> None:
-        """Let everything that hangs go on, now and in future."""
+        """Let all hanging calls continue, now and in future."""
         self._released.set()
 
     # ------------------------------------------------------------------------------------------------------------- data
@@ -202,7 +211,7 @@ def _bytes(view: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _copy_of(block: BlockIO) -> BlockIO:
-    """The same frame in memory of its own, aligned to a page: a row that is being read is never touched."""
+    """Return a page-aligned copy of the frame, because a row that is being read must not change."""
     memory = np.empty(len(block.header) + len(block.payload) + 4096, np.uint8)
     first = -memory.ctypes.data % 4096
     view = memory.data[first : first + len(block.header) + len(block.payload)]
@@ -213,7 +222,7 @@ def _copy_of(block: BlockIO) -> BlockIO:
 
 
 def _flip(block: BlockIO, dice: int) -> None:
-    """Flip a bit of the 128 bytes of the header, or of the payload, with even chances."""
+    """Flip a bit of the header's 128 bytes or of the payload, with even chances."""
     part = (
         _bytes(block.header)[:128] if dice & 1 else _bytes(block.payload)[: block.filled if block.filled > 0 else None]
     )

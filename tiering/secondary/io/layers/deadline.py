@@ -1,4 +1,4 @@
-"""Deadlines: no attempt starts for a block whose deadline has passed."""
+"""Layer for deadlines: no attempt starts for a block whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tiering.secondary.io.stats import IoStats
 
 
 class DeadlineLayer(StoreLayer):
-    """Answers :class:`OverdueError` for overdue blocks and hands on the others.
+    """Returns :class:`OverdueError` for overdue blocks, and passes the others on.
 
-    A medium that moves one block after the other is given them one by one, so that the clock is read between them.
-    What has begun is not interrupted: its row is in use until it ends.
+    A medium that moves one block after the other receives blocks one by one, so that the clock is read between them.
+    Attempts that have begun are not interrupted: their row is in use until they end.
     """
 
     def __init__(self, inner: BlockStore, stats: IoStats, *, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""The skeleton of a layer: a block store around a block store, which changes one thing and delegates everything else."""
+"""Base of all layers: a block store around a block store that delegates every operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tiering.errors import StoreError
 
 
 class StoreLayer(BlockStore):
-    """Delegates everything to ``inner``.  Layers override the batch forms; the single forms go through them."""
+    """Store that delegates every operation to ``inner``.
+
+    Layers override the batch forms; the single forms call them.
+    """
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
@@ -79,13 +82,13 @@ class StoreLayer(BlockStore):
 
 
 def innermost(store: BlockStore) -> BlockStore:
-    """The medium under all layers."""
+    """Return the medium inside all layers."""
     while isinstance(store, StoreLayer):
         store = store.inner
     return store
 
 
 def moves_batches(store: BlockStore) -> bool:
-    """Whether the medium moves several blocks at once, rather than one after the other."""
+    """Return True if the medium moves several blocks at once, instead of one after the other."""
     medium = type(innermost(store))
     return medium.put is not BlockStore.put or medium.get is not BlockStore.get

@@ -1,4 +1,4 @@
-"""Metering: requests, bytes and seconds of what is asked of the medium."""
+"""Layer for metering: counts the requests, bytes and seconds of the medium."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tiering.secondary.io.stats import IoStats
 
 
 class MeterLayer(StoreLayer):
-    """Counts into ``stats``.  Sits directly around the medium: every attempt is a request, and costs money on some media."""
+    """Counts every attempt into ``stats``.
+
+    This layer is directly around the medium: every attempt is a request, and costs money on some media.
+    """
 
     def __init__(self, inner: BlockStore, stats: IoStats, *, clock: Callable[[], float]) -> None:
         super().__init__(inner)

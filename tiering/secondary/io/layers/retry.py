@@ -1,4 +1,4 @@
-"""Retries: temporary errors are tried again with exponential backoff and jitter, inside each block's deadline."""
+"""Layer for retries of temporary errors: exponential backoff with jitter, within block deadlines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from tiering.secondary.options import RetryOptions
 
 
 class RetryLayer(StoreLayer):
-    """Sends again only those blocks of a batch that failed for a temporary reason, with the same frame and buffers.
+    """Retries those blocks of a batch that failed with a temporary error, with the same frame and buffers.
 
-    An attempt starts when the one before it has returned, so that no two of them write one row.  The n-th wait is
-    between half and all of ``backoff`` · 2ⁿ, at most ``backoff_max``; a wait that would end after a block's deadline is
-    not begun, and neither is one once ``stopping`` says so: the block's outcome is then the last error.
+    An attempt starts when the previous one has returned, so that no two attempts write one row. Wait n is between half
+    and all of ``backoff`` · 2ⁿ, at most ``backoff_max``. A block is not retried if the wait would end after its
+    deadline, or once ``stopping`` returns True. Its outcome is then the last error.
+
+    Args:
+        inner: the store to call.
+        options: number of attempts and lengths of the waits.
+        stats: counters to update.
+        clock: function that returns monotonic seconds.
+        sleep: function that waits for some seconds.
+        stopping: function that returns True once no retry shall start.
+        rng: source of the jitter; default: a new one.
     """
 
     def __init__(
