@@ -37,9 +37,9 @@ _NO = PrefixAnswer(0, False)
 class BlockTier(TierLife):
     """Tier made of an index and a block store.
 
-    Subclasses use the attributes ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace``
-    (the namespace in the present epoch; None while the tier has no epoch). Their hooks are ``on_opened``, ``on_left``,
-    ``on_epoch``, ``on_step``, ``on_result`` and ``before_close``. The scheduler's thread calls all hooks.
+    Subclasses use the attributes ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace``.
+    Their hooks are ``on_opened``, ``on_left``, ``on_epoch``, ``on_step``, ``on_result`` and ``before_close``. The
+    scheduler's thread calls all hooks.
 
     Args:
         context: environment of the tier.

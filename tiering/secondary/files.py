@@ -165,7 +165,7 @@ class Files:
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
-    # ----------------------------------------------------------------------------------------- made of the above
+    # ---------------------------------------------------------------------------- operations made of those above
 
     def write_all(self, fd: int, data: memoryview, offset: int) -> None:
         """Write all of ``data``."""

@@ -60,7 +60,7 @@ class TierOptions(Strict):
     admission: Literal["all", "second_touch", "none"] = "all"
     """Admission policy: "all" (default), "second_touch", or "none" for a tier that is only read."""
     ttl: Duration | None = None
-    """Seconds until a stored block expires; None (default): never."""
+    """Age in seconds at which stored blocks may expire; None (default): blocks do not expire."""
     fill: bool = True
     """True (default) if blocks promoted from a slower tier are offered to this tier."""
     compression: Literal["none", "zstd"] = "none"

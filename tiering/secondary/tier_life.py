@@ -77,12 +77,19 @@ class TierLife(SecondaryTierManager):
         io: IoSide | None = None,
     ) -> None:
         self.context = context
+        """Environment of the tier."""
         self.options = options
+        """Options of the tier."""
         self.store = store
+        """The medium, without layers."""
         self.index = index
+        """Index of the blocks on the medium."""
         self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size, clock=context.clock)
+        """I/O side of the tier."""
         self.namespace: Namespace | None = None
+        """Namespace in the present epoch; None while the tier has no epoch."""
         self.stats = TierStats()
+        """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
 
         self.name = context.name
         self.medium = store.medium

@@ -190,7 +190,7 @@ class SharedIndex(TierIndex):
     def blocks(self) -> int:
         return len(self._present)
 
-    # -------------------------------------------------------------------------------------------------------- knowledge
+    # ----------------------------------------------------------------------------------------------------------- tables
 
     def _is_present_epoch(self, places: Sequence[Place]) -> bool:
         return bool(places) and str(places[0]).startswith(self._prefix)

@@ -79,6 +79,7 @@ class SlotIndex(TierIndex):
         low_watermark: float = 1.0,
     ) -> None:
         self.num_slots = num_slots
+        """Number of slots that the medium can ever have."""
         self.slots = 0
         """Number of slots in use: all except unseen and retired ones."""
         self._table = BlockTable(num_slots, eviction, rows_free=False)
@@ -260,7 +261,7 @@ class SlotIndex(TierIndex):
         self._let_leave(places)
         return gone
 
-    # ----------------------------------------------------------------------------------- what is there, and what is not
+    # --------------------------------------------------------------------------------------------- content of the slots
 
     def clear(self) -> list[OffloadKey]:
         return self._table.clear()
@@ -343,7 +344,7 @@ class SlotIndex(TierIndex):
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
-    # ------------------------------------------------------------------------------------------------------- out of use
+    # ---------------------------------------------------------------------------------------------------- retired slots
 
     def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
         """Take slots for which the medium has no space out of use.
@@ -480,7 +481,7 @@ class SlotIndex(TierIndex):
             {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad}
         )
 
-    # ----------------------------------------------------------------------------------------------------------- losses
+    # ----------------------------------------------------------------------------------------- slots lost by the medium
 
     def lose(self, start: int, stop: int) -> list[OffloadKey]:
         """Mark slots [start, stop), which the medium has lost, as unseen, and return the keys held there.

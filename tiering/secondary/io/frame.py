@@ -81,6 +81,7 @@ class FrameError(CorruptBlockError):
     def __init__(self, reason: CorruptReason, key: bytes = b"") -> None:
         super().__init__(f"block {key.hex()} refused: {reason.value}" if key else f"frame refused: {reason.value}")
         self.reason = reason
+        """Reason of the refusal."""
 
 
 class FrameHeader(NamedTuple):

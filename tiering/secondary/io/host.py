@@ -112,8 +112,11 @@ class IoHost:
         news: News | None = None,
     ) -> None:
         self.name = name
+        """Name of the tier."""
         self.breakers = pipeline.breakers
+        """Circuit breakers of the tier."""
         self.stats = pipeline.stats
+        """Counters of the I/O."""
         self.store: BlockStore = pipeline.store
         """The store with its layers, for tasks."""
         self.stopping = threading.Event() if stopping is None else stopping

@@ -114,13 +114,17 @@ class Pipeline:
         if compress:
             if not store.variable_size:
                 raise ConfigError(
-                    f"tier {name}: compression: this medium has blocks of a fixed size, which would gain nothing"
+                    f"tier {name}: compression: this medium has blocks of a fixed size, so compression gains nothing"
                 )
             load_zstandard()
         self.store = store
+        """The medium with its layers."""
         self.breakers = breakers
+        """Circuit breakers of the tier."""
         self.stats = stats
+        """Counters of the I/O."""
         self.name = name
+        """Name of the tier."""
         self._medium = innermost(store)
         self._compress = compress
         self._element_size = element_size
@@ -160,7 +164,7 @@ class Pipeline:
             )
         if (self._address | self._stride) % self._medium.alignment:
             raise PermanentStoreError(
-                f"tier {self.name}: rows are not aligned to the {self._medium.alignment} bytes the medium asks for"
+                f"tier {self.name}: rows are not aligned to the {self._medium.alignment} bytes that the medium needs"
             )
         unit = self._load if job.kind is IoKind.LOAD else self._store
         outcomes = unit(job, positions, rows, sizes)

@@ -52,6 +52,7 @@ class Medium:
         self._opened = False
         self._common_epoch: bytes | None = None
         self.shared = shared
+        """True if other processes use the medium too."""
 
     def target(self, revision: str | None) -> Target:
         """Return the target of a reset: the epoch of ``revision``, or an epoch that no other process has.
@@ -131,7 +132,7 @@ class Medium:
         if thread.is_alive():
             logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
 
-    # ---------------------------------------------------------------------------------------------- a medium of our own
+    # ------------------------------------------------------------------------------ a medium that only this tier writes
 
     def _enter_own(self, *, known: bool) -> Namespace:
         document = epoch_document(self._namespace)
@@ -204,7 +205,7 @@ class Medium:
             "remove what is left of them"
         )
 
-    # ------------------------------------------------------------------------------------------------------------- both
+    # ---------------------------------------------------------------------------------------------- both kinds of media
 
     def _tell_loss(self, document: str, *, missing: bool, known: bool) -> None:
         """Log that blocks which may be on the medium are foreign.

@@ -117,7 +117,7 @@ class TierService:
     def resume(self, target: Target | None) -> None:
         """Open the closed store again, and enter the epoch of ``target``.
 
-        None: the epoch of the blocks on the medium.
+        If ``target`` is None, the tier enters the epoch of the blocks on the medium.
         """
         self._suspended = False
         self._target = self._target or target

@@ -87,6 +87,7 @@ class Breaker:
         jitter: Callable[[], float] = _jitter,
     ) -> None:
         self.state = BreakerState.CLOSED
+        """Present state."""
         self.opened = 0
         """Number of times that the breaker opened from closed."""
         self.failed_blocks: tuple[tuple[bytes, Place], ...] = ()
@@ -263,6 +264,7 @@ class BreakerLayer(StoreLayer):
     def __init__(self, inner: BlockStore, breakers: Breakers) -> None:
         super().__init__(inner)
         self.breakers = breakers
+        """Breakers of the tier."""
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self._guard(self.breakers.writes, self.inner.put, blocks)

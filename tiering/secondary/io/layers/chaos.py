@@ -76,6 +76,7 @@ class ChaosLayer(StoreLayer):
     ) -> None:
         super().__init__(inner)
         self.seed = seed
+        """Seed of the randomness."""
         self.injected: dict[Fault, int] = dict.fromkeys(Fault, 0)
         """Number of injected faults of each kind."""
         self.hanging = 0
@@ -173,7 +174,7 @@ class ChaosLayer(StoreLayer):
                 raise TemporaryStoreError("injected: reset in the middle of a read")
         return outcome
 
-    # ----------------------------------------------------------------------------------------------------------- chance
+    # --------------------------------------------------------------------------------------------------- random choices
 
     def _choose(self, operation: str, key: bytes) -> tuple[Fault | None, int]:
         with self._lock:

@@ -16,6 +16,7 @@ class StoreLayer(BlockStore):
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
+        """The store inside this layer."""
 
     @property
     def medium(self) -> str:  # type: ignore[override]
