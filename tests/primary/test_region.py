@@ -344,7 +344,7 @@ def test_memory_that_vanished_since_the_check_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefault, "_madvise", lambda address, nbytes, advice: 14)
-    with pytest.raises(RegionError, match="something else took it"):
+    with pytest.raises(RegionError, match="another program took it"):
         open_side(tmp_path)
     assert files(tmp_path) == []
 

@@ -1,1 +1,1 @@
-"""The CPU tier: the only one that the accelerator touches."""
+"""The primary tier: rows in CPU memory, the only tier with direct GPU transfers."""

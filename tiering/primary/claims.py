@@ -1,4 +1,4 @@
-"""Who holds what: the rows that each request is loading or storing, so that a completion ends exactly what its request began."""
+"""The claims of requests on rows: a completion ends exactly the loads or stores that its own request began."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _NO_ROWS: Rows = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class _Claimed:
-    """The claims of one request: whole batches, and what is left of batches that were released in parts (key → rows)."""
+    """The claims of one request."""
 
     batches: list[tuple[list[OffloadKey], Rows]] = field(default_factory=list)
+    """Whole batches: keys and their rows."""
     parts: dict[OffloadKey, list[int]] = field(default_factory=dict)
+    """Rest of batches that were released in parts: key → rows, oldest claim first."""
 
 
 class Claims:
-    """Per request, keys and their rows.  The same key may be claimed more than once; the oldest claim is released first.
+    """The claimed keys of each request with their rows.
 
-    A completion nearly always names the keys of one preparation, in its order: such batches are kept whole, and cost
-    next to nothing.
+    The same key may be claimed more than once; the oldest claim is released first. A completion nearly always names the
+    keys of one preparation in the same order, so batches are kept whole and cost next to nothing.
     """
 
     __slots__ = ("_requests",)
@@ -37,14 +39,24 @@ class Claims:
         return req_id in self._requests
 
     def add(self, req_id: str, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """``req_id`` claims ``keys`` (distinct) at ``rows``."""
+        """Record that a request claims ``keys`` at ``rows``.
+
+        Args:
+            req_id: the request.
+            keys: distinct keys.
+            rows: row of each key.
+        """
         claimed = self._requests.get(req_id)
         if claimed is None:
             claimed = self._requests[req_id] = _Claimed()
         claimed.batches.append((list(keys), rows))
 
     def release(self, req_id: str, keys: Sequence[OffloadKey]) -> tuple[Sequence[OffloadKey], Rows]:
-        """End one claim on each of ``keys``: those that were claimed, and their rows."""
+        """End one claim on each of ``keys``.
+
+        Returns:
+            The keys that were claimed, and their rows.
+        """
         claimed = self._requests.get(req_id)
         if claimed is None:
             return (), _NO_ROWS

@@ -1,4 +1,4 @@
-"""The CPU tier: rows of one shared buffer, the only tier that the accelerator touches."""
+"""The manager of the primary tier: rows of one shared CPU buffer, the only tier with direct GPU transfers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,19 @@ _log = logging.getLogger("kv_tiering.primary")
 
 
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
-    """A CPU cache of blocks; by itself a complete :class:`OffloadingManager`, under a tiering manager the gateway to all other tiers.
+    """A CPU cache of blocks.
 
-    ``buffer`` is the shared region, or any writable memoryview of shape (num_rows, row_stride_bytes), format "B".
-    Claims (what a request is loading or storing) are kept by request, so that a completion that comes after a reset
-    frees exactly its own rows.
+    The class is a complete :class:`OffloadingManager` by itself. Under a tiering manager, all other tiers exchange
+    their blocks with the GPU through its rows. Claims (the loads and stores of a request) are kept per request, so a
+    completion that arrives after a reset frees exactly the rows of its own request.
+
+    Args:
+        buffer: the shared region, or a writable memoryview of shape (num_rows, row_stride_bytes), format "B".
+        eviction: an eviction policy's name or class; default "lru".
+        enable_events: True to collect events; default False.
+
+    Raises:
+        ConfigError: the buffer has another shape or format, or the policy is unknown.
     """
 
     def __init__(
@@ -37,7 +45,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         eviction: str | type[EvictionPolicy] = "lru",
         enable_events: bool = False,
     ) -> None:
-        """Raises :class:`ConfigError` for a buffer of another shape or an unknown policy."""
         self._region = buffer if isinstance(buffer, SharedRegion) else None
         self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
         if self._view.ndim != 2 or self._view.format != "B" or self._view.readonly:
@@ -45,21 +52,26 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
                 f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}"
             )
         self.table = BlockTable(len(self._view), eviction)
+        """The table of rows. Only this class and the tiering manager use it."""
         self.ignored_completions = 0
+        """Number of completed keys that were unknown, for example after a reset."""
         self._events: list[OffloadingEvent] = []
         self._enable_events = enable_events
         self._loads = Claims()
         self._stores = Claims()
-        # Rows are shared with a child made by fork, the table is not: two processes would use one row for two blocks.
+        # A forked child shares the rows but has its own table, so both processes would use one row for two blocks.
         inert_in_children(self, InertManager)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the buffer."""
+        """Number of rows in the buffer."""
         return self.table.num_rows
 
     def get_kv_memoryview(self) -> memoryview:
-        """The buffer: shape (num_rows, row_stride_bytes), format "B"; block b is row b (``numpy.asarray(view)[b]``)."""
+        """Return the buffer: shape (num_rows, row_stride_bytes), format "B".
+
+        Block b is row b (``numpy.asarray(view)[b]``).
+        """
         return self._view
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -78,7 +90,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return PrefixMatch(held, held >= at_least)
 
     def count_readable(self, keys: Sequence[OffloadKey]) -> int:
-        """How many leading keys are readable."""
+        """Return the number of leading keys that are readable."""
         return len(list(takewhile(self.table.readable.__contains__, keys)))
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -92,9 +104,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec(rows)
 
     def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> Rows:
-        """Write down that a request loads ``keys`` and return their rows, which the caller pins.
+        """Record that a request loads ``keys``, and return their rows. The caller pins the rows.
 
-        Raises :class:`NotReadableError`, with nothing changed, unless all are readable.
+        Raises:
+            NotReadableError: some keys are not readable; nothing was changed.
         """
         readable = self.table.readable
         try:
@@ -112,11 +125,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             self.table.unpin(rows)
 
     def prepare_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """:meth:`prepare_load` for a cascade: protects ``keys`` without changing their recency."""
+        """Pin ``keys`` for a cascade, as :meth:`prepare_load` does, without a change to their recency."""
         return self.prepare_load(keys, req_context)
 
     def complete_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """End of :meth:`prepare_read`."""
+        """Unpin the keys of a :meth:`prepare_read`."""
         self.complete_load(keys, req_context)
 
     # ------------------------------------------------------------------------------------------------------------ store
@@ -156,28 +169,32 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return done, written
 
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """:meth:`prepare_store`, for a tier that brings blocks in."""
+        """Reserve rows for a tier that promotes blocks, as :meth:`prepare_store` does."""
         return self.prepare_store(keys, req_context)
 
     def complete_write(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """End of :meth:`prepare_write`."""
+        """End a :meth:`prepare_write`."""
         self.complete_store(keys, req_context, success)
 
     def allocate(self, keys: Sequence[OffloadKey]) -> tuple[Rows, list[OffloadKey]] | None:
-        """Rows for unknown ``keys``, pending from now on, and the keys evicted for them; None without room for all."""
+        """Reserve rows for unknown ``keys``, which are pending from now on.
+
+        Returns:
+            The rows and the keys evicted for them; or None, with nothing changed, if there is no room for all.
+        """
         taken = self.table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:
             self._events.append(_event(taken[1], removed=True))
         return taken
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Pending ``keys`` are written: readable."""
+        """Make pending ``keys`` readable, because their rows are written."""
         self.table.commit(keys, rows)
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Blocks that nobody waited for any more have arrived all the same in quarantined rows: readable."""
+        """Make blocks readable that arrived in quarantined rows after all requests had stopped waiting for them."""
         self.table.adopt(keys, rows)
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))
@@ -188,7 +205,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def has_open_stores(self, req_id: str) -> bool:
-        """Whether a request has prepared stores that are not completed."""
+        """Return True if a request has prepared stores that are not completed."""
         return req_id in self._stores
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -213,7 +230,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return rows
 
     def _end_quarantined(self, keys: Sequence[OffloadKey], rows: Rows) -> tuple[Sequence[OffloadKey], Rows]:
-        """Free those rows whose blocks a reset has made worthless; the others."""
+        """Free the rows whose blocks were dropped by a reset; return the other keys and rows."""
         late = np.fromiter(map(self.table.is_quarantined, rows.tolist()), np.bool_, len(rows))
         if not late.any():
             return keys, rows

@@ -1,1 +1,4 @@
-"""The table of rows or slots, and the eviction policies that order it.  Imports ``tiering.api`` and the errors."""
+"""The table of rows or slots, and the eviction policies that order it.
+
+This package imports only ``tiering.api`` and the errors.
+"""

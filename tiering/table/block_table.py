@@ -1,8 +1,8 @@
-"""A table of blocks on a medium of our own: key → row, reference counts, free rows, eviction; in batches.
+"""The table of blocks on a medium that one process owns: key → row, reference counts, free rows, eviction; in batches.
 
-Used for the primary tier's rows and for the slots of a local tier.  Owned by the scheduler's thread; no locks.  Per
-block it costs a bytes key and an int in a dict, and some bytes in arrays: no object that the garbage collector looks
-at.
+The primary tier keeps its rows in such a table, a local tier its slots. The scheduler's thread owns the table, so
+there are no locks. A block costs a bytes key and an int in a dict, and some bytes in arrays; the garbage collector
+tracks none of them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from tiering.table.policies.lru import LRUEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUEvictionPolicy, "arc": ARCEvictionPolicy}
+"""The policies that ship with the project, by name."""
 
 MAX_ROWS = 1 << 29
-"""Most rows of a table: row numbers are kept in 32 bits, and what is kept of this many takes about 100 GB of memory when full."""
+"""Largest number of rows in a table. Row numbers have 32 bits.
+
+The data of this many blocks takes about 100 GB of memory when the table is full.
+"""
 
 WRITING = -1
-"""Reference count of a row that is being written: not readable, not evictable."""
+"""Reference count of a row that is being written. Such a row is neither readable nor evictable."""
 
 
 def load_policy(name: str) -> type[EvictionPolicy]:
-    """The policy called ``name``: "lru", "arc" or ``module:Class``.  Raises :class:`ConfigError` with what is allowed."""
+    """Return the policy called ``name``: "lru", "arc" or ``module:Class``.
+
+    Raises:
+        ConfigError: the policy is unknown or cannot be imported; the message lists the allowed names.
+    """
     if name in BUILTIN_POLICIES:
         return BUILTIN_POLICIES[name]
     module_name, colon, class_name = name.partition(":")
@@ -49,14 +57,18 @@ def load_policy(name: str) -> type[EvictionPolicy]:
 
 
 class BlockTable:
-    """Which rows hold which blocks.
+    """The index of blocks by row, with reference counts, free rows and eviction.
 
-    ``readable`` (key → row) holds the blocks that may be read; ``pending`` those that are being written.  Both are for
-    reading by the owner's hot paths; only the methods change them.  ``refs[row]``: -1 being written, 0 evictable (or
-    free), n readers. ``keys[row]``: the row's key, None if free.  ``evictable``: rows that could be evicted now.
+    Rows that are being read or written during :meth:`clear` are *quarantined*: no key leads to them, and they become
+    free when the last reader or the writer is done.
 
-    Rows that were being read or written when :meth:`clear` came are *quarantined*: no key leads to them, and they are
-    free once the last reader or the writer is done.
+    Args:
+        num_rows: number of rows.
+        eviction: an eviction policy's name or class; default "lru".
+        rows_free: True (default): all rows are free. False: no row is free until :meth:`add_free`.
+
+    Raises:
+        ConfigError: the number of rows is 0 or exceeds :data:`MAX_ROWS`, or the policy is unknown.
     """
 
     __slots__ = (
@@ -73,21 +85,31 @@ class BlockTable:
     )
 
     def __init__(self, num_rows: int, eviction: str | type[EvictionPolicy] = "lru", *, rows_free: bool = True) -> None:
-        """A table of ``num_rows`` rows, all free, or, without ``rows_free``, none until :meth:`add_free`."""
         if num_rows <= 0:
             raise ConfigError(f"a table of {num_rows} rows holds nothing")
         if num_rows > MAX_ROWS:
             raise ConfigError(
-                f"room for {num_rows} blocks is more than a tier can keep track of ({MAX_ROWS}): lower its capacity, or make blocks larger"
+                f"room for {num_rows} blocks is more than a tier can keep track of ({MAX_ROWS}): "
+                "lower its capacity, or make blocks larger"
             )
         self.num_rows = num_rows
+        """Number of rows."""
         self.readable: dict[bytes, int] = {}
+        """Key → row of the blocks that may be read.
+
+        Only the table's methods change it; the owner's hot paths read it.
+        """
         self.pending: dict[bytes, int] = {}
+        """Key → row of the blocks that are being written. Only the table's methods change it."""
         self.refs: RefCounts = np.zeros(num_rows, np.int32)
+        """Reference count of each row: -1 being written, 0 evictable or free, n > 0 for n readers."""
         self.keys: RowKeys = np.empty(num_rows, object)
+        """Key of each row; None for a free row."""
         policy = load_policy(eviction) if isinstance(eviction, str) else eviction
         self.policy: EvictionPolicy = policy(num_rows, self.refs, self.keys)
+        """The eviction policy."""
         self.evictable = 0
+        """Number of rows that could be evicted now."""
         self._free: NDArray[np.int32] = (
             np.arange(num_rows - 1, -1, -1, dtype=np.int32) if rows_free else np.empty(num_rows, np.int32)
         )
@@ -98,18 +120,19 @@ class BlockTable:
 
     @property
     def free(self) -> int:
-        """Rows that hold nothing."""
+        """Number of free rows."""
         return self._free_count
 
     @property
     def room(self) -> int:
-        """Rows that :meth:`allocate` could hand out now."""
+        """Number of rows that :meth:`allocate` could reserve now."""
         return self._free_count + self.evictable
 
     def allocate(self, keys: Sequence[bytes]) -> tuple[Rows, list[bytes]] | None:
-        """Take a row for each of ``keys``, none of which is known; they are pending then.
+        """Reserve a row for each of ``keys``, none of which is known. The keys are pending from then on.
 
-        Returns the rows and the keys evicted to make room; None, with nothing changed, if there is no room for all.
+        Returns:
+            The rows and the keys evicted to make room; or None, with nothing changed, if there is no room for all.
         """
         count = len(keys)
         if count > self._free_count + self.evictable:
@@ -125,13 +148,16 @@ class BlockTable:
             self.evictable -= count - take
             rows = np.concatenate((rows, victims)) if take else victims
         self.refs[rows] = WRITING
-        # An array, because numpy would hand the interpreter lock to others while it assigns a list.
+        # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
         self.pending.update(zip(keys, rows.tolist(), strict=True))
         return rows, evicted
 
     def commit(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """What :meth:`allocate` gave ``rows`` for is written: readable, and the most recent, the first of ``keys`` above all."""
+        """Make pending ``keys`` readable, because their ``rows`` are written.
+
+        They become the most recent blocks, the first of ``keys`` above all others.
+        """
         deque(map(self.pending.__delitem__, keys), maxlen=0)
         self.readable.update(zip(keys, rows.tolist(), strict=True))
         self.refs[rows] = 0
@@ -139,30 +165,33 @@ class BlockTable:
         self.policy.insert(rows)
 
     def abort(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """What :meth:`allocate` gave ``rows`` for is not written: the rows are free."""
+        """Free the ``rows`` of pending ``keys``, because their write failed."""
         deque(map(self.pending.__delitem__, keys), maxlen=0)
         self._release_to_free(rows)
 
     def disown(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """Nobody waits for pending ``keys`` any more, but their writer still runs: quarantine the rows until :meth:`end_writing`."""
+        """Quarantine the ``rows`` of pending ``keys`` until :meth:`end_writing`.
+
+        No request waits for these keys any more, but their writer still runs.
+        """
         deque(map(self.pending.__delitem__, keys), maxlen=0)
         self._quarantined.update(rows.tolist())
 
     def is_quarantined(self, row: int) -> bool:
-        """Whether ``row`` is waiting for its last reader or writer to be free."""
+        """Return True if ``row`` becomes free only when its last reader or writer is done."""
         return row in self._quarantined
 
     def any_quarantined(self, rows: Iterable[object]) -> bool:
-        """Whether one of ``rows`` is in quarantine."""
+        """Return True if one of ``rows`` is in quarantine."""
         return bool(self._quarantined) and not self._quarantined.isdisjoint(rows)
 
     @property
     def quarantined(self) -> int:
-        """Rows in quarantine."""
+        """Number of rows in quarantine."""
         return len(self._quarantined)
 
     def withdraw(self, rows: Rows) -> Rows:
-        """Those of ``rows`` that are free leave the free list, into quarantine until :meth:`end_writing`.  Returns them."""
+        """Move the free ones among ``rows`` into quarantine until :meth:`end_writing`, and return them."""
         free = self._free[: self._free_count]
         chosen = np.isin(free, rows)
         taken: Rows = free[chosen].astype(np.int64)
@@ -173,27 +202,33 @@ class BlockTable:
         return taken
 
     def take_free(self, count: int) -> Rows:
-        """Up to ``count`` free rows leave the free list, those that would be handed out last, into quarantine."""
+        """Move up to ``count`` free rows into quarantine and return them.
+
+        The chosen rows are those that :meth:`allocate` would reserve last.
+        """
         return self.withdraw(self._free[: min(count, self._free_count)].astype(np.int64))
 
     def withhold(self, rows: Rows) -> None:
-        """Rows that are in no list of this table go into quarantine until :meth:`end_writing`."""
+        """Put rows that are in no list of this table into quarantine until :meth:`end_writing`."""
         self.refs[rows] = WRITING
         self._quarantined.update(rows.tolist())
 
     def forget(self, rows: Rows) -> None:
-        """Quarantined ``rows``, which nobody reads or writes, leave every list of this table."""
+        """Remove quarantined ``rows`` without reader or writer from every list of this table."""
         self._quarantined.difference_update(rows.tolist())
         self.refs[rows] = 0
         self.keys[rows] = None
 
     def end_writing(self, rows: Rows) -> None:
-        """The writers of quarantined ``rows`` are done: the rows are free."""
+        """Free quarantined ``rows``, because their writers are done."""
         self._quarantined.difference_update(rows.tolist())
         self._release_to_free(rows)
 
     def adopt(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """The writers of quarantined ``rows`` are done and ``keys``, unknown at present, are good: make them readable."""
+        """Make ``keys`` readable in quarantined ``rows``, because their writers have succeeded.
+
+        The keys are unknown at present.
+        """
         self._quarantined.difference_update(rows.tolist())
         self.keys[rows] = keys
         self.readable.update(zip(keys, rows.tolist(), strict=True))
@@ -202,7 +237,10 @@ class BlockTable:
         self.policy.insert(rows)
 
     def insert(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """Rows that are in no list of this table hold ``keys`` already (recovery of a medium): readable, and the most recent."""
+        """Make ``keys`` readable in rows that are in no list of this table, as the most recent blocks.
+
+        Used when a medium is recovered: the rows contain the blocks already.
+        """
         self.keys[rows] = keys
         self.readable.update(zip(keys, rows.tolist(), strict=True))
         self.refs[rows] = 0
@@ -210,19 +248,19 @@ class BlockTable:
         self.policy.insert(rows)
 
     def add_free(self, rows: Rows) -> None:
-        """Rows that are in no list of this table are free; the first is handed out first."""
+        """Free rows that are in no list of this table; the first is reserved first."""
         self._release_to_free(rows)
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def pin(self, rows: Rows, times: int = 1) -> None:
-        """``times`` more readers for each of ``rows``, which are readable and distinct."""
+        """Add ``times`` readers to each of ``rows``, which are readable and distinct."""
         refs = self.refs[rows]
         self.evictable -= len(rows) - int(np.count_nonzero(refs))
         self.refs[rows] = refs + times
 
     def unpin(self, rows: Rows) -> None:
-        """One reader less for each of ``rows``, which are distinct and pinned."""
+        """Remove one reader from each of ``rows``, which are pinned and distinct."""
         refs = self.refs[rows] - 1
         self.refs[rows] = refs
         if refs.any():
@@ -235,7 +273,11 @@ class BlockTable:
         self.policy.release(rows)
 
     def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
-        """``keys``, a prefix in its order, were used.  Returns those that are readable and their rows; the others are ignored."""
+        """Record a use of ``keys``, in the order of a prefix. Keys that are not readable are ignored.
+
+        Returns:
+            The readable keys and their rows.
+        """
         readable = self.readable
         try:
             rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
@@ -247,7 +289,7 @@ class BlockTable:
         return keys, rows
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of ``keys`` that are neither readable nor pending."""
+        """Return those of ``keys`` that are neither readable nor pending."""
         readable, pending = self.readable, self.pending
         if readable.keys().isdisjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
             return list(keys)
@@ -256,7 +298,13 @@ class BlockTable:
     # ---------------------------------------------------------------------------------------------------------- leaving
 
     def drop(self, keys: Sequence[bytes]) -> list[bytes]:
-        """``keys`` are lost: unknown at once, their rows free, or in quarantine while they are read.  Returns those that were held."""
+        """Drop lost blocks. Their keys are unknown at once.
+
+        Rows that are being read go into quarantine; the other rows are free.
+
+        Returns:
+            The keys that were readable.
+        """
         known = [key for key in keys if key in self.readable]
         if known:
             rows = np.fromiter(map(self.readable.pop, known), np.int64, len(known))
@@ -269,7 +317,7 @@ class BlockTable:
         return known
 
     def evict(self, count: int) -> list[bytes]:
-        """Evict up to ``count`` blocks ahead of need; their keys."""
+        """Evict up to ``count`` blocks ahead of need, and return their keys."""
         count = min(count, self.evictable)
         if not count:
             return []
@@ -281,7 +329,11 @@ class BlockTable:
         return evicted
 
     def clear(self) -> list[bytes]:
-        """Forget every block.  Rows that are read or written at this moment are quarantined.  Returns the keys that were readable."""
+        """Drop every block, and quarantine the rows that are being read or written.
+
+        Returns:
+            The keys that were readable.
+        """
         forgotten = list(self.readable)
         rows = np.fromiter(self.readable.values(), np.int64, len(forgotten))
         busy = self.refs[rows] != 0
@@ -295,11 +347,11 @@ class BlockTable:
         return forgotten
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The row of each readable key, None for the others."""
+        """Return the row of each readable key, and None for each other key."""
         return list(map(self.readable.get, keys, repeat(None)))
 
     def _leave_quarantine(self, rows: Rows) -> Rows:
-        """Free those of ``rows`` that are quarantined; the others."""
+        """Free those of ``rows`` that are quarantined, and return the others."""
         quarantined = np.fromiter(map(self._quarantined.__contains__, rows.tolist()), np.bool_, len(rows))
         leaving = rows[quarantined]
         if len(leaving):

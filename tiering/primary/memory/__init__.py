@@ -1,1 +1,1 @@
-"""The memory of the primary tier: the shared region, its lock, its prefaulting, and the room that it needs."""
+"""The memory of the primary tier: the shared region, its lock, its prefaulting, and the check for room."""

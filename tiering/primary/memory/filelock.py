@@ -1,7 +1,7 @@
-"""Locks on bytes of a file that belong to the open descriptor and die with it, also by SIGKILL (Linux open file description locks).
+"""Locks on bytes of a file that the kernel releases with the open descriptor, also after SIGKILL.
 
-Unlike POSIX record locks they exclude two descriptors of one process from each other; unlike flock they cover single
-bytes.
+These are Linux open file description locks. Unlike POSIX record locks, they exclude two descriptors of one process
+from each other; unlike flock, they cover single bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from pathlib import Path
 from tiering.errors import RegionError
 
 _FLOCK = struct.Struct("@hhqqi4x")
-"""struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
+"""The C ``struct flock`` of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
 
 _POLL_SECONDS = 0.002
 
 
 def try_lock(fd: int, start: int, length: int) -> bool:
-    """Take ``length`` bytes from ``start`` (0: to the end and beyond) without waiting; False if somebody else has one of them."""
+    """Lock bytes without waiting; return False if another descriptor holds one of them.
+
+    Args:
+        fd: the file.
+        start: first byte.
+        length: number of bytes; 0: all bytes from ``start`` on, also beyond the end.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     except OSError as error:
@@ -35,19 +41,28 @@ def try_lock(fd: int, start: int, length: int) -> bool:
 
 
 def unlock(fd: int, start: int, length: int) -> None:
-    """Drop what this descriptor holds of these bytes."""
+    """Release the locks of this descriptor on ``length`` bytes from ``start``."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
 def is_held_elsewhere(fd: int, at: int) -> bool:
-    """Whether another descriptor holds the byte ``at``."""
+    """Return True if another descriptor holds the byte ``at``."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 @contextmanager
 def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
-    """Hold the byte ``at``.  Raises :class:`RegionError` if it is not to be had before ``deadline`` (monotonic seconds)."""
+    """Hold the lock on one byte for the duration of the ``with`` block.
+
+    Args:
+        fd: the file.
+        at: the byte.
+        deadline: time limit for the lock, in seconds of the monotonic clock.
+
+    Raises:
+        RegionError: another descriptor holds the byte beyond the deadline.
+    """
     while not try_lock(fd, at, 1):
         if time.monotonic() > deadline:
             raise RegionError(
@@ -61,7 +76,7 @@ def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
 
 
 def is_linked(fd: int, path: Path) -> bool:
-    """Whether ``path`` still names the file behind ``fd``."""
+    """Return True if ``path`` still names the file behind ``fd``."""
     try:
         there = path.lstat()
     except FileNotFoundError:

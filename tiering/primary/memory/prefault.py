@@ -1,4 +1,7 @@
-"""Give every page of a mapping its memory now, in parallel, so that neither a step nor a later write pays for it or dies of it."""
+"""The prefaulting of a mapping: every page gets its memory at the start, in parallel.
+
+No step or later write pays for page faults, and none dies because memory has run out.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """0, or the error's number."""
+    """Return 0, or the error number."""
     while _libc.madvise(address, nbytes, advice):
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -41,25 +44,35 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 def _no_room(nbytes: int, error: OSError) -> RegionError:
     return RegionError(
-        f"there is no memory for {format_bytes(nbytes)} of shared memory ({error.strerror}): something else took it since the start; "
+        f"there is no memory for {format_bytes(nbytes)} of shared memory ({error.strerror}): "
+        "another program took it since the start; "
         "give the container more shared memory (docker: --shm-size) and memory, or lower primary.capacity"
     )
 
 
 def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) -> None:
-    """For kernels before 5.14: reserve (so that nothing faults for lack of room later), then touch, without changing a byte."""
+    """Reserve and touch pages without changing a byte, on kernels before 5.14.
+
+    The reservation ensures that no page fault fails later for lack of room.
+    """
     os.posix_fallocate(fd, start, stop - start)
     int(rows[start : stop : mmap.PAGESIZE].max())
 
 
 def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) -> None:
-    """Populate ``flat``, which maps the file ``fd`` from its start, without changing it.  Returns when all pages are there.
+    """Populate ``flat`` without changing its content; return when all pages are present.
 
-    Raises :class:`RegionError` if the memory is not to be had, or no thread to populate it.
+    Args:
+        flat: the mapping of the file ``fd`` from its start.
+        fd: the file.
+        threads: number of threads; default: the number of CPUs, at most 16.
+
+    Raises:
+        RegionError: there is not enough memory, or no thread can be started.
     """
     address, nbytes = flat.ctypes.data, flat.nbytes
     workers = threads or min(16, os.cpu_count() or 1)
-    # Huge pages are a gift where shared memory may use them; elsewhere the kernel refuses, and nothing is lost.
+    # Huge pages are optional: the kernel refuses them where shared memory may not use them.
     refused = _madvise(address, nbytes, _MADV_HUGEPAGE)
     logger.debug("huge pages for the shared region: %s", os.strerror(refused) if refused else "asked for")
 
@@ -108,9 +121,10 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
 
 
 def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:
-    """Start up to ``count`` threads that run ``work``; fewer where the process may not have so many.
+    """Start up to ``count`` threads that run ``work``; fewer if the process may not have as many.
 
-    Raises :class:`RegionError` if not even one can be started.
+    Raises:
+        RegionError: no thread can be started.
     """
     running: list[threading.Thread] = []
     for number in range(count):
@@ -124,8 +138,8 @@ def _start_threads(work: Callable[[], None], count: int) -> list[threading.Threa
                 )
                 break
             raise RegionError(
-                f"no thread can be started to prepare the primary tier's memory ({error}); raise the limit on processes "
-                "(ulimit -u, docker: --pids-limit)"
+                f"no thread can be started to prepare the primary tier's memory ({error}); "
+                "raise the limit on processes (ulimit -u, docker: --pids-limit)"
             ) from error
         running.append(thread)
     return running

@@ -1,10 +1,10 @@
-"""The primary tier's memory: one shared, page-aligned, mmap'ed buffer of rows that scheduler and workers map.
+"""The memory of the primary tier: one shared, page-aligned buffer of rows that scheduler and workers map.
 
-A region for one process is anonymous.  A region for several is a file in /dev/shm that every side opens by the same
-name with the same arguments, in any order; whoever comes first gives it its size, and the last of the ``sides`` unlinks
-it, so that from then on nothing can be left behind.  Each side holds a lock that the kernel drops with the process: a
-side that died is not counted, and a file in which nobody is left belongs to a start that was killed half-way; the next
-start removes it.
+A region for one process is anonymous. A region for several processes is a file in /dev/shm. Every side opens the file
+under the same name with the same arguments, in any order. The first side gives the file its size; the last of the
+``sides`` unlinks it, so that nothing can be left behind from then on. Each side holds a lock that the kernel releases
+when the process ends, so dead sides do not count. A file without any live side belongs to a start that was killed
+half-way; the next start removes it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,46 @@ from tiering.primary.memory.room import check_room, format_bytes
 logger = logging.getLogger("kv_tiering.region")
 
 PAGE = mmap.PAGESIZE
+"""Size of a page in bytes."""
 SHM = Path("/dev/shm")
+"""Directory of region files."""
 FILE_PREFIX = "kv-tiering."
+"""Prefix of the names of region files."""
 
-# The header is the page after the rows: magic, rows, row stride, sides; then a byte that says that all sides have
-# mapped it.
+# The header is the page after the rows: magic, rows, row stride, sides; then a byte that is 1 once all sides have
+# mapped the region.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvregn01"
 _COMPLETE_AT = 64
-# Bytes far beyond the end that only carry locks: one for whoever reads or changes the header, then one for each side.
+# Bytes far beyond the end of the file that only carry locks: one guards the header, then there is one for each side.
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
 MAX_SIDES = 1024
+"""Largest number of sides that can share a region."""
 
 
 def row_stride(row_bytes: int) -> int:
-    """``row_bytes`` rounded up to a page."""
+    """Return ``row_bytes`` rounded up to whole pages."""
     return -(-row_bytes // PAGE) * PAGE
 
 
 def shared_path(name: str, directory: Path = SHM) -> Path:
-    """The file that the region ``name`` has until all sides have mapped it."""
+    """Return the path of the file that backs the region ``name`` until all sides have mapped it."""
     safe = name if re.fullmatch(r"[A-Za-z0-9_-]{1,128}", name) else hashlib.sha256(name.encode()).hexdigest()[:32]
     return directory / f"{FILE_PREFIX}{safe}"
 
 
 def sweep(directory: Path = SHM) -> list[Path]:
-    """Remove region files in ``directory`` that no process holds (a start was killed half-way); returns their paths."""
+    """Remove region files in ``directory`` that no process holds, and return their paths.
+
+    Such files stay behind if a start is killed half-way.
+    """
     swept = []
     for path in sorted(directory.glob(f"{FILE_PREFIX}*")):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            logger.debug("%s is left alone: %s", path, error)  # gone already, another user's, or no region at all
+            logger.debug("%s is left alone: %s", path, error)  # already gone, another user's file, or not a region
             continue
         try:
             if os.fstat(fd).st_uid == os.geteuid() and _unlink_if_unheld(fd, path):
@@ -77,8 +84,8 @@ def sweep(directory: Path = SHM) -> list[Path]:
 
 
 def _unlink_if_unheld(fd: int, path: Path) -> bool:
-    # Under a lock on every byte nobody is in it; who opened it just now finds it unlinked once it has its lock, and
-    # starts again.
+    # A lock on every byte proves that no side is in the region. A side that has just opened the file finds it unlinked
+    # once it gets the header's lock, and starts again.
     if not try_lock(fd, 0, 0):
         return False
     try:
@@ -90,7 +97,7 @@ def _unlink_if_unheld(fd: int, path: Path) -> bool:
 
 
 def _release(fd: int, path: Path | None, owner: int) -> None:
-    """Leave the region: nothing stays behind if this side was the last one there.  A forked child only drops its descriptor."""
+    """Leave the region, and remove its file if no side is left. A forked child only closes its descriptor."""
     if path is not None and owner == os.getpid():
         unlock(fd, 0, 0)
         _unlink_if_unheld(fd, path)
@@ -98,10 +105,9 @@ def _release(fd: int, path: Path | None, owner: int) -> None:
 
 
 class SharedRegion:
-    """``num_rows`` rows of ``row_stride`` bytes (``row_bytes`` rounded up to a page), each starting on a page boundary.
+    """A buffer of rows, each of which starts on a page boundary.
 
-    The memory stays mapped until :meth:`close` was called and every view of it is gone: nobody's view ever becomes
-    invalid.
+    The memory stays mapped until :meth:`close` was called and every view of it is gone, so views never become invalid.
     """
 
     __slots__ = (
@@ -117,29 +123,42 @@ class SharedRegion:
     )
 
     def __init__(self, fd: int, num_rows: int, row_bytes: int, path: Path | None = None) -> None:
-        """Map ``fd``, which the region owns from then on.  Use :meth:`create` or :meth:`open_shared`."""
+        """Map ``fd``, which the region owns from then on. Use :meth:`create` or :meth:`open_shared` instead."""
         self.num_rows = num_rows
+        """Number of rows."""
         self.row_bytes = row_bytes
+        """Usable size of a row in bytes."""
         self.row_stride = row_stride(row_bytes)
+        """Distance between rows in bytes: ``row_bytes`` rounded up to whole pages."""
         self.nbytes = num_rows * self.row_stride
+        """Size of all rows in bytes."""
         try:
             mapping = mmap.mmap(fd, self.nbytes + PAGE)
         except (OSError, ValueError) as error:
             raise RegionError(
-                f"cannot map {format_bytes(self.nbytes)}: {error}; raise the address space limit (ulimit -v) or lower primary.capacity"
+                f"cannot map {format_bytes(self.nbytes)}: {error}; "
+                "raise the address space limit (ulimit -v) or lower primary.capacity"
             ) from error
         flat = np.frombuffer(mapping, dtype=np.uint8)
         self._rows: NDArray[np.uint8] | None = flat[: self.nbytes].reshape(num_rows, self.row_stride)
         flag = self.nbytes + _COMPLETE_AT
         self._complete: NDArray[np.uint8] = np.ones(1, np.uint8) if path is None else flat[flag : flag + 1]
         self.address: int = flat.ctypes.data
+        """Address of the first row in this process."""
         self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
 
     @classmethod
     def create(cls, num_rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
-        """An anonymous region, for one process.
+        """Create an anonymous region for one process.
 
-        Raises :class:`RegionError`, saying which limit to raise, if the memory is not to be had.
+        Args:
+            num_rows: number of rows.
+            row_bytes: size of a row in bytes; rounded up to whole pages.
+            prefault: True (default) to populate all pages now.
+
+        Raises:
+            ConfigError: the region would be empty.
+            RegionError: there is not enough memory; the message names the limit to raise.
         """
         size = _total_bytes(num_rows, row_bytes)
         check_room(size, None)
@@ -164,11 +183,22 @@ class SharedRegion:
         prefault: bool = True,
         timeout: float = 60.0,
     ) -> Self:
-        """The region ``name`` of ``sides`` processes (or parts of one), each of which calls this once with the same arguments.
+        """Open or create the region ``name``. Each side calls this method once, with the same arguments.
 
-        Never waits for another side to come, only (``timeout`` seconds) for one that is changing the header.  Until
-        :attr:`is_complete` the others may still be missing.  Raises :class:`ConfigError` if the sides disagree about
-        the shape, :class:`RegionError`, saying which limit to raise, if there is no room.
+        The call does not wait for other sides to arrive; until :attr:`is_complete`, some may be missing.
+
+        Args:
+            name: name of the region.
+            num_rows: number of rows.
+            row_bytes: size of a row in bytes; rounded up to whole pages.
+            sides: number of processes, or parts of one, that map the region.
+            directory: directory of the region's file; default /dev/shm.
+            prefault: True (default) to populate all pages now.
+            timeout: time limit for another side to finish its change of the header, in seconds; default 60.
+
+        Raises:
+            ConfigError: the sides disagree about the shape.
+            RegionError: there is not enough room; the message names the limit to raise.
         """
         _total_bytes(num_rows, row_bytes)
         if not 1 <= sides <= MAX_SIDES:
@@ -195,7 +225,7 @@ class SharedRegion:
                 else:
                     region.close()
                 raise
-            os.close(fd)  # swept, or completed by the others, between opening and locking
+            os.close(fd)  # another side swept or completed the region between opening and locking
         return region._prefaulted(fd, prefault)
 
     def _prefaulted(self, fd: int, prefault: bool) -> Self:
@@ -209,30 +239,38 @@ class SharedRegion:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all sides have mapped the region: what one of them writes, the others see.  Always true of an anonymous one."""
+        """True if all sides have mapped the region and see each other's writes. Always True for an anonymous region."""
         return bool(self._complete[0])
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """The rows: uint8 of shape (num_rows, row_stride).  Raises :class:`RegionError` once closed."""
+        """The rows: uint8 of shape (num_rows, row_stride).
+
+        Raises:
+            RegionError: the region is closed.
+        """
         if self._rows is None:
             raise RegionError("the region is closed")
         return self._rows
 
     @property
     def view(self) -> memoryview:
-        """The same as a memoryview of format "B"."""
+        """The rows as a memoryview of format "B"."""
         return self.array.data
 
     def close(self) -> None:
-        """Give the region up.  Its memory goes when the last view of it does.  May be called twice."""
+        """Release the region. Its memory is freed with its last view. May be called twice."""
         self._rows = None
         self._complete = self._complete.copy()
         self._finalizer()
 
 
 def _total_bytes(num_rows: int, row_bytes: int) -> int:
-    """Of the file, header included.  Raises :class:`ConfigError` for a shape that holds nothing."""
+    """Return the size of the region's file in bytes, header included.
+
+    Raises:
+        ConfigError: the region would be empty.
+    """
     if num_rows < 1 or row_bytes < 1:
         raise ConfigError(
             f"a region of {num_rows} rows of {row_bytes} bytes holds nothing; raise primary.capacity above one block"
@@ -245,13 +283,17 @@ def _resize(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
     except OSError as error:
         raise RegionError(
-            f"cannot make {format_bytes(size)} of shared memory: {error.strerror}; raise the file size limit (ulimit -f) or lower "
-            "primary.capacity"
+            f"cannot make {format_bytes(size)} of shared memory: {error.strerror}; "
+            "raise the file size limit (ulimit -f) or lower primary.capacity"
         ) from error
 
 
 def _open_exclusively_ours(path: Path) -> int:
-    """Create or open ``path``, which must be a plain file of this user that nobody else may read."""
+    """Create or open ``path`` as a regular file that belongs to this user and that no other user may read.
+
+    Raises:
+        RegionError: the file cannot be created, or is not private to this user.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -264,24 +306,32 @@ def _open_exclusively_ours(path: Path) -> int:
 
 
 def _agree(fd: int, num_rows: int, stride: int, sides: int, path: Path) -> None:
-    """Write the header, or check that the one who did meant the same region.  The header's lock is held."""
+    """Write the header, or check that the existing one describes the same region. The caller holds the header's lock.
+
+    Raises:
+        ConfigError: another side opened the region with another shape.
+    """
     size = num_rows * stride + PAGE
     wanted = _HEADER.pack(_MAGIC, num_rows, stride, sides)
     if os.fstat(fd).st_size == size and os.pread(fd, len(_MAGIC), size - PAGE) == bytes(len(_MAGIC)):
-        os.pwrite(fd, wanted, size - PAGE)  # its first side died between size and header
+        os.pwrite(fd, wanted, size - PAGE)  # the first side died after it set the size and before it wrote the header
     elif os.fstat(fd).st_size == 0:
         check_room(size, path.parent)
         _resize(fd, size)
         os.pwrite(fd, wanted, size - PAGE)
     elif os.fstat(fd).st_size != size or os.pread(fd, _HEADER.size, size - PAGE) != wanted:
         raise ConfigError(
-            f"{path}: another side has opened this region with {os.fstat(fd).st_size} bytes, this one wants {num_rows} rows of {stride} "
-            f"for {sides} sides; scheduler and workers must be given the same configuration"
+            f"{path}: another side has opened this region with {os.fstat(fd).st_size} bytes, "
+            f"this one wants {num_rows} rows of {stride} for {sides} sides; "
+            "scheduler and workers must be given the same configuration"
         )
 
 
 def _take_slot(fd: int, sides: int, path: Path) -> bool:
-    """Count as one of ``sides`` for as long as ``fd`` lives; True if all are there now.  The header's lock is held."""
+    """Lock one of the slots for as long as ``fd`` is open; return True if all sides hold one now.
+
+    The caller holds the header's lock.
+    """
     slots = range(_SLOTS_AT, _SLOTS_AT + sides)
     mine = next((slot for slot in slots if try_lock(fd, slot, 1)), None)
     if mine is None:

@@ -1,4 +1,4 @@
-"""Is there room for a region of so many bytes, and if not, which limit must be raised?"""
+"""The check that a region fits into memory, with the name of the limit to raise if it does not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from tiering.errors import RegionError
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes "no limit" as a huge number."""
+"""Smallest number that means "no limit" in cgroup v1."""
 
 
 def format_bytes(nbytes: int) -> str:
-    """``nbytes`` for people, e.g. ``"1.5 GiB"``."""
+    """Return ``nbytes`` in readable form, e.g. ``"1.5 GiB"``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -31,7 +31,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Bytes of page cache that the kernel drops before it refuses memory (shared memory is not among them)."""
+    """Return the bytes of page cache that the kernel can drop. Shared memory is not among them."""
     try:
         fields = dict(line.split(" ", 1) for line in stat.read_text().splitlines() if " " in line)
     except OSError:
@@ -41,7 +41,7 @@ def _reclaimable(stat: Path) -> int:
 
 
 def _memory_groups(proc: Path, sysfs: Path) -> Iterator[tuple[Path, str, str]]:
-    """(directory, limit file, usage file) of this process's memory cgroup and of all above it."""
+    """Yield (directory, limit file, usage file) of this process's memory cgroup and of all its ancestors."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -60,7 +60,10 @@ def _memory_groups(proc: Path, sysfs: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def cgroup_free_bytes(proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the memory cgroups (v2 and v1) still allow this process, page cache counted as free; None without a limit."""
+    """Return the bytes that the memory cgroups (v2 and v1) still allow this process; None without a limit.
+
+    Page cache counts as free.
+    """
     free: int | None = None
     for directory, limit_name, usage_name in _memory_groups(proc, sysfs):
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
@@ -72,7 +75,7 @@ def cgroup_free_bytes(proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cg
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
-    """``MemAvailable`` of the machine, None where the kernel does not tell."""
+    """Return ``MemAvailable`` of the machine in bytes, or None if the kernel does not report it."""
     try:
         for line in (proc / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -85,25 +88,38 @@ def available_bytes(proc: Path = Path("/proc")) -> int | None:
 def check_room(
     nbytes: int, directory: Path | None, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")
 ) -> None:
-    """Raise :class:`RegionError` unless ``nbytes`` fit: in ``directory`` (None: no file system), the cgroup and the machine."""
+    """Check that the file system, the memory cgroups and the machine have room for a region.
+
+    Args:
+        nbytes: size of the region in bytes.
+        directory: directory of the region's file; None for an anonymous region.
+        proc: mount point of procfs.
+        sysfs: mount point of the cgroup file system.
+
+    Raises:
+        RegionError: there is not enough room; the message names the limit to raise.
+    """
     need = format_bytes(nbytes)
     if directory is not None:
         stat = os.statvfs(directory)
         free = stat.f_bavail * stat.f_frsize
         if free < nbytes:
             raise RegionError(
-                f"{directory} has {format_bytes(free)} free, the primary tier needs {need}: give the container more shared memory "
-                f"(docker: --shm-size; Kubernetes: an emptyDir with medium: Memory mounted at {directory}; elsewhere: "
-                f"mount -o remount,size=... {directory}), or lower primary.capacity"
+                f"{directory} has {format_bytes(free)} free, the primary tier needs {need}: "
+                "give the container more shared memory (docker: --shm-size; "
+                f"Kubernetes: an emptyDir with medium: Memory mounted at {directory}; "
+                f"elsewhere: mount -o remount,size=... {directory}), or lower primary.capacity"
             )
     allowed = cgroup_free_bytes(proc, sysfs)
     if allowed is not None and allowed < nbytes:
         raise RegionError(
-            f"the memory limit of this container or service leaves {format_bytes(allowed)}, the primary tier needs {need}: raise it "
+            f"the memory limit of this container or service leaves {format_bytes(allowed)}, "
+            f"the primary tier needs {need}: raise the limit "
             "(docker: --memory; Kubernetes: resources.limits.memory; systemd: MemoryMax), or lower primary.capacity"
         )
     available = available_bytes(proc)
     if available is not None and available < nbytes:
         raise RegionError(
-            f"the machine has {format_bytes(available)} of memory available, the primary tier needs {need}: lower primary.capacity"
+            f"the machine has {format_bytes(available)} of memory available, the primary tier needs {need}: "
+            "lower primary.capacity"
         )

@@ -1,1 +1,1 @@
-"""One eviction policy per file."""
+"""The eviction policies, one per file."""

@@ -1,9 +1,9 @@
-"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), in batches.
+"""The eviction policy ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), in batches.
 
-T1 holds rows used once, T2 rows used again; B1 and B2 remember the keys that were evicted from them.  A key that
-returns while B1 remembers it says that T1 is too small, one that B2 remembers the opposite; ``target`` is T1's adaptive
-size.  A batch of victims is taken from T1 as far as T1 exceeds its target, then from T2, and from the other list where
-one has only pinned rows left.
+T1 holds rows used once, T2 rows used again; B1 and B2 remember keys evicted from T1 and T2. If a key returns while B1
+remembers it, T1 is too small; if B2 remembers it, T1 is too large. ``target`` is the adaptive size of T1. Victims are
+taken from T1 as far as T1 exceeds its target, then from T2. If one list has only pinned rows left, the other list
+supplies the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiering.table.policies.recency import RecencyLog, StampClock
 
 
 class ARCEvictionPolicy(EvictionPolicy):
-    """Balances recency and frequency; a scan of blocks used once does not flush those used often."""
+    """A policy that balances recency and frequency. A scan of blocks used once does not flush blocks used often."""
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         super().__init__(num_rows, refs, keys)
@@ -29,6 +29,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self.target = 0.0
+        """Adaptive size of T1 in rows."""
 
     def insert(self, rows: Rows) -> None:
         keys = self.keys[rows].tolist()
@@ -76,7 +77,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         self._t2.release(rows)
 
     def order(self) -> Rows:
-        """T2 before T1, each from its most to its least recent."""
+        """Return the rows of T2, then the rows of T1, each from most to least recent."""
         parts = []
         for log in (self._t2, self._t1):
             rows, stamps = log.live()
@@ -110,7 +111,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         ghosts.update(dict.fromkeys(self.keys[rows].tolist()))
 
     def _trim_ghosts(self) -> None:
-        """|T1| + |B1| stays within the number of rows, and all four lists within twice that."""
+        """Keep |T1| + |B1| within the number of rows, and all four lists within twice that number."""
         while self._b1 and self._t1.size + len(self._b1) > self.num_rows:
             self._b1.popitem(last=False)
         while self._b2 and self._t1.size + self._t2.size + len(self._b1) + len(self._b2) > 2 * self.num_rows:

@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""The eviction policy LRU, least recently used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiering.table.policies.recency import RecencyLog, StampClock
 
 
 class LRUEvictionPolicy(EvictionPolicy):
-    """Evicts the row whose last use is the longest ago."""
+    """A policy that evicts the row whose last use is the oldest."""
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         super().__init__(num_rows, refs, keys)

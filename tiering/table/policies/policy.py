@@ -1,8 +1,8 @@
-"""The contract of an eviction policy: it orders the rows of one table and picks victims.
+"""The contract of an eviction policy, which orders the rows of one table and picks victims.
 
-A policy lives on the scheduler's thread, inside a :class:`tiering.table.block_table.BlockTable`.  It deals in batches
-of row numbers (int64 arrays), because a Python call per block is what the scheduler cannot afford.  A policy of one's
-own is named ``module:Class`` in the stack file.
+A policy runs on the scheduler's thread, inside a :class:`tiering.table.block_table.BlockTable`. Its methods take
+batches of row numbers (int64 arrays), because the scheduler cannot afford a Python call per block. The stack file
+names a custom policy as ``module:Class``.
 """
 
 from __future__ import annotations
@@ -13,52 +13,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
+"""Row numbers: a one-dimensional int64 array."""
 RefCounts = NDArray[np.int32]
+"""The reference count of each row."""
 RowKeys = NDArray[np.object_]
+"""The key of each row; None for a free row."""
 
 
 class EvictionPolicy(ABC):
-    """Orders rows by how much they are worth keeping.
+    """The order of a table's rows by how much they are worth keeping.
 
-    Constructed as ``cls(num_rows, refs, keys)``.  ``refs`` and ``keys`` are the table's reference count and key of each
-    row, which the policy only reads: a row may be evicted when its count is 0; a policy that remembers the dead finds
-    their keys there.  The table calls :meth:`insert` when a row becomes readable, :meth:`remove` when a row leaves for
-    another reason than eviction, :meth:`release` when rows that the policy may have passed over as pinned are evictable
-    again.  In every batch of rows the FIRST is the most valuable (the head of a prefix) and the last the least.
+    In every batch of rows, the FIRST row is the most valuable (the head of a prefix) and the last row the least.
+
+    Args:
+        num_rows: number of rows in the table.
+        refs: the table's reference counts, read-only for the policy. A row may be evicted if its count is 0.
+        keys: the table's keys, read-only for the policy. A policy with ghost lists reads the keys of victims here.
     """
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         self.num_rows = num_rows
+        """Number of rows in the table."""
         self.refs = refs
+        """Reference count of each row, owned by the table."""
         self.keys = keys
+        """Key of each row, owned by the table."""
 
     @abstractmethod
     def insert(self, rows: Rows) -> None:
-        """``rows`` became readable and are the most recent.  None of them is known to the policy."""
+        """Add rows that have become readable, as the most recent ones. The policy knows none of them."""
 
     @abstractmethod
     def touch(self, rows: Rows) -> None:
-        """``rows``, known to the policy, were used."""
+        """Record a use of known rows."""
 
     @abstractmethod
     def evict(self, count: int) -> Rows:
         """Choose and forget ``count`` rows whose reference count is 0, least valuable first.
 
-        The table has made sure that there are so many, and has not taken the victims' keys away yet.
+        The table ensures that as many such rows exist. The keys of the victims are still in ``keys``.
         """
 
     @abstractmethod
     def remove(self, rows: Rows) -> None:
-        """``rows``, known to the policy, are gone (invalidated, not evicted)."""
+        """Forget known rows that were invalidated, not evicted."""
 
     @abstractmethod
     def release(self, rows: Rows) -> None:
-        """The reference counts of ``rows``, known to the policy, have fallen to 0."""
+        """Make known rows evictable again: their reference counts have fallen to 0.
+
+        The policy may have passed over these rows while they were pinned.
+        """
 
     @abstractmethod
     def order(self) -> Rows:
-        """All known rows, pinned ones included, most valuable first (for checkpoints and tests; may be slow)."""
+        """Return all known rows, pinned ones included, most valuable first. For checkpoints and tests; may be slow."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, ghosts included."""
+        """Forget all rows and ghosts."""

@@ -1,13 +1,13 @@
-"""A recency order over rows, in batches: the part that LRU-like policies share.
+"""The recency order of rows in batches, shared by LRU-like policies.
 
-Every use gives a row a new, larger stamp and appends (row, stamp) to a log; an entry is *live* while its stamp is the
-row's present one.  The least recent row is the first live entry.  A use costs an append; finding a victim costs reading
-entries that are dead, each once; a slow sweep over the log drops dead entries, two for each entry appended, so that the
-log stays within about twice the number of live rows and no single call is long.  All in arrays: nothing here is an
-object per row.
+Every use gives a row a new, larger stamp and appends (row, stamp) to a log. An entry is *live* while its stamp is the
+row's present stamp; the least recent row is the first live entry. A use costs one append. Finding a victim costs the
+reading of dead entries, each once. A slow sweep over the log drops two dead entries for each entry appended. The log
+thus stays within about twice the number of live rows, and no single call takes long. All data is in arrays, without
+an object per row.
 
-A row that is pinned when it comes up as a victim is *parked*: it leaves the log, so that it is not looked at again and
-again, and comes back, as the least recent it was, when it is released.  The order is exact, pinned rows included.
+A pinned row that comes up as a victim is *parked*: it leaves the log, so that it is not examined again and again.
+When the row is released, it returns with its old stamp. The order is exact, pinned rows included.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ _COUNTING: Stamps = np.arange(_CHUNK)
 
 
 class StampClock:
-    """The stamps of all rows of a table, and the clock they come from; shared by the logs of one policy."""
+    """The stamps of all rows of a table, and the clock that issues them; shared by the logs of one policy."""
 
     __slots__ = ("now", "stamps")
 
     def __init__(self, num_rows: int) -> None:
         self.stamps: Stamps = np.zeros(num_rows, np.int64)
+        """Present stamp of each row; 0 for a row in no list."""
         self.now = 1
+        """Next stamp."""
 
 
 class _Chunk:
-    """A stretch of the log in the order of stamps; entries [start, end) are in use."""
+    """A part of the log in the order of stamps; entries [start, end) are in use."""
 
     __slots__ = ("end", "rows", "stamps", "start")
 
@@ -55,9 +57,10 @@ class _Chunk:
 
 
 class RecencyLog:
-    """The rows of one list (LRU's only one, ARC's T1 or T2) in the order of their last use.
+    """The rows of one list (the only list of LRU; T1 or T2 of ARC) in the order of their last use.
 
-    ``size`` counts the rows in the list, parked ones included.
+    Attributes:
+        size: number of rows in the list, parked rows included.
     """
 
     __slots__ = ("_chunks", "_clock", "_parked", "_parked_rows", "_position", "_refs", "_returned", "_sweep", "size")
@@ -69,7 +72,7 @@ class RecencyLog:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every row.  The stamps are the caller's to reset."""
+        """Forget every row. The caller resets the stamps."""
         self._chunks: list[_Chunk] = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0
@@ -79,11 +82,11 @@ class RecencyLog:
         self.size = 0
 
     def append(self, rows: Rows) -> None:
-        """``rows`` are in the list (new, or moved to its end), the first the most recent."""
+        """Move rows, new or known, to the recent end of the list; the first of ``rows`` becomes the most recent."""
         count = len(rows)
         clock = self._clock
-        # Both ways around numpy's release of the interpreter lock (arange, and assignments by a reversed index), which
-        # would hand it to a tier's I/O threads in the middle of a step.
+        # numpy releases the interpreter lock in arange and in assignments by a reversed index, so an I/O thread would
+        # run in the middle of a step. A slice of a constant and a copy of the rows avoid both.
         stamps = _COUNTING[:count] + clock.now if count <= _CHUNK else np.arange(clock.now, clock.now + count)
         clock.now += count
         rows = rows[::-1].copy()
@@ -142,14 +145,14 @@ class RecencyLog:
         return rows
 
     def remove(self, rows: Rows) -> None:
-        """``rows`` leave the list; their stamps are cleared."""
+        """Remove rows from the list and clear their stamps."""
         if self._parked_rows:
             self._unpark(rows)
         self._clock.stamps[rows] = 0
         self.size -= len(rows)
 
     def release(self, rows: Rows) -> None:
-        """``rows`` are not pinned any more: those that were parked are candidates again, as old as they were."""
+        """Make rows candidates again, with their old stamps, if they were parked."""
         if self._parked_rows:
             rows = rows[self._parked[rows]]
             if len(rows):
@@ -158,13 +161,13 @@ class RecencyLog:
                 self._returned.append((rows, self._clock.stamps[rows]))
 
     def detach(self, rows: Rows) -> None:
-        """``rows`` move to another list, which stamps them anew."""
+        """Remove rows that move to another list. The other list stamps them anew."""
         if self._parked_rows:
             self._unpark(rows)
         self.size -= len(rows)
 
     def live(self) -> tuple[Rows, Stamps]:
-        """All rows of the list with their stamps, in no particular order."""
+        """Return all rows of the list with their stamps, in no particular order."""
         stamps = self._clock.stamps
         parts: list[Rows] = [np.flatnonzero(self._parked)]
         for rows, entry_stamps in self._returned:
@@ -198,7 +201,10 @@ class RecencyLog:
         return oldest
 
     def _sweep_chunks(self) -> None:
-        """Drop the dead entries of the next chunks, joining neighbours that fit into one; the last chunk is being appended to."""
+        """Drop the dead entries of the next chunks, and join neighbours that fit into one chunk.
+
+        The last chunk is left out, because new entries are appended to it.
+        """
         stamps = self._clock.stamps
         while self._sweep >= _CHUNK:
             self._sweep -= _CHUNK
