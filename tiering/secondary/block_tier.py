@@ -1,8 +1,7 @@
 """Generic secondary tier: an index on the scheduler's thread, and an I/O side that uses a block store.
 
-- Store of a block: admission → a place from the index → one job for the I/O side → its result → the index holds the
-  key.
-- Load of a block: the index returns the place → one job → verified bytes are in the row → its result.
+- Store: admission → a place from the index → one job for the I/O side → its result → the index holds the key.
+- Load: the index returns the place → one job → verified bytes are in the row → its result.
 
 Any failure on the way is a miss.
 """

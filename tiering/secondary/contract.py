@@ -122,7 +122,7 @@ class SecondaryTierManager(ABC):
     """Name of the tier in metrics, logs and a request's ``tiers``; unique in a stack."""
 
     load_deadline: float | None = 30.0
-    """Seconds until the manager stops waiting for a load; None: no limit; default 30.
+    """Seconds until the manager stops waiting for a load; default 30, None for no limit.
 
     After the deadline the keys are misses. The tier still reports the job later.
     """
@@ -194,7 +194,7 @@ class SecondaryTierManager(ABC):
         :meth:`take_wanted_keys`.
 
         Returns:
-            Seconds during which this method need not be called for these keys again; 0: call at their next use.
+            Seconds during which this method need not be called for these keys; 0 to be called at their next use.
         """
         return math.inf
 

@@ -35,10 +35,10 @@ class SharedIndex(TierIndex):
     """Index of a shared medium.
 
     Args:
-        present_ttl: how long the index takes a block to be present after it was found or stored, in seconds.
-        absent_ttl: how long the index takes a block to be absent after a probe or load missed it, in seconds.
-        lookup_deadline: how long a lookup stays undecided while a probe is under way, in seconds; after that the answer
-            is "not held" until the probe ends.
+        present_ttl: seconds for which a block counts as present after it was found or stored; default 300.
+        absent_ttl: seconds for which a block counts as absent after a probe or load missed it; default 10.
+        lookup_deadline: seconds for which a lookup stays undecided while a probe is under way; default 0.25. After that
+            the lookup is a miss until the probe ends.
         max_entries: maximum number of entries in each of the two tables, present and absent.
     """
 

@@ -1,8 +1,8 @@
 """Offers to a tier of blocks that are in use in the primary tier and that the tier lacks.
 
 A tier misses blocks that were stored while it was out of service, before it existed, or beyond its budget. The blocks
-among these that matter are used again, and then the tier asks for them. It asks at a bounded rate, and rarely for the
-same block: a block that was declined, or failed to be stored, would most likely be declined again.
+among these that matter are used again, and then the tier asks for them. The tier asks at a bounded rate, and rarely for
+the same block. A block that was declined, or failed to be stored, would most likely be declined again.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ class IoKind(enum.Enum):
     """Direction of a job."""
 
     LOAD = "load"
+    """From the medium to primary rows."""
     STORE = "store"
+    """From primary rows to the medium."""
 
 
 @dataclass(frozen=True, slots=True)

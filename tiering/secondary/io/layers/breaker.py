@@ -257,7 +257,7 @@ class BreakerLayer(StoreLayer):
     A batch counts as one attempt. It is a success if the medium answered for any of its blocks, and a failure if all
     requested blocks failed. It is neither if no block was requested.
 
-    A medium with slots that refuses writes (full, read-only) trips the breaker for writes at once: each further write
+    A medium with slots that refuses writes (full, read-only) trips the breaker for writes at once. Each further write
     would cost a block that was evicted for it.
     """
 
