@@ -57,11 +57,14 @@ class TemporaryStoreError(StoreError):
 
 
 class PermanentStoreError(StoreError):
-    """A failure that a retry cannot cure: no permission, no bucket, no space, an invalid name, a broken device."""
+    """A failure that a retry cannot cure: no permission, no space, an invalid name, a broken device."""
 
 
 class WritesRefusedError(PermanentStoreError):
-    """A medium that takes no writes at present. This is no outage: the tier goes on serving the blocks it holds."""
+    """A medium that takes no writes at present.
+
+    This is no outage: the tier goes on serving the blocks it holds.
+    """
 
 
 class OutOfSpaceError(WritesRefusedError):
@@ -69,7 +72,10 @@ class OutOfSpaceError(WritesRefusedError):
 
 
 class ReadOnlyError(WritesRefusedError):
-    """A read-only file system. Linux also remounts a file system read-only when its device reports an error."""
+    """A read-only file system.
+
+    Linux also remounts a file system read-only when its device reports an error.
+    """
 
 
 class DeviceError(PermanentStoreError):
@@ -87,7 +93,10 @@ class InUseError(PermanentStoreError):
 
 
 class PlaceLostError(PermanentStoreError):
-    """A block whose place is gone from the medium, for example because its file was deleted. This is no outage."""
+    """A block whose place is gone from the medium, for example because its file was deleted.
+
+    This is no outage.
+    """
 
 
 class CorruptBlockError(PermanentStoreError):

@@ -124,9 +124,9 @@ class TieringOffloadingSpec(OffloadingSpec):
         return self._region is not None and self._region.is_complete
 
     def close(self) -> None:
-        """Release the rows if no manager owns them: on a worker's side, or after a failed start. May be called twice.
+        """Release the rows if no manager owns them: on a worker's side, or after a failed start.
 
-        The spec cannot be used afterwards: new rows would not be the rows of the other half.
+        May be called twice. The spec cannot be used afterwards: new rows would not be the rows of the other half.
         """
         self._is_closed = True
         if self._region is not None and self._manager is None:

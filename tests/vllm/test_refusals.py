@@ -63,7 +63,7 @@ def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_pre
 
 
 def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests():
-    with pytest.raises(ConfigError, match=r"0\.30 and newer"):
+    with pytest.raises(ConfigError, match=r"0\.30 or newer"):
         check(configuration(groups=2), reports_requests=False)
 
 

@@ -1,4 +1,4 @@
-"""The contracts with an engine: its configuration, its KV-cache tensors, and the spec that offloads them."""
+"""The contracts with an engine: its configuration, its KV-cache tensors and the offloading spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager in a forked child: an empty cache that stores nothing and leaves the parent's tiers alone."""
+"""The manager in a forked child: an empty cache without access to the parent's tiers."""
 
 from __future__ import annotations
 

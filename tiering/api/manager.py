@@ -21,7 +21,10 @@ class PrefixMatch(NamedTuple):
     hits: int
     """Number of leading keys that are held."""
     pending: bool
-    """True if the result may still change: a hit is not readable yet, or the first key after the hits is undecided."""
+    """True if the result may still change.
+
+    Either a hit is not readable yet, or the first key after the hits is undecided.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ _event_orders = count()
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks that became readable in a tier (``removed`` False) or are gone from the tier (``removed`` True).
+    """Blocks that became readable in a tier, or that are gone from the tier.
 
     Create the event at the moment its blocks come or go: creation orders all events of a process.
     """
@@ -147,7 +150,7 @@ class OffloadingManager(ABC):
         """
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
-        """Return how many of ``keys`` were promoted for this request, by source medium ("DISK", "OBJECT", ...).
+        """Return the number of ``keys`` promoted for this request, by medium ("DISK", "OBJECT", ...).
 
         The call changes nothing.
         """

@@ -44,7 +44,10 @@ _PAIR = re.compile(
 _QUERY = re.compile(r"""(?<=[?&])([^=&?\s'"]{0,32}key[^=&?\s'"]{0,32})=([^&\s'"<>]+)""", re.IGNORECASE)
 
 _SHORTEST = 4
-"""Minimum length of a secret that is masked by value, in characters. Shorter secrets are masked in their field only."""
+"""Minimum length of a secret that is masked by value, in characters.
+
+Shorter secrets are masked in their field only.
+"""
 
 _PLAIN = re.compile(r"[0-9.]{1,7}[a-z]{0,3}|true|false|none|null|auto", re.IGNORECASE)
 """Values too common to search for in texts, such as the number of ``max_tokens``.
@@ -82,7 +85,10 @@ def is_secret(word: object) -> bool:
 
 
 def masked(word: object, value: object) -> object:
-    """Return ``value`` of the field ``word`` with secrets masked, nested fields included; models become mappings."""
+    """Return ``value`` of the field ``word`` with secrets masked, also in nested fields.
+
+    Models become mappings.
+    """
     if isinstance(value, (SecretStr, SecretBytes)):
         return MASK if value.get_secret_value() else ""
     if is_secret(word) and isinstance(value, (str, bytes, int, float)) and not isinstance(value, bool):
@@ -101,7 +107,7 @@ def masked(word: object, value: object) -> object:
 
 
 def is_masked(text: str) -> bool:
-    """Return True if ``text`` is a mask, ours or pydantic's, that a printed configuration shows for a secret."""
+    """Return True if ``text`` is the mask of a secret in a printed configuration, ours or pydantic's."""
     return _MASKED.fullmatch(text) is not None
 
 

@@ -49,11 +49,14 @@ class KVLayout:
     memory_order: str
     """Order of dimensions in a page (e.g. "NHD", "HND"), and the index of the block dimension."""
     parallel_sizes: tuple[tuple[str, int], ...]
-    """Name and size of each kind of parallelism: ("tensor", 2), ("pipeline", 1), ("decode_context", 1), ..."""
+    """Name and size of each kind of parallelism: ("tensor", 2), ("pipeline", 1), ..."""
     hash_algorithm: str
     """Name of the algorithm that computes block hashes."""
     hash_seed: str
-    """Seed of the block hashes; "random" if it differs between processes. Persistent tiers then refuse the model."""
+    """Seed of the block hashes; "random" if it differs between processes.
+
+    Persistent tiers then refuse the model.
+    """
     hash_block_size: int
     """Number of tokens that one block hash covers."""
 
@@ -75,15 +78,21 @@ class ModelIdentity:
     Commits and digests have 32 hex digits or more. The same weights share their blocks under any name or path.
     """
     weights: str
-    """A commit revision, or a digest of config and weight files. Never just a name: weights change under a name."""
+    """A commit revision, or a digest of config and weight files.
+
+    Never just a name: weights change under a name.
+    """
     dtype: str
     """Data type of the computation."""
     layout: KVLayout | str
-    """A :class:`KVLayout`; or, for engines with a layout of their own, any text that changes with the layout."""
+    """A :class:`KVLayout`; or, for other engines' layouts, any text that changes with the layout."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Configuration that changes results, such as rope scaling; plain data."""
     volatile_scales: bool = False
-    """True if KV scales change at run time and live outside the block. Persistent tiers refuse such a model."""
+    """True if KV scales change at run time and live outside the block.
+
+    Persistent tiers refuse such a model.
+    """
 
     def __post_init__(self) -> None:
         for word in ("name", "weights", "dtype"):

@@ -14,7 +14,7 @@ TIER_TYPES: Mapping[str, tuple[str, str]] = {
     "local": ("tiers.local:LOCAL_TIER", ""),
     "s3": ("tiers.s3:S3_TIER", "s3"),
 }
-"""Registered name → import path of its :class:`TierDefinition`, and the extra of this distribution that it needs.
+"""Registered name → import path of its :class:`TierDefinition`, and the extra that it needs.
 
 The extra is empty for a tier without further dependencies.
 """

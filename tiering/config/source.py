@@ -1,4 +1,4 @@
-"""The reader of stack files: safe YAML to plain data, with environment references expanded and lines recorded.
+"""The reader of stack files: YAML to plain data, with environment references expanded.
 
 Duplicate keys are refused. In values, ``${VAR}`` stands for the environment variable, ``${VAR:-default}`` for the
 variable or, if it is unset or empty, the default, and ``$${`` for a literal ``${``. References are resolved after the

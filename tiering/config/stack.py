@@ -1,4 +1,4 @@
-"""The start of a manager from a validated stack: first all checks, then opening in order of dependency."""
+"""The start of a manager from a validated stack: first all checks, then opening."""
 
 from __future__ import annotations
 

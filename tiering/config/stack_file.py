@@ -84,16 +84,19 @@ class PrimaryOptions(Strict):
     eviction: Annotated[str, AfterValidator(_known_policy)] = "lru"
     """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
     promotion_share: Share = 0.5
-    """Largest fraction of the rows that promoted blocks may hold together until they are loaded; default 0.5."""
+    """Largest fraction of the rows for promoted blocks that are not loaded yet; default 0.5."""
     reservation_deadline: Duration = 30.0
-    """Time during which a promoted block is reserved for the requests that wait for it, in seconds; default 30.
+    """Time for which a promoted block is reserved for the waiting requests, in seconds; default 30.
 
     The block can be evicted afterwards.
     """
 
 
 class StackConfig(Strict):
-    """A whole stack: the primary tier, and the secondary tiers, fastest first. Printing a stack masks secrets."""
+    """A whole stack: the primary tier, and the secondary tiers, fastest first.
+
+    Printing a stack masks secrets.
+    """
 
     primary: PrimaryOptions
     """The primary tier."""
@@ -126,7 +129,10 @@ class StackConfig(Strict):
     False stores all blocks as soon as they are computed.
     """
     open_deadline: Duration = 10.0
-    """Time that the start may wait for tiers to open, in seconds; default 10. Slower tiers join when they are ready."""
+    """Time that the start may wait for tiers to open, in seconds; default 10.
+
+    Slower tiers join when they are ready.
+    """
     reset_deadline: Duration = 0.05
     """Time that a reset may block the engine until the tiers' media confirm it, in seconds; default 0.05.
 

@@ -1,1 +1,1 @@
-"""Adapters: how a real engine drives the connector's two halves."""
+"""The adapters that connect the connector's two halves to real engines."""

@@ -1,4 +1,4 @@
-"""The claims of requests on rows: a completion ends exactly the loads or stores that its own request began."""
+"""The claims of requests on rows, by which a completion ends only its own request's transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager of the primary tier: rows of one shared CPU buffer, the only tier with direct GPU transfers."""
+"""The manager of the primary tier: rows of a shared CPU buffer, the only tier with GPU transfers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             self._events.append(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Make blocks readable that arrived in quarantined rows after all requests had stopped waiting for them."""
+        """Make blocks readable that arrived in quarantined rows after all requests stopped waiting."""
         self.table.adopt(keys, rows)
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))

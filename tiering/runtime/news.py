@@ -1,4 +1,4 @@
-"""The notification of waiting callers when work ends on an I/O side, so that the callers need not poll."""
+"""The notification of waiting callers when work ends on an I/O side, which replaces polling."""
 
 from __future__ import annotations
 

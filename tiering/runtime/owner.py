@@ -1,4 +1,7 @@
-"""The owner thread of a manager: manager state has no lock, and a second thread would corrupt it silently."""
+"""The owner thread of a manager, whose state has no lock.
+
+A second thread would corrupt the state silently.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The table of blocks on a medium that one process owns: key → row, reference counts, free rows, eviction; in batches.
+"""The table of blocks on a medium that one process owns: key → row, reference counts, eviction.
 
-The primary tier keeps its rows in such a table, a local tier its slots. The scheduler's thread owns the table, so
-there are no locks. A block costs a bytes key and an int in a dict, and some bytes in arrays; the garbage collector
-tracks none of them.
+All operations work in batches. The primary tier keeps its rows in such a table, a local tier its slots. The scheduler's
+thread owns the table, so there are no locks. A block costs a bytes key and an int in a dict, and some bytes in arrays;
+the garbage collector tracks none of them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class BlockTable:
         return self._free_count + self.evictable
 
     def allocate(self, keys: Sequence[bytes]) -> tuple[Rows, list[bytes]] | None:
-        """Reserve a row for each of ``keys``, none of which is known. The keys are pending from then on.
+        """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
 
         Returns:
             The rows and the keys evicted to make room; or None, with nothing changed, if there is no room for all.

@@ -12,7 +12,10 @@ __all__ = ["TieringConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``TieringConnector``. Only this imports vLLM: the other modules of the package work without it."""
+    """Return ``TieringConnector``.
+
+    Only this function imports vLLM; the other modules of the package work without it.
+    """
     if name == "TieringConnector":
         return getattr(importlib.import_module("tiering.engines.vllm.connector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

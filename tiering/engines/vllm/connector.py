@@ -1,16 +1,16 @@
-"""The connector for vLLM: a thin subclass of vLLM's own base class over the engine-neutral halves.
+"""The connector for vLLM: a thin subclass of vLLM's base class over the engine-neutral halves.
 
     --kv-transfer-config '{"kv_connector": "TieringConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "tiering.engines.vllm", "kv_connector_extra_config": {"config": "stack.yaml"}}'
 
-vLLM builds one connector in each worker and one in the scheduler.  They may live in different processes of one host:
-the CPU tier's rows are shared memory that is named after vLLM's engine id, and unlinked as soon as all have mapped it.
-With ``mode: simple`` in the stack the halves are those of :mod:`tiering.simple`: each worker has CPU memory of its own,
-and the scheduler's half uses vLLM's block pool.
+vLLM builds one connector in each worker and one in the scheduler. They may live in different processes of one host:
+the CPU tier's rows are shared memory named after vLLM's engine id, unlinked as soon as all sides have mapped it. With
+``mode: simple`` in the stack, the halves are those of :mod:`tiering.simple`: each worker has its own CPU memory, and
+the scheduler half uses vLLM's block pool.
 
-This is the only module that imports vLLM, 0.29 to 0.33.  Importing it beside a vLLM whose connector interface is
-another one raises :class:`~tiering.engines.vllm.lookup.StartupError`.  Importing it also registers the class with vLLM
-under its name, by which vLLM's ``MultiConnector`` looks up the classes of its parts in every process.
+This is the only module that imports vLLM, 0.29 to 0.33. The import raises
+:class:`~tiering.engines.vllm.lookup.StartupError` if the installed vLLM has another connector interface. The import
+also registers the class with vLLM by name, because ``MultiConnector`` looks up its parts by name in every process.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM before 0.32 does not tell hits by their source
+except ImportError:  # vLLM before 0.32 does not distinguish hits by source
     CacheHitSource = None
 
 TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
-"""How vLLM is told which requests' loads failed; None before 0.30."""
+"""vLLM's class for reports of requests with failed loads; None before vLLM 0.30."""
 
 _HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
-"""Medium → name of vLLM's source; it has none for object stores."""
+"""Medium → name of vLLM's hit source. vLLM has no source for object stores."""
 
 _vllm_event = EventConverter(kv_events)
 
 STATS_INTERVAL = 0.5
-"""Seconds between two reports of the tiers' counters while requests run."""
+"""Time between two reports of the tiers' counters while requests run, in seconds."""
 
 KVConnectorMetadata.register(OffloadingConnectorMetadata)
 KVConnectorMetadata.register(SimpleCPUOffloadMetadata)
@@ -103,18 +103,21 @@ KVConnectorWorkerMetadata.register(SimpleCPUOffloadWorkerMetadata)
 
 
 _built: weakref.WeakValueDictionary[tuple[str, str], TieringConnector] = weakref.WeakValueDictionary()
-"""This process' connectors by engine id and role: two of one engine and role would take each other's shared memory."""
+"""The connectors of this process by engine id and role.
+
+Two connectors of one engine and role would take each other's shared memory.
+"""
 
 
 class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]
-    """The connector's statistics in vLLM's class for them."""
+    """The connector's statistics in vLLM's class for statistics."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What crosses to the front end."""
+        """Return the data that vLLM sends to the front end."""
         return self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line: the transfers, and of each tier what a person looks at first."""
+        """Return the numbers for vLLM's log line: the transfers, and the most important counters of each tier."""
         totals = super().reduce()
         for tier, fields in self.data.get(TIERS, {}).items():
             totals.update({f"{tier}_{word}": fields.get(word, 0) for word in ("hits", "blocks", "corrupt_blocks")})
@@ -122,11 +125,11 @@ class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type
 
 
 class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Keeps KV that leaves the GPU in a stack of tiers, and brings it back.
+    """The vLLM connector that stores KV in a stack of tiers and loads it back to the GPU.
 
-    ``scheduler_half`` is there in the scheduler's connector, ``worker_half`` in a worker's, of the mode that the stack
-    says.  Raises :class:`tiering.errors.TieringError`, at start, for what cannot work: a wrong stack, a model or a
-    deployment that cannot be offloaded, too little shared memory.
+    Raises:
+        TieringError: the connector cannot work: the stack is invalid, the model or deployment is unsupported, or there
+            is too little shared memory. Raised at the start.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -134,8 +137,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._claim = (str(vllm_config.kv_transfer_config.engine_id), str(role))
         if _built.setdefault(self._claim, self) is not self:
             raise ConfigError(
-                f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; if MultiConnector names it twice, write all tiers "
-                "into one stack"
+                f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; "
+                "if MultiConnector names it twice, write all tiers into one stack"
             )
         check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None)
         _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -143,7 +146,9 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._several_groups = len(geometry.engine.groups) > 1
         self._ledger = LoadLedger()
         self.worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
+        """The worker half, for the mode of the stack; None in the scheduler's connector."""
         self.scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
+        """The scheduler half, for the mode of the stack; None in a worker's connector."""
         self._adapters = AdapterGuard()
         self._next_stats_at = 0.0
         self._tier_increments, self._increments = Increments(), Increments()
@@ -161,7 +166,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._start_scheduler(vllm_config, self._spec)
 
     def _start_simple(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, is_worker: bool) -> bool:
-        """Build the half of the simple scheduler, if the stack asks for it."""
+        """Build the half for mode simple and return True, if the stack selects that mode."""
         chosen = simple_options(vllm_config.kv_transfer_config.kv_connector_extra_config, geometry.engine.world_size)
         if chosen is None:
             return False
@@ -218,7 +223,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a store that is lost is a miss later, nothing else."""
+        """False: a lost store is only a later miss."""
         return False
 
     # ------------------------------------------------------------------------------------------------------ worker side
@@ -240,7 +245,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 on, before the engine sleeps: end all copies.  The caches come back at the same addresses, so nothing is undone."""
+        """End all copies before the engine sleeps; vLLM 0.33 and newer call this method.
+
+        The caches return at the same addresses, so nothing else needs to change.
+        """
         self._worker.drain()
 
     def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,17 +260,20 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.start_kv_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no request is scheduled before all of its load has ended."""
+        """Do nothing: no request is scheduled before its whole load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are stored, from the next step on."""
+        """Do nothing: whole blocks are stored, from the next step on."""
 
     def wait_for_save(self) -> None:
-        """Queue the step's stores.  Nothing is waited for: their blocks are fenced until they end."""
+        """Queue the step's stores without waiting. The blocks are fenced until the stores end."""
         self._worker.prepare_store_kv(self._get_connector_metadata())
 
     def clear_connector_metadata(self) -> None:
-        """End the step.  vLLM before 0.31 skips :meth:`wait_for_save` in steps without tokens; what they store is queued here."""
+        """End the step, and queue its stores if vLLM has not called :meth:`wait_for_save`.
+
+        vLLM before 0.31 skips that call in steps without tokens.
+        """
         if self.worker_half is not None and self.has_connector_metadata():
             self.worker_half.prepare_store_kv(self._get_connector_metadata())
         super().clear_connector_metadata()
@@ -273,7 +284,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
-        """Requests whose load has ended; with several KV-cache groups also those whose load failed (see below)."""
+        """Return the requests whose load has ended.
+
+        With several KV-cache groups, the result also names the requests whose load failed.
+        """
         sent, received = self._worker.get_finished(finished_req_ids)
         failed = set()
         if self._several_groups:
@@ -284,7 +298,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that failed loads did not fill; with several KV-cache groups none, since vLLM takes requests there."""
+        """Return the blocks that failed loads did not fill.
+
+        With several KV-cache groups the set is empty, because vLLM takes reports of requests instead.
+        """
         return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
@@ -318,7 +335,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.update_connector_output(connector_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """vLLM 0.32 on: which of its sources the tokens of a load come from."""
+        """Return the number of loaded tokens per vLLM hit source; vLLM 0.32 and newer call this method."""
         if not isinstance(self.scheduler_half, OffloadingConnectorScheduler):
             return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
         found: dict[Any, int] = {}
@@ -338,18 +355,21 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.request_finished_all_groups(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """True while copies or the tiers' jobs run: vLLM must keep stepping, or nobody sees them end."""
+        """Return True while copies or jobs of tiers run.
+
+        vLLM must then keep stepping, because the connector sees them end only in steps.
+        """
         return self._scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
         return list(map(_vllm_event, self._scheduler.take_events()))
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is held; True, because this engine never again serves what was stored before.
+        """Drop all blocks and return True: this engine never again serves a block that was stored before.
 
-        vLLM takes False for a failure: a pause that clears caches then ends with status 500 and leaves the engine
-        paused.  A tier whose medium has not confirmed the reset yet is no reason for that: it serves nothing until it
-        has, and says so in the log.
+        vLLM treats False as a failure: a pause that clears caches would end with status 500 and leave the engine
+        paused. A tier whose medium has not confirmed the reset yet is no failure; the tier serves no blocks until then,
+        and logs that.
         """
         self._adapters.reset()
         self._scheduler.reset_cache()
@@ -358,7 +378,11 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------- both sides
 
     def get_kv_connector_stats(self) -> TieringConnectorStats | None:
-        """A worker's transfers; the tiers' counters from the scheduler, now and then and whenever it becomes idle."""
+        """Return new statistics, or None.
+
+        A worker returns its transfers. The scheduler returns the tiers' counters every :data:`STATS_INTERVAL` seconds
+        and whenever it becomes idle.
+        """
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()
             return None if transfers is None else TieringConnectorStats(transfers.data)
@@ -374,7 +398,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """Wait for copies, drain the tiers, release the memory.  May be called twice."""
+        """Wait for copies, drain the tiers, and release the memory. May be called twice."""
         if self.worker_half is not None:
             self.worker_half.shutdown()
         if self.scheduler_half is not None:
@@ -386,7 +410,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieringConnectorStats:
-        """Statistics around ``data``, which is not changed by what is added to them."""
+        """Return statistics that start with ``data``. Later additions do not change ``data``."""
         return TieringConnectorStats().aggregate(OffloadingConnectorStats(data))
 
     @classmethod
@@ -397,8 +421,11 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: Sequence[str],
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> OffloadPromMetrics:
-        """The connector's metrics for the front end's ``/metrics``: the counters of all configured tiers are there from the start."""
-        unregister_tier_metrics()  # vLLM does so with its own
+        """Return the connector's metrics for the front end's ``/metrics``.
+
+        The counters of all configured tiers exist from the start.
+        """
+        unregister_tier_metrics()  # as vLLM does with its own metrics
         by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
         classes = MetricClasses(
             counter=by_name["Counter"],
@@ -414,7 +441,10 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:
-    """The spec.  Until the scheduler's side has identified the weights, they are those of this process and no others."""
+    """Return the spec.
+
+    Until the scheduler's side has identified the weights, the model's identity is unique to this engine.
+    """
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = hash_seed(algorithm, os.environ.get("PYTHONHASHSEED"), kv_cache_utils.DEFAULT_NONE_HASH_SEED)
     model_config = vllm_config.model_config
@@ -443,7 +473,7 @@ def _kind_of(spec: Any) -> str:
 
 
 def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Order of dimensions in a page, and what chooses how attention packs K and V in it."""
+    """Return the order of dimensions in a page, and the settings that affect the packing of K and V."""
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
         vllm_config.cache_config, "kv_cache_layout", None
     )
@@ -472,7 +502,10 @@ _lookups = LookupCheck()
 
 
 def __getattr__(name: str) -> Any:
-    """``TieringConnector``, after a check of the configuration that it is looked up for (:mod:`tiering.engines.vllm.lookup`)."""
+    """Return ``TieringConnector`` after a check of the configuration that is looked up.
+
+    See :mod:`tiering.engines.vllm.lookup`.
+    """
     if name != CONNECTOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _lookups.check(sys._getframe(1))

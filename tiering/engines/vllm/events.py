@@ -1,4 +1,4 @@
-"""KV events in vLLM's own words: which fields its classes have, and what it hashes beside the tokens.
+"""The conversion of KV events to vLLM's classes, with the extra keys that vLLM hashes.
 
 Nothing here imports vLLM; its modules and objects are read by attribute.
 """
@@ -16,27 +16,41 @@ _SOURCES_OF_EXTRA_KEYS = ("lora_request", "mm_features", "cache_salt")
 
 
 class EventConverter:
-    """Turns events into vLLM's, with those fields that ``kv_events``, vLLM's module of that name, has."""
+    """The conversion of events to vLLM's classes, limited to the fields that those classes have.
+
+    Args:
+        kv_events: vLLM's module of that name.
+    """
 
     def __init__(self, kv_events: Any) -> None:
         self._stored = _make(kv_events.BlockStored, BlockStored)
         self._removed = _make(kv_events.BlockRemoved, BlockRemoved)
 
     def __call__(self, event: KVCacheEvent) -> Any:
-        """``event`` as an object of vLLM's class."""
+        """Return ``event`` as an object of vLLM's class."""
         return self._stored(event) if isinstance(event, BlockStored) else self._removed(event)
 
 
 def engine_events(kv_cache_utils: Any, vllm_config: Any) -> EngineEvents:
-    """How vLLM writes its own events; ``kv_cache_utils`` is vLLM's module of that name."""
+    """Return the helpers that write events as vLLM writes its own.
+
+    Args:
+        kv_cache_utils: vLLM's module of that name.
+        vllm_config: vLLM's configuration.
+    """
     lookahead = int(getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0)
     return EngineEvents(kv_cache_utils.maybe_convert_block_hash, _ExtraKeys(kv_cache_utils, lookahead), lookahead)
 
 
 class _ExtraKeys:
-    """What vLLM hashed beside the tokens, by vLLM's own functions and in the form of its own events.
+    """The extra keys that vLLM hashed besides the tokens, in the form of vLLM's events.
 
-    ``lookahead``: tokens behind a block that its hash covers as well (vLLM 0.33 on, with some speculative decoding).
+    vLLM's own functions compute the keys.
+
+    Args:
+        kv_cache_utils: vLLM's module of that name.
+        lookahead: number of tokens after a block that its hash also covers (from vLLM 0.33, with some speculative
+            decoding).
     """
 
     def __init__(self, kv_cache_utils: Any, lookahead: int) -> None:
@@ -64,7 +78,10 @@ class _ExtraKeys:
 
 
 def _make(theirs: Any, ours: type[KVCacheEvent]) -> Callable[[KVCacheEvent], Any]:
-    """A conversion to the class ``theirs``, by position where the fields allow it, which takes half the time."""
+    """Return a conversion to the class ``theirs``.
+
+    The conversion works by position where the fields allow it, which takes half the time.
+    """
     names = [name for name in theirs.__struct_fields__ if name in ours._fields]
     values = itemgetter(*map(ours._fields.index, names))
 

@@ -1,4 +1,4 @@
-"""The shape of vLLM's KV cache, read from its configuration, and the refusals of what this connector cannot do.
+"""The shape of vLLM's KV cache, and the refusal of unsupported configurations.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
@@ -25,31 +25,47 @@ _REFUSED_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """``group_bytes``: of an offloaded block without padding, all ranks side by side.  ``replicated``: all ranks hold the same KV."""
+    """The shape of vLLM's KV cache, as scheduler and workers must agree on it."""
 
     engine: EngineConfig
+    """The engine's configuration."""
     group_bytes: tuple[int, ...]
+    """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
     block_size_factor: int
+    """Number of GPU blocks in one offloaded block."""
     replicated: bool
+    """True if all ranks hold the same KV."""
     rank: int
+    """Rank of this worker."""
     replica: str | None
+    """The data-parallel rank; None without data parallelism."""
     group_texts: tuple[str, ...]
+    """One readable description per KV-cache group, for the namespace."""
     kv_dtype: str
+    """Data type of the KV cache."""
 
 
 def check_supported(
     vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], reports_requests: bool
 ) -> None:
-    """Refuse, before anything is opened, what would not work.  Raises :class:`ConfigError`, saying what to change.
+    """Refuse configurations that cannot work, before anything is opened.
 
-    ``reports_requests``: whether this vLLM can be told which requests' loads failed (needed with several KV-cache
-    groups).
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's KV-cache configuration.
+        kind_of: vLLM's function that returns the kind of a KV-cache spec.
+        reports_requests: True if this vLLM accepts reports of requests with failed loads, which models with several
+            KV-cache groups need.
+
+    Raises:
+        ConfigError: the configuration is unsupported; the message says what to change.
     """
     parallel = vllm_config.parallel_config
     check_role(vllm_config.kv_transfer_config)
     if getattr(parallel, "nnodes", 1) > 1:
         raise ConfigError(
-            f"the engine spans {parallel.nnodes} hosts; the CPU tier is shared memory of one host: keep an engine's workers on one host"
+            f"the engine spans {parallel.nnodes} hosts, but the CPU tier is shared memory of one host: "
+            "keep an engine's workers on one host"
         )
     if parallel.distributed_executor_backend == "external_launcher":
         raise ConfigError(
@@ -61,7 +77,7 @@ def check_supported(
         raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
     if _cannot_continue(vllm_config):
         raise ConfigError(
-            "vLLM's CPU kernels for latent attention (MLA) answer wrongly from KV that was computed earlier, wherever it comes from "
+            "vLLM's CPU kernels for latent attention (MLA) compute wrong results from any KV of an earlier step "
             "(vLLM turns its own prefix caching off for them); run the model without this connector"
         )
     groups = kv_cache_config.kv_cache_groups
@@ -71,16 +87,19 @@ def check_supported(
         kind = kind_of(group.kv_cache_spec)
         if kind in _REFUSED_KINDS:
             raise ConfigError(
-                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; run the model without this connector"
+                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; "
+                "run the model without this connector"
             )
         if getattr(_first(group.kv_cache_spec), "rswa_window", None) is not None:
             raise ConfigError(
-                f"KV-cache group {index} (reference sliding window): a running request gives up blocks in its middle, and what it "
-                "generates is computed from fewer tokens than the same text in a prompt; run the model without this connector"
+                f"KV-cache group {index} (reference sliding window): a running request frees blocks in its middle, so "
+                "generated tokens are computed from fewer tokens than the same text in a prompt; "
+                "run the model without this connector"
             )
         if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
             raise ConfigError(
-                f"KV-cache group {index} ({kind}): its blocks have no hashes to be known by; run the model without this connector"
+                f"KV-cache group {index} ({kind}): its blocks have no hashes, so they cannot be looked up; "
+                "run the model without this connector"
             )
         if getattr(group, "host_resident", False):
             raise ConfigError(
@@ -88,12 +107,17 @@ def check_supported(
             )
     if len(groups) > 1 and not reports_requests:
         raise ConfigError(
-            f"the model has {len(groups)} KV-cache groups; failed loads of such models can be reported to vLLM 0.30 and newer only"
+            f"the model has {len(groups)} KV-cache groups, and this vLLM cannot handle failed loads of such models; "
+            "use vLLM 0.30 or newer"
         )
 
 
 def check_role(transfer: Any) -> None:
-    """Raises :class:`ConfigError` unless the connector may both load and store."""
+    """Check that the connector may both load and store.
+
+    Raises:
+        ConfigError: the role is not "kv_both".
+    """
     if transfer.kv_role != "kv_both":
         raise ConfigError(
             f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"'
@@ -101,7 +125,7 @@ def check_role(transfer: Any) -> None:
 
 
 def _cannot_continue(vllm_config: Any) -> bool:
-    """Whether vLLM's kernels cannot start from a prefix: its own prefix caching is off then."""
+    """Return True if vLLM's kernels cannot start from a prefix; vLLM's own prefix caching is off then."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     latent = bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
     return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
@@ -110,7 +134,17 @@ def _cannot_continue(vllm_config: Any) -> bool:
 def read_geometry(
     vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int
 ) -> Geometry:
-    """What scheduler and workers must agree on.  Raises :class:`ConfigError` for a ``block_size`` that does not fit."""
+    """Return the shape that scheduler and workers must agree on.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's KV-cache configuration.
+        kind_of: vLLM's function that returns the kind of a KV-cache spec.
+        hash_block_size: number of tokens that one block hash covers.
+
+    Raises:
+        ConfigError: the page size of a layer is unknown.
+    """
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
     groups = tuple(_group(vllm_config, group, kind_of, context) for group in kv_cache_config.kv_cache_groups)
@@ -142,9 +176,9 @@ def read_geometry(
 
 
 def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> tuple[EngineConfig, KVCacheConfig]:
-    """The engine and its KV cache, of one worker, as the simple scheduler has them."""
+    """Return the engine and the KV cache of one worker in the form that the simple scheduler uses."""
     tensors = kv_cache_config.kv_cache_tensors
-    if hasattr(tensors[0], "layers"):  # vLLM 0.31 on: each tensor is a place in one allocation, of whose size it tells
+    if hasattr(tensors[0], "layers"):  # from vLLM 0.31: each tensor is a place in one allocation and names its size
         layers = tuple(layer for tensor in tensors for layer in tensor.layers)
         cache: tuple[KVCacheTensor, ...] = (KVCacheTensor(int(tensors[0].size), layers),)
     else:
@@ -155,17 +189,24 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
 
 
 def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether blocks that are allocated anew are zeroed before the connector hears of the step.
+    """Return True if vLLM zeroes newly allocated blocks before it calls the connector for the step.
 
-    vLLM's second model runner zeroes them (where caches of several precisions share blocks) while it prepares the step;
-    its first one calls ``handle_preemptions`` before anything else.
+    vLLM's second model runner zeroes blocks (where caches of several precisions share blocks) while it prepares the
+    step. The first one calls ``handle_preemptions`` before anything else.
     """
     prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
     return prepares_first and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:
-    """The layout as the namespace has it."""
+    """Return the layout for the namespace.
+
+    Args:
+        geometry: shape of the KV cache.
+        vllm_config: vLLM's configuration.
+        memory_order: order of dimensions in a page.
+        hash_seed: seed of the block hashes.
+    """
     parallel = vllm_config.parallel_config
     return KVLayout(
         kv_dtype=geometry.kv_dtype,
@@ -189,14 +230,14 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
 
 
 def _first(spec: Any) -> Any:
-    """The spec of a group's first layer."""
+    """Return the spec of a group's first layer."""
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
 def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
     spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
     first = _first(spec)
-    # Full attention may name a window too (hybrid manager off): all its blocks are kept then.
+    # Full attention may name a window too (hybrid manager off); vLLM then keeps all blocks of the group.
     window = int(first.sliding_window) if "sliding" in kind else None
     sharded = context if getattr(spec, "dcp_sharded", True) else 1
     is_eagle = bool(getattr(group, "is_eagle_group", False))
@@ -212,10 +253,10 @@ def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context:
 
 
 def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
-    """Of the computed tokens, how many of the last may be computed again.
+    """Return the number of last computed tokens that may be computed again.
 
-    Heads that predict several tokens begin a chunk of a prompt before the end of the last one; and in the layers of a
-    head the last accepted tokens are computed again when drafts after them were rejected.
+    Heads that predict several tokens begin a chunk of a prompt before the end of the previous chunk. In the layers of a
+    head, the last accepted tokens are computed again after later drafts were rejected.
     """
     ahead = max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
     if is_eagle:
@@ -225,10 +266,10 @@ def _volatile_tokens(vllm_config: Any, is_eagle: bool) -> int:
 
 
 def _replica(parallel: Any, engine_id: str) -> str | None:
-    """The data-parallel rank, None without data parallelism.
+    """Return the data-parallel rank, or None without data parallelism.
 
-    Each replica of a dense model is configured as an engine of its own, of data-parallel size 1; that it is the first
-    of several shows in what vLLM appends to the engine ids of all of them.
+    vLLM configures each replica of a dense model as an engine of data-parallel size 1. The first replica is recognised
+    by the suffix that vLLM appends to the engine ids of all replicas.
     """
     index = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
     several = int(getattr(parallel, "data_parallel_size", 1)) > 1 or engine_id.endswith(f"_dp{index}")
@@ -236,7 +277,7 @@ def _replica(parallel: Any, engine_id: str) -> str | None:
 
 
 def _factor(block_size: Any, groups: tuple[KVCacheGroup, ...]) -> int:
-    # The spec refuses what does not divide; here only the quotient is of interest.
+    # The spec refuses sizes that do not divide; here only the quotient matters.
     sizes = {group.gpu_block_size for group in groups}
     if isinstance(block_size, int) and len(sizes) == 1:
         return max(1, block_size // sizes.pop())
@@ -244,7 +285,10 @@ def _factor(block_size: Any, groups: tuple[KVCacheGroup, ...]) -> int:
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
-    """Where each layer with KV of its own lies: layers at one place share it (they must not be counted twice in a group)."""
+    """Return the place of each layer that has KV of its own.
+
+    Layers at one place share their KV, which must not be counted twice in a group.
+    """
     places: dict[str, tuple[int, int]] = {}
     for number, tensor in enumerate(kv_cache_config.kv_cache_tensors):
         if hasattr(tensor, "layers"):
@@ -258,7 +302,7 @@ def _block_bytes(group: Any, places: dict[str, tuple[int, int]]) -> int:
     pages: dict[object, int] = {}
     for layer in group.layer_names:
         if places and layer not in places:
-            continue  # it reads another layer's KV
+            continue  # the layer reads another layer's KV
         place = places.get(layer, layer)
         pages[place] = max(pages.get(place, 0), _page_bytes(group.kv_cache_spec, layer))
     return sum(pages.values())

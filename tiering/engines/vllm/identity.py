@@ -1,7 +1,7 @@
-"""The settings beside the weights that change KV, or its meaning, read from vLLM's configuration.
+"""The settings other than weights that change KV or its meaning, read from vLLM's configuration.
 
-vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts.  They do not cover the model, its
-weights, data types, layout or parallelism, which therefore belong to the namespace.  Nothing here imports vLLM; its
+vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts. They do not cover the model, its
+weights, data types, layout or parallelism, which therefore belong to the namespace. Nothing here imports vLLM; its
 objects are read by attribute.
 """
 
@@ -17,7 +17,12 @@ from tiering.engines.vllm.weights import meaning, plain
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
-    """The settings that change results or bytes, beside weights, data types and layout, as plain data."""
+    """Return the settings that change results or bytes, without weights, data types and layout.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        engine_version: vLLM's version, major and minor.
+    """
     model = vllm_config.model_config
     hf_config = meaning(plain(model.hf_config.to_dict()))
     if isinstance(code := hf_config.get("auto_map"), dict):
@@ -34,11 +39,11 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
         "model_impl": str(getattr(model, "model_impl", "auto")),
     }
     if _rope_is_scaled(hf_config):
-        found["max_model_len"] = int(model.max_model_len)  # some scalings choose their factors by it
+        found["max_model_len"] = int(model.max_model_len)  # some scalings derive their factors from this length
     if getattr(model, "trust_remote_code", False) and getattr(model, "code_revision", None):
         found["code_revision"] = str(model.code_revision)
     if ahead := getattr(vllm_config, "num_hash_lookahead_tokens", 0):
-        found["num_hash_lookahead_tokens"] = int(ahead)  # vLLM 0.33: tokens behind a block that its hash covers
+        found["num_hash_lookahead_tokens"] = int(ahead)  # from vLLM 0.33: a hash covers these tokens after its block
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
         found["speculative"] = str(getattr(speculative, "method", None))
@@ -46,7 +51,7 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
 
 
 def _without_prefix(code: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """``auto_map`` without the repository's name, which transformers puts in front of a model's own code."""
+    """Return ``auto_map`` without the repository's name, which transformers prepends to its entries."""
     return {word: place.removeprefix(prefix) if isinstance(place, str) else place for word, place in code.items()}
 
 
@@ -59,16 +64,19 @@ def _rope_is_scaled(hf_config: Mapping[str, Any]) -> bool:
 
 
 def _describe(value: Any) -> Any:
-    """Plain data that changes whenever ``value`` does, as far as it can be told."""
+    """Return plain data that changes with ``value``, as far as changes are visible."""
     if isinstance(value, Callable):  # type: ignore[arg-type]
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
     return plain(value)
 
 
 def hash_seed(algorithm: str, environment_seed: str | None, default_seed: str) -> str:
-    """The seed of vLLM's block hashes; "random" if it differs from process to process.
+    """Return the seed of vLLM's block hashes, or "random" if the seed differs between processes.
 
-    ``environment_seed``: PYTHONHASHSEED.  ``default_seed``: what vLLM uses for cryptographic algorithms without it.
+    Args:
+        algorithm: name of the hash algorithm.
+        environment_seed: value of PYTHONHASHSEED; None if it is not set.
+        default_seed: vLLM's seed for cryptographic algorithms if PYTHONHASHSEED is not set.
     """
     if environment_seed is not None:
         return f"PYTHONHASHSEED={environment_seed}"

@@ -1,7 +1,7 @@
-"""Checks of the installed vLLM's connector interface, before :mod:`tiering.engines.vllm` uses it.
+"""The check of the installed vLLM's connector interface, before :mod:`tiering.engines.vllm` uses it.
 
-A version that is newer than the tested ones is tried, with a warning: the interface decides.  Modules of vLLM are
-imported by name, and only when they are checked.
+A vLLM that is newer than the tested versions is accepted with a warning, as long as its interface fits. Modules of
+vLLM are imported by name, and only when they are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDED = (
     ("vllm.v1.core.kv_cache_utils", "DEFAULT_NONE_HASH_SEED maybe_convert_block_hash resolve_kv_cache_block_sizes"),
     ("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind"),
 )
-"""The names that are imported from vLLM, by module."""
+"""The modules of vLLM and the names that are imported from each."""
 
 HOOKS = (
     "register_kv_caches",
@@ -59,7 +59,7 @@ HOOKS = (
     "build_kv_connector_stats",
     "build_prom_metrics",
 )
-"""The methods that this project relies on vLLM to call; one that vLLM has renamed would be missed in silence."""
+"""The methods that vLLM must call. A renamed method would otherwise be missed silently."""
 
 
 def _range() -> str:
@@ -67,7 +67,11 @@ def _range() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raises :class:`StartupError` for a vLLM that is too old, and warns of one that was not tested."""
+    """Check vLLM's version, and warn of a version that was not tested.
+
+    Raises:
+        StartupError: the version is too old.
+    """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (number := (int(found[1]), int(found[2]))) == (0, 0):
         logger.warning("vLLM's version %r is not a number; this connector was tested with %s", version, _range())
@@ -75,19 +79,32 @@ def check_version(version: str) -> None:
         raise StartupError(f"vLLM {version} is too old: this connector works with {_range()}; upgrade vLLM")
     elif number > NEWEST:
         logger.warning(
-            "vLLM %s is newer than the tested versions (%s); it is used as far as its connector interface is the same",
+            "vLLM %s is newer than the tested versions (%s); the connector works if vLLM's interface has not changed",
             version,
             _range(),
         )
 
 
 def check_names(version: str) -> None:
-    """Raises :class:`StartupError` unless vLLM has every module and name of :data:`NEEDED`."""
+    """Check that vLLM has every module and name of :data:`NEEDED`.
+
+    Raises:
+        StartupError: modules or names are missing.
+    """
     _refuse(version, _missing_names())
 
 
 def check_methods(version: str, connector: type, base: type) -> None:
-    """Raises :class:`StartupError` unless vLLM can call ``connector`` in every way that ``base`` describes."""
+    """Check that vLLM can call ``connector`` in every way that ``base`` describes.
+
+    Args:
+        version: vLLM's version, for the message.
+        connector: the connector's class.
+        base: vLLM's base class of connectors.
+
+    Raises:
+        StartupError: methods are missing or have other parameters.
+    """
     _refuse(version, [*_missing_hooks(base), *_unfilled(connector), *_uncallable(connector, base)])
 
 

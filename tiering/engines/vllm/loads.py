@@ -1,4 +1,7 @@
-"""Which requests' loads have failed, for models with several KV-cache groups: vLLM takes requests there, the core reports blocks."""
+"""The requests with failed loads, for models with several KV-cache groups.
+
+For such models vLLM expects failed requests, while the connector's halves report failed blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from tiering.simple.metadata import SimpleCPUOffloadMetadata
 def ordered_loads(
     metadata: OffloadingConnectorMetadata | SimpleCPUOffloadMetadata,
 ) -> tuple[dict[ReqId, set[int]], Collection[ReqId]]:
-    """The GPU blocks that a step's loads are to fill, by request; and the requests of whose hits nothing can be loaded."""
+    """Return the loads that a step orders.
+
+    Returns:
+        The GPU blocks to fill per request; and the requests for which no hit can be loaded any more.
+    """
     if isinstance(metadata, SimpleCPUOffloadMetadata):
         return metadata.blocks_by_request(), ()
     blocks = {
@@ -24,10 +31,10 @@ def ordered_loads(
 
 
 class LoadLedger:
-    """The GPU blocks of each request that is being loaded, and the requests of whose hits nothing could be loaded.
+    """The GPU blocks of each request that is being loaded, and the requests without loadable hits.
 
-    While a request is being loaded nobody else has its blocks, so that a block that was not filled tells whose load it
-    was of.
+    While a request is being loaded, no other request has its blocks. A block that was not filled therefore identifies
+    the request whose load failed.
     """
 
     def __init__(self) -> None:
@@ -35,13 +42,23 @@ class LoadLedger:
         self._shrunk: set[ReqId] = set()
 
     def started(self, blocks: Mapping[ReqId, set[int]], shrunk: Collection[ReqId] = ()) -> None:
-        """These loads begin with this step.  The same loads again change nothing."""
+        """Record the loads that begin with this step. Repeated loads change nothing.
+
+        Args:
+            blocks: GPU blocks to fill, per request.
+            shrunk: requests for which no hit can be loaded; default none.
+        """
         for req_id, ids in blocks.items():
             self._blocks.setdefault(req_id, set()).update(ids)
         self._shrunk.update(shrunk)
 
     def failed(self, received: Collection[ReqId], unfilled: Collection[int]) -> set[ReqId]:
-        """Of the requests whose load has ended, those that lack something; ``unfilled`` are the blocks that were not filled."""
+        """Return the requests whose load has ended and lacks blocks.
+
+        Args:
+            received: requests whose load has ended.
+            unfilled: GPU blocks that failed loads did not fill.
+        """
         unfilled = set(unfilled)
         return {
             req_id
@@ -50,7 +67,7 @@ class LoadLedger:
         }
 
     def ended(self, received: Collection[ReqId]) -> None:
-        """Forget these requests."""
+        """Forget requests whose load has ended."""
         for req_id in received:
             self._blocks.pop(req_id, None)
         self._shrunk.difference_update(received)

@@ -1,4 +1,7 @@
-"""Where our log lines go in vLLM's processes: vLLM gives handlers to its own logger only, so that ours would not be seen."""
+"""The routing of our log lines in vLLM's processes.
+
+vLLM gives handlers to its own logger only, so without this module our lines would not appear.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,22 @@ import os
 from collections.abc import Mapping
 
 OURS = "kv_tiering"
-"""The name of the logger above all loggers of this project."""
+"""Name of the parent logger of all loggers of this project."""
 
 
 def share_logging(engine: logging.Logger, environment: Mapping[str, str] = os.environ) -> bool:
-    """Let our lines go where ``engine``'s go, from the same level on; returns whether that was set up, now or by an earlier call.
+    """Send our log lines to the handlers of ``engine``, from the same level on.
 
-    Does nothing if somebody has configured logging for us: a handler on our logger or above it, or
-    ``VLLM_CONFIGURE_LOGGING=0``; nor if ``engine`` has no handlers.  A level that our logger has already is kept.
-    Harmless if repeated.
+    Nothing changes if logging is configured for us already: by a handler on our logger or above it, or by
+    ``VLLM_CONFIGURE_LOGGING=0``. The same holds if ``engine`` has no handlers. A level that our logger already has is
+    kept. Repeated calls change nothing.
+
+    Args:
+        engine: vLLM's logger.
+        environment: environment variables; default: those of the process.
+
+    Returns:
+        True if our lines go to the handlers of ``engine``, through this call or an earlier one.
     """
     ours = engine.manager.getLogger(OURS)
     if ours.handlers:

@@ -1,10 +1,10 @@
-"""Checks of the connector's configuration when vLLM looks up its class, before weights are loaded.
+"""The check of the connector's configuration when vLLM looks up its class, before weights are loaded.
 
-vLLM builds its connectors after it has loaded the weights, and calls no earlier method of theirs that sees the
-configuration on every platform.  But it looks the class up while it builds its own configuration, in the front end's
-process.  The connector's configuration is then a local variable of the function that looks.  A wrong stack is refused
-there, and its message is the last line of the error.  A vLLM that looks classes up in another way finds nothing
-checked here; its connectors refuse when they are built.
+vLLM builds its connectors after it has loaded the weights, and calls no earlier method of a connector that sees the
+configuration on every platform. But vLLM looks the class up while it builds its own configuration, in the front end's
+process. The connector's configuration is then a local variable of the calling function. An invalid stack is refused
+there, and its message is the last line of the error. If a vLLM version looks classes up in another way, nothing is
+checked here; its connectors refuse an invalid stack when they are built.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
@@ -22,39 +22,43 @@ from tiering.simple.selection import simple_options
 from tiering.spec import read_stack
 
 CONNECTOR = "TieringConnector"
-"""The class's name in vLLM's configuration."""
+"""Name of the class in vLLM's configuration."""
 
 _VARIABLE = "kv_transfer_config"
-"""The variable that holds the configuration in vLLM's functions which look connectors up."""
+"""Name of the local variable with the configuration, in vLLM's functions that look connectors up."""
 _DEPTH = 8
-"""How many callers are looked at."""
+"""Number of callers whose local variables are examined."""
 
 
 class StartupError(TieringError):
-    """vLLM cannot start with this connector in this way; the text says what to change.
+    """A start of vLLM that cannot work with this connector; the text says what to change.
 
-    It is no ValueError, because vLLM's configuration classes report a ValueError inside a text of their own.
+    The error is no ValueError, because vLLM's configuration classes wrap a ValueError in a text of their own.
     """
 
 
 class LookupCheck:
-    """Checks each configuration once."""
+    """The check of connector configurations, once for each configuration."""
 
     def __init__(self) -> None:
         self._checked: set[str] = set()
 
     def check(self, caller: FrameType | None) -> None:
-        """Check the configuration for which ``caller`` looks up the connector's class, if it has one.
+        """Check the configuration for which ``caller`` looks up the connector's class, if there is one.
 
-        Raises :class:`StartupError` for a wrong stack or role, and for a ``MultiConnector`` that names the connector
-        twice.
+        Args:
+            caller: the stack frame that looks up the class.
+
+        Raises:
+            StartupError: the stack or the role is invalid, or a ``MultiConnector`` names the connector twice.
         """
         configs = list(_configs(caller))
         if not configs or getattr(configs[0], "kv_connector", None) != CONNECTOR:
             return
         if any(_named_twice(config) for config in configs[1:]):
             raise StartupError(
-                f"MultiConnector: names {CONNECTOR} more than once; write all tiers into one stack, which may have any number"
+                f"MultiConnector: names {CONNECTOR} more than once; "
+                "write all tiers into one stack, which may have any number"
             )
         extra = getattr(configs[0], "kv_connector_extra_config", None)
         if not isinstance(extra, Mapping):
@@ -72,7 +76,7 @@ class LookupCheck:
 
 
 def _configs(frame: FrameType | None) -> Iterator[Any]:
-    """The connector configurations among the callers' local variables, the innermost first, each once."""
+    """Yield the distinct connector configurations among the callers' local variables, the innermost first."""
     before = None
     for _ in range(_DEPTH):
         if frame is None:

@@ -1,6 +1,7 @@
-"""Requests with LoRA adapters: a block's hash covers an adapter's name (from vLLM 0.31 on its path too), not its content.
+"""The restriction of requests with LoRA adapters to tiers that cannot confuse two adapters.
 
-So such a request may use no tier that outlives the process, and a name that has stood for two adapters may use none at
+A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its content. A request with an adapter
+therefore uses no tier that outlives the process. Requests whose adapter name has stood for two adapters use no tier at
 all. Nothing here imports vLLM; its objects are read by attribute.
 """
 
@@ -19,7 +20,11 @@ _NOTHING = {"load": False, "store": False}
 
 
 class AdapterGuard:
-    """Says what a request with an adapter may use.  ``local_tiers``: names of the secondary tiers that end with the process."""
+    """The policy for requests with LoRA adapters.
+
+    Args:
+        local_tiers: names of the secondary tiers whose blocks end with the process; default none.
+    """
 
     def __init__(self, local_tiers: Iterable[str] = ()) -> None:
         self._local_tiers = tuple(local_tiers)
@@ -27,7 +32,10 @@ class AdapterGuard:
         self._ambiguous: set[str] = set()
 
     def admit(self, request: Any) -> Any:
-        """``request`` as the core is to see it when it is new: itself, if it has no adapter."""
+        """Return a new request in the form that the scheduler half should see.
+
+        A request without an adapter is returned unchanged; other requests get ``kv_transfer_params`` with restrictions.
+        """
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return request
@@ -37,8 +45,8 @@ class AdapterGuard:
         if replaced and name not in self._ambiguous:
             self._ambiguous.add(name)
             logger.warning(
-                "the LoRA adapter %r was replaced under its name, which its blocks are known by: its requests neither load nor store KV "
-                "until the prefix cache is reset together with the connector's",
+                "the LoRA adapter %r was replaced, but its blocks are identified by its name: its requests neither "
+                "load nor store KV until the prefix cache is reset together with the connector's",
                 name,
             )
         if name in self._ambiguous:
@@ -46,13 +54,16 @@ class AdapterGuard:
         return RequestWithParams(request, without_persistent(request.kv_transfer_params, self._local_tiers))
 
     def reset(self) -> None:
-        """Nothing that was stored before is there any more."""
+        """Forget all adapters, because no block that was stored before is left."""
         self._known.clear()
         self._ambiguous.clear()
 
 
 class RequestWithParams:
-    """``request`` with other ``kv_transfer_params``; everything else is the engine's own and stays up to date."""
+    """A request with other ``kv_transfer_params``.
+
+    All other attributes are read from the engine's object, so they stay current.
+    """
 
     def __init__(self, request: Any, params: Mapping[str, Any] | None) -> None:
         self._request = request
@@ -63,10 +74,15 @@ class RequestWithParams:
 
 
 def without_persistent(params: Mapping[str, Any] | None, tiers: Sequence[str]) -> Mapping[str, Any] | None:
-    """``params`` without the tiers that are not among ``tiers``."""
+    """Return ``params`` restricted to ``tiers``.
+
+    Args:
+        params: the request's ``kv_transfer_params``; invalid parameters are returned unchanged.
+        tiers: names of the allowed secondary tiers.
+    """
     try:
         asked = parse_request_policy(params).tiers
     except ConfigError:
-        return params  # the core says what is wrong with it, and neither loads nor stores
+        return params  # the scheduler half logs the problem; the request neither loads nor stores
     allowed = [tier for tier in tiers if asked is None or tier in asked]
     return {**(params or {}), "kv_tiering": {**((params or {}).get("kv_tiering") or {}), "tiers": allowed}}

@@ -1,8 +1,7 @@
 """The identity of a model's weights: the commit of its repository, or the content of its files.
 
-The path or name by which a model was loaded is no part of it.
-
-Nothing here imports vLLM; its objects are read by attribute.
+The path or name under which a model was loaded is not part of the identity. Nothing here imports vLLM; its objects are
+read by attribute.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$")
-"""A place in the Hugging Face cache: the commit, and what follows it."""
+"""A path in the Hugging Face cache: the commit, and the path within its snapshot."""
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
 _OWN_FILES = (
@@ -45,35 +44,42 @@ _OWN_FILES = (
     ),
     *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
 )
-"""The load formats that read the weights of the model that is named, and no others."""
+"""The load formats that read the weights of the named model, and no other weights."""
 _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-"""Words of a model's configuration that say where it came from, and nothing about what it computes."""
+"""Words of a model's configuration that record its origin and do not affect its results."""
 
 
 def weights_identity(model_config: Any, load_config: Any) -> str:
-    """A commit of the model's repository, or a digest of its files' names and whole contents.
+    """Return a commit of the model's repository, or a digest of its files' names and whole contents.
 
-    The result is the same however the model's path is spelled; a directory of the Hugging Face cache and the
-    repository's name give the same commit.  All weight files of a local model without a commit are read (the worker
-    has just read them too). ``model_config`` and ``load_config`` are vLLM's.  Raises :class:`ConfigError` if the
-    model cannot be identified.
+    The result does not depend on the spelling of the model's path. A directory of the Hugging Face cache and the
+    repository's name give the same commit. All weight files of a local model without a commit are read; the worker has
+    just read them too.
+
+    Args:
+        model_config: vLLM's model configuration.
+        load_config: vLLM's load configuration.
+
+    Raises:
+        ConfigError: the model cannot be identified.
     """
     load_format = str(load_config.load_format)
     if load_format == "dummy":
         return f"dummy weights, seed {model_config.seed}"
     if load_format not in _OWN_FILES:
         raise ConfigError(
-            f"load_format {load_format}: may read weights from elsewhere than {model_config.model}, whose content cannot be "
-            "identified, and may change: use a load format that reads the model's own files (auto)"
+            f"load_format {load_format} may read weights from another place than {model_config.model}; "
+            "their content cannot be identified, and may change: "
+            "use a load format that reads the model's own files (auto)"
         )
     return _identity(model_config)
 
 
 def draft_identity(vllm_config: Any) -> str | None:
-    """The identity of the draft model of speculative decoding; None without one.
+    """Return the identity of the draft model of speculative decoding, or None without one.
 
-    A draft that cannot be identified is known by its name: the model itself refuses a draft's wrong guesses, which
-    cost time only.
+    If a draft model cannot be identified, its name stands for it. That is safe: the model itself rejects wrong drafts,
+    so they only cost time.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
@@ -88,7 +94,7 @@ def draft_identity(vllm_config: Any) -> str | None:
     try:
         return weights_identity(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
     except ConfigError as error:
-        logger.info("the draft model is known by its name only: %s", error)
+        logger.info("the draft model is identified by its name only: %s", error)
         return named
 
 
@@ -97,12 +103,12 @@ def _identity(model_config: Any) -> str:
     elsewhere = str(getattr(model_config, "model_weights", "") or model)
     if elsewhere != model and not Path(elsewhere).exists():
         raise ConfigError(
-            f"the weights are read from {elsewhere}, whose content cannot be identified, and may change: use a local copy of the model"
+            f"the weights are read from {elsewhere}; their content cannot be identified, and may change: "
+            "use a local copy of the model"
         )
     path = Path(elsewhere)
     if path.exists():
-        # The file itself may be a link into the cache's blobs, where its name is lost; the directory may be a link to
-        # anywhere.
+        # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
         place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         if snapshot := _SNAPSHOT.search(place.as_posix()):
             commit, part = snapshot.groups()
@@ -114,17 +120,23 @@ def _identity(model_config: Any) -> str:
     commit = getattr(model_config.hf_config, "_commit_hash", None) if own_config else None
     if not isinstance(commit, str) or not commit:
         raise ConfigError(
-            f"the weights of {model} cannot be identified (neither a local path nor a known commit), and weights change under a name: "
-            "set --revision to a commit hash, or use a local copy of the model"
+            f"the weights of {model} cannot be identified (neither a local path nor a known commit), "
+            "and weights change under a name: set --revision to a commit hash, or use a local copy of the model"
         )
     return f"commit {commit}"
 
 
 def digest_of_files(path: Path, *, code: bool = False) -> str:
-    """Digest (32 hex digits) of the configuration and weight files of the model at ``path``: names, sizes, contents.
+    """Return the digest of a model's configuration and weight files: 32 hex digits.
 
-    ``code``: Python files count too, because the engine runs them; by default they do not.  Words of a JSON file that
-    say only where it came from do not count.  Raises :class:`ConfigError` if there are no weights.
+    The digest covers names, sizes and contents. Words of a JSON file that only record its origin do not count.
+
+    Args:
+        path: directory of the model, or its single file.
+        code: True to include Python files, because the engine runs them; default False.
+
+    Raises:
+        ConfigError: there are no weight files.
     """
     started = time.monotonic()
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _counts(file, code=code))
@@ -139,7 +151,8 @@ def digest_of_files(path: Path, *, code: bool = False) -> str:
     seconds = time.monotonic() - started
     if seconds > _SLOW_SECONDS:
         logger.info(
-            "took %.0f s to read the weights in order to identify them; a model with a commit (--revision) needs no reading",
+            "identifying the weights took %.0f s, because all files were read; "
+            "a model with a commit (--revision) is identified without reading",
             seconds,
         )
     return total.hexdigest()[:32]
@@ -166,14 +179,14 @@ def _digest(file: Path) -> str:
 
 
 def meaning(value: Any) -> Any:
-    """A configuration without the words that say nothing about what a model computes."""
+    """Return a configuration without the words that do not affect the model's results."""
     if isinstance(value, Mapping):
         return {word: meaning(item) for word, item in value.items() if word not in _NOT_CONTENT}
     return [meaning(item) for item in value] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:
-    """``value`` as plain data that JSON can hold."""
+    """Return ``value`` as plain data that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(word): plain(item) for word, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,1 +1,1 @@
-"""The memory of the primary tier: the shared region, its lock, its prefaulting, and the check for room."""
+"""The memory of the primary tier: shared region, file locks, prefaulting, and the check for room."""

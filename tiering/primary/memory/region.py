@@ -1,4 +1,4 @@
-"""The memory of the primary tier: one shared, page-aligned buffer of rows that scheduler and workers map.
+"""The memory of the primary tier: a page-aligned buffer of rows that scheduler and workers map.
 
 A region for one process is anonymous. A region for several processes is a file in /dev/shm. Every side opens the file
 under the same name with the same arguments, in any order. The first side gives the file its size; the last of the
@@ -105,7 +105,7 @@ def _release(fd: int, path: Path | None, owner: int) -> None:
 
 
 class SharedRegion:
-    """A buffer of rows, each of which starts on a page boundary.
+    """A buffer of rows that start on page boundaries.
 
     The memory stays mapped until :meth:`close` was called and every view of it is gone, so views never become invalid.
     """
@@ -239,7 +239,10 @@ class SharedRegion:
 
     @property
     def is_complete(self) -> bool:
-        """True if all sides have mapped the region and see each other's writes. Always True for an anonymous region."""
+        """True if all sides have mapped the region and see each other's writes.
+
+        Always True for an anonymous region.
+        """
         return bool(self._complete[0])
 
     @property
@@ -306,7 +309,9 @@ def _open_exclusively_ours(path: Path) -> int:
 
 
 def _agree(fd: int, num_rows: int, stride: int, sides: int, path: Path) -> None:
-    """Write the header, or check that the existing one describes the same region. The caller holds the header's lock.
+    """Write the header, or check that the existing one describes the same region.
+
+    The caller holds the header's lock.
 
     Raises:
         ConfigError: another side opened the region with another shape.

@@ -18,7 +18,10 @@ from tiering.table.policies.recency import RecencyLog, StampClock
 
 
 class ARCEvictionPolicy(EvictionPolicy):
-    """A policy that balances recency and frequency. A scan of blocks used once does not flush blocks used often."""
+    """A policy that balances recency and frequency.
+
+    A scan of blocks used once does not flush blocks used often.
+    """
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         super().__init__(num_rows, refs, keys)

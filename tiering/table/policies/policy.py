@@ -67,7 +67,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def order(self) -> Rows:
-        """Return all known rows, pinned ones included, most valuable first. For checkpoints and tests; may be slow."""
+        """Return all known rows, pinned ones included, most valuable first.
+
+        For checkpoints and tests; may be slow.
+        """
 
     @abstractmethod
     def clear(self) -> None:

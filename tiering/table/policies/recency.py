@@ -82,7 +82,7 @@ class RecencyLog:
         self.size = 0
 
     def append(self, rows: Rows) -> None:
-        """Move rows, new or known, to the recent end of the list; the first of ``rows`` becomes the most recent."""
+        """Move new or known rows to the recent end of the list; the first becomes the most recent."""
         count = len(rows)
         clock = self._clock
         # numpy releases the interpreter lock in arange and in assignments by a reversed index, so an I/O thread would
