@@ -1,4 +1,4 @@
-"""The canonical form of an engine's KV-cache tensors: unique int8 tensors whose first dimension is the block.
+"""The canonical form of an engine's KV-cache tensors: int8 tensors with the block as first dimension.
 
 Shapes and strides alone decide. Dimensions outside the block dimension in memory, such as the 2 of (2, num_blocks,
 ...), are split into tensors of their own. Dimensions inside it make up a page: dense bytes in any order, or a few long
@@ -64,7 +64,8 @@ def canonicalize(
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"layer {name}: its KV cache is a {type(tensor).__name__}, not a tensor; state-space layers cannot be offloaded"
+                f"layer {name}: its KV cache is a {type(tensor).__name__}, not a tensor; "
+                "state-space layers cannot be offloaded"
             )
         if tensor.dim() == 0 or tensor.numel() == 0:
             raise ConfigError(f"layer {name}: its KV cache of shape {tuple(tensor.shape)} is empty")
@@ -77,7 +78,8 @@ def canonicalize(
         for layer in group.layer_names:
             if layer not in kv_caches:
                 raise ConfigError(
-                    f"layer {layer} of KV-cache group {index} has no KV-cache tensor; registered are {', '.join(kv_caches)}"
+                    f"layer {layer} of KV-cache group {index} has no KV-cache tensor; "
+                    f"registered are {', '.join(kv_caches)}"
                 )
             for piece in builder.pieces(layer, kv_caches[layer]):
                 known = pieces.get(piece.place)
@@ -156,7 +158,7 @@ class _Builder:
         """Place → index in ``tensors``."""
 
     def add(self, piece: _Piece) -> CanonicalKVCacheRef:
-        """Return a reference to ``piece``; its tensor may exist already, for another group or with another size."""
+        """Return a reference to ``piece``, whose tensor may exist already for another group or size."""
         index = self._known.setdefault(piece.place, len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(self._view(piece))
@@ -222,7 +224,8 @@ class _Builder:
             if tensor.dim() > dim and tensor.shape[dim] > n and tensor.shape[dim] % n == 0:
                 return dim, tensor.shape[dim] // n
         raise ConfigError(
-            f"layer {layer}: {self._describe(tensor)}: neither of the first two dimensions is the {n} blocks of the engine"
+            f"layer {layer}: {self._describe(tensor)}: "
+            f"neither of the first two dimensions is the {n} blocks of the engine"
         )
 
     def _describe(self, tensor: torch.Tensor) -> str:

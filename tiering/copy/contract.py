@@ -1,4 +1,4 @@
-"""Copies between the accelerator's KV cache and the primary rows: the handler contract, and the worker that holds the handlers."""
+"""Contract of the copy handlers between GPU blocks and primary rows, and the worker that holds them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class TransferResult:
 
 
 class OffloadingHandler(ABC):
-    """Moves blocks in one direction. Called from the engine's thread; only :meth:`wait` and :meth:`shutdown` block it."""
+    """Copies of blocks in one direction.
+
+    The engine's thread calls all methods. Only :meth:`wait` and :meth:`shutdown` block that thread.
+    """
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:

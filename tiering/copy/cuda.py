@@ -1,4 +1,4 @@
-"""Copies between a CUDA KV cache and the primary rows: pinned rows, one side stream per direction, and events.
+"""Copies between a CUDA KV cache and pinned primary rows, on one side stream per direction.
 
 A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device that
 has the shape of the rows' segments; then it moves each row with a single copy. A load goes the other way. So a row
@@ -108,13 +108,13 @@ class PinnedRows:
             _take_error(device)
         if code == _ALREADY_REGISTERED:
             raise ConfigError(
-                "the primary tier's memory lies where an earlier engine of this process left memory registered with CUDA; shut engines "
-                "down before the next one is built, or give each a process of its own"
+                "the primary tier's memory lies where an earlier engine of this process left memory registered with "
+                "CUDA; shut engines down before the next one is built, or give each a process of its own"
             )
         if not self._registered:
             logger.warning(
-                "the primary tier's %d bytes could not be pinned (CUDA error %d): copies will be slower; raise the limit on locked "
-                "memory (ulimit -l, docker: --ulimit memlock=-1)",
+                "the primary tier's %d bytes could not be pinned (CUDA error %d): copies will be slower; "
+                "raise the limit on locked memory (ulimit -l, docker: --ulimit memlock=-1)",
                 nbytes,
                 code,
             )
@@ -238,8 +238,8 @@ class CudaCopyHandler(OffloadingHandler):
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise ConfigError(
-                f"no device memory for the {size} bytes that copies to the primary tier need: {error}; give the engine's KV "
-                "cache less memory (vLLM: a lower --gpu-memory-utilization)"
+                f"no device memory for the {size} bytes that copies to the primary tier need: {error}; "
+                "give the engine's KV cache less memory (vLLM: a lower --gpu-memory-utilization)"
             ) from error
 
     def _group_layers(self, kv_caches: CanonicalKVCaches, group: int) -> list[_Layer]:
@@ -297,7 +297,7 @@ class CudaCopyHandler(OffloadingHandler):
         return _Running(size, begin, end, tuple(keep))
 
     def _chunks(self, pages: GroupPages) -> Iterator[GroupPages]:
-        """Yield parts whose rows fit the staging buffer. Rows are never split: GPU blocks of one row are neighbours."""
+        """Yield parts whose rows fit the staging buffer; the GPU blocks of one row stay together."""
         starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
         cuts = [*starts[:: self._staging_rows[pages.group]].tolist(), len(pages.rows)]
         for a, b in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""The choice of copy handlers for an engine's KV cache: CUDA copies for tensors on a GPU, host copies otherwise."""
+"""The choice of copy handlers: CUDA copies for a KV cache on a GPU, host copies otherwise."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
     """Raise :class:`ConfigError` unless ``rows`` can hold blocks of ``layout``."""
     if rows.ndim != 2 or rows.dtype != np.uint8 or rows.shape[1] < layout.row_bytes:
         raise ConfigError(
-            f"the primary tier's rows ({rows.dtype}, {rows.shape}) cannot hold blocks of {layout.row_bytes} bytes; scheduler and "
-            "workers must be given the same configuration"
+            f"the primary tier's rows ({rows.dtype}, {rows.shape}) cannot hold blocks of {layout.row_bytes} bytes; "
+            "scheduler and workers must be given the same configuration"
         )
 
 
@@ -129,7 +129,8 @@ def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
         together.abort()
         pool.shutdown()
         raise ConfigError(
-            f"cannot start {threads} threads for copies ({error}); raise the limit on processes (ulimit -u, docker: --pids-limit)"
+            f"cannot start {threads} threads for copies ({error}); "
+            "raise the limit on processes (ulimit -u, docker: --pids-limit)"
         ) from error
     together.wait()
     return pool

@@ -21,7 +21,7 @@ from tiering.primary.memory.region import row_stride
 
 
 class TransferError(TieringError):
-    """A transfer does not fit the KV cache or the rows. The transfer was not started, and no byte was moved."""
+    """A transfer that does not fit the KV cache or the rows; no byte of the transfer was moved."""
 
 
 @dataclass(frozen=True)
