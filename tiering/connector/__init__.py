@@ -1,1 +1,1 @@
-"""The engine connector's two halves, and what crosses between them."""
+"""The default connector mode: its scheduler half, its worker half, and their messages."""

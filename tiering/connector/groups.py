@@ -1,15 +1,14 @@
-"""KV-cache groups as the connector offloads them, and the search for the longest usable hit over all of them.
+"""KV-cache groups as the connector offloads them, and the blocks that a hit needs of each group.
 
-A hit of n tokens needs, for each full-attention group, all blocks up to n, and for each sliding-window group the blocks
-that cover the tokens before n that the first token after the hit attends to, and those that the engine retains beside
-them.  A group of which a speculative head has layers (``is_eagle``) needs one block more, which is not loaded: the
-engine's own prefix cache matches and drops it too, because the head's KV at the end of a block is computed from the
-token after it.
+A hit of n tokens needs all blocks up to n of each full-attention group. Of each sliding-window group the hit needs the
+blocks that the first token after the hit attends to, and the blocks that the engine retains beside them. A group that
+contains layers of a speculative head (``is_eagle``) needs one block more, which is not loaded. The engine's own prefix
+cache matches and drops that block too, because the head computes the end of a block from the token after the block.
 
-Where hits may end: at a border between blocks of a full-attention group (of any group, in a model without full
-attention).  Groups whose blocks are larger then load the block in which the hit ends, of which the engine computes the
-tail anew; so blocks of unequal sizes need no common multiple.  What no such hit can use of a sliding window is not
-stored (:meth:`OffloadGroup.usable`).
+Hits end at a border between blocks of a full-attention group, or of any group in a model without full attention. A
+group with larger blocks then loads the block in which the hit ends, and the engine recomputes the tail of that block.
+Block sizes therefore need no common multiple. Blocks of a sliding window that no such hit can use are not stored
+(:meth:`OffloadGroup.usable`).
 """
 
 from __future__ import annotations
@@ -32,38 +31,50 @@ _FOREIGN_KINDS = ("chunked", "cross", "encoder")
 
 
 class KVEventGroupSpec(NamedTuple):
-    """What events say about a group: its kind, and its window in tokens (None: none)."""
+    """Description of a KV-cache group in KV events."""
 
     kind: str
+    """Kind of the group, as the engine calls it."""
     window: int | None
+    """Sliding window in tokens; None for full attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadGroup:
-    """One KV-cache group.  Sizes in tokens; ``block_size_factor`` GPU blocks make an offloaded block.
-
-    ``hash_block_size_factor``: hash-blocks in one offloaded block.  ``sliding_window``: tokens, None for full
-    attention. ``reach``: tokens before a position that must be there to go on from it (the window without the present
-    token, and what the engine retains besides).  ``window_blocks``: offloaded blocks that cover them before an aligned
-    position (0 for full attention). ``lookahead_blocks``: blocks after the end of a hit that must be held too.
-    ``volatile_tokens``: as many of the last computed tokens may still be computed again.  ``hit_ends``: for a window
-    group, the distances between hits that may leave some of its blocks unused, in its blocks; empty where every block
-    is of use.
-    """
+    """One KV-cache group; an offloaded block consists of ``block_size_factor`` GPU blocks."""
 
     group_idx: int
+    """Index of the group in the engine's list of KV-cache groups."""
     gpu_block_size: int
+    """Tokens in a GPU block."""
     offloaded_block_size: int
+    """Tokens in an offloaded block."""
     block_size_factor: int
+    """GPU blocks in an offloaded block."""
     hash_block_size_factor: int
+    """Hash-blocks in an offloaded block."""
     sliding_window: int | None
+    """Sliding window in tokens; None for full attention."""
     reach: int
+    """Tokens before a position that must be present to continue from the position.
+
+    These are the window without the present token, and the tokens that the engine retains besides.
+    """
     window_blocks: int
+    """Offloaded blocks that cover ``reach`` tokens before an aligned position; 0 for full attention."""
     lookahead_blocks: int
+    """Blocks after the end of a hit that must be held too."""
     volatile_tokens: int
+    """Number of last computed tokens that may still be computed again."""
     hit_ends: tuple[int, ...]
+    """Distances between possible ends of hits, in blocks of this group; empty if every block can be used.
+
+    Not empty only for a window group, if hits leave some of its blocks unused.
+    """
     key_suffix: bytes
+    """Bytes that identify the group at the end of a key."""
     kv_event_group_spec: KVEventGroupSpec
+    """Description of the group in KV events."""
 
     @property
     def sliding_window_size_in_blocks(self) -> int | None:
@@ -71,16 +82,19 @@ class OffloadGroup:
         return None if self.sliding_window is None else self.window_blocks
 
     def skipped_blocks(self, computed_tokens: int) -> int:
-        """GPU blocks at the head that no token from ``computed_tokens`` on attends to: the engine may have freed them."""
+        """Return the number of leading GPU blocks that the engine may have freed.
+
+        No token from ``computed_tokens`` on attends to these blocks.
+        """
         if self.sliding_window is None:
             return 0
         return max(0, computed_tokens - self.reach) // self.gpu_block_size
 
     def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which offloaded blocks a hit can use; None: all.
+        """Return a mask of the offloaded blocks at ``positions`` that a hit can use; None if all can be used.
 
-        Where a window is shorter than the distance between two possible ends of hits, the blocks after the one and
-        before the window of the other are never asked for.
+        Where a window is shorter than the distance between two possible ends of hits, no hit probes the blocks between
+        the first end and the window before the second.
         """
         if not self.hit_ends:
             return None
@@ -93,10 +107,11 @@ class OffloadGroup:
 
 
 def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
-    """The groups of ``spec``'s engine.
+    """Return the KV-cache groups of the engine that ``spec`` describes.
 
-    Raises :class:`ConfigError` for a group whose KV this connector cannot offload block by block: state-space groups
-    (one state, not a row of blocks), and kinds whose blocks it could not tell apart by position.
+    Raises:
+        ConfigError: a group's KV cannot be offloaded block by block. This applies to state-space groups, which keep one
+            state instead of blocks, and to kinds whose blocks cannot be told apart by position.
     """
     engine_groups = spec.engine.groups
     if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
@@ -112,7 +127,7 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
 
 
 def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ...]:
-    """The distances between ends of hits, in blocks of a window group, if hits leave some of its blocks unused."""
+    """Return the distances for :attr:`OffloadGroup.hit_ends`, in blocks of ``group``."""
     size = group.offloaded_block_size
     if group.sliding_window is None or not ends or any(end % size for end in ends):
         return ()
@@ -124,8 +139,8 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
     kind, window = group.kind.lower(), group.sliding_window
     if any(word in kind for word in _STATE_KINDS):
         raise ConfigError(
-            f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, which this "
-            "connector cannot offload; run the model without it"
+            f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, "
+            "which this connector cannot offload; run the model without it"
         )
     if any(word in kind for word in _FOREIGN_KINDS):
         raise ConfigError(
@@ -157,7 +172,10 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
 
 
 def interleave(keys_by_group: Sequence[Sequence[OffloadKey]]) -> list[OffloadKey]:
-    """All groups' keys in one prefix order: by position where the groups have as many blocks, else one group after another."""
+    """Return the keys of all groups in one prefix order.
+
+    The order is by position if all groups have the same number of keys, else one group after another.
+    """
     if len({len(keys) for keys in keys_by_group}) == 1:
         return list(chain.from_iterable(zip(*keys_by_group, strict=True)))
     return list(chain.from_iterable(keys_by_group))

@@ -1,4 +1,7 @@
-"""The search for the longest usable hit over all KV-cache groups (what a hit needs: :mod:`tiering.connector.groups`)."""
+"""The search for the longest usable hit over all KV-cache groups.
+
+:mod:`tiering.connector.groups` describes the blocks that a hit needs.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,23 @@ from tiering.api.request import ReqContext
 from tiering.connector.groups import OffloadGroup
 
 MAX_WINDOW_PROBES = 64
-"""How often one search may move to the left because a window block is missing; each move can cost a question to a slow tier."""
+"""Number of times that one search may shorten the hit because a window block is missing.
+
+Each time can cost a probe of a slow tier.
+"""
 
 
 class Hit(NamedTuple):
-    """``tokens``: end of the usable prefix (at most what is computed: no hit).  ``pending``: the answer may still change."""
+    """Result of a search."""
 
     tokens: int
+    """End of the usable prefix in tokens; without a hit, at most the number of computed tokens."""
     pending: bool
+    """True if a later search may give another result."""
 
 
 class HitSearch:
-    """Finds the longest prefix that all groups hold, beyond what is computed."""
+    """Search for the longest prefix beyond the computed tokens that all groups hold."""
 
     def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager) -> None:
         self._groups = groups
@@ -33,11 +41,11 @@ class HitSearch:
         self._ends = sorted({group.offloaded_block_size for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
         self.tokens_to_leave = int(any(map(self._recomputes_across_a_border, groups)))
-        """Tokens of a request that no hit may cover.
+        """Tokens at the end of a request that no hit may cover.
 
-        When all of a request is held, the engine recomputes the last token, which sees one token more to the left than
-        the token after it.  Where that one is in a block of its own, which a hit does not need, at least one token must
-        be left to compute.
+        When all of a request is held, the engine recomputes the last token. The last token attends to one token more on
+        the left than the token after it. Where that token lies in an earlier block, which the hit does not need, the
+        hit must leave at least one token to compute.
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:
@@ -46,25 +54,34 @@ class HitSearch:
         return group.reach % math.gcd(group.gpu_block_size, *self._ends) == 0
 
     def first_block(self, group: OffloadGroup, computed: int, end: int) -> int:
-        """The first offloaded block of ``group`` that a hit of ``end`` tokens needs beyond ``computed`` ones."""
+        """Return the first offloaded block that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
         size = group.offloaded_block_size
         first = computed // size
         return first if group.sliding_window is None else max(first, (end - group.reach) // size)
 
     def needed(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int) -> list[Sequence[OffloadKey]]:
-        """The keys, by group, that a hit of ``end`` tokens needs beyond ``computed`` ones."""
+        """Return the keys by group that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
         return [
             group_keys[self.first_block(group, computed, end) : -(-end // group.offloaded_block_size)]
             for group, group_keys in zip(self._groups, keys, strict=True)
         ]
 
     def longest(self, keys: Sequence[Sequence[OffloadKey]], computed: int, limit: int, ctx: ReqContext) -> Hit:
-        """The longest usable prefix of at most ``limit`` tokens, in whole blocks; none shorter than a block beyond ``computed``.
+        """Return the longest usable prefix, in whole blocks.
 
-        Full attention first, as a prefix from the block that contains the first uncomputed token; then the windows,
-        from the right: a block missing in a window moves the end to where that block begins, and everything is asked
-        again for that end.  Nothing is asked for, and so nothing is brought in, that would make a hit of less than a
+        The search probes the full-attention groups first, as a prefix from the block of the first uncomputed token.
+        Then the search probes the windows from the right. A block that is missing in a window moves the end to the
+        start of that block, and all windows are probed again. No probe can start a promotion for a hit of less than one
         block.
+
+        Args:
+            keys: keys of the request's blocks, by group.
+            computed: tokens that the engine has computed.
+            limit: largest number of tokens that the hit may cover.
+            ctx: the request.
+
+        Returns:
+            The hit; it covers at least one block beyond ``computed``, or nothing.
         """
         end = self._aligned(
             min(limit, *((len(keys[g.group_idx]) - g.lookahead_blocks) * g.offloaded_block_size for g in self._groups))
@@ -112,5 +129,5 @@ class HitSearch:
         return Hit(end, pending)
 
     def _aligned(self, end: int) -> int:
-        """The last place at or before ``end`` where a hit may end."""
+        """Return the last position at or before ``end`` where a hit may end."""
         return max(end - end % size for size in self._ends)

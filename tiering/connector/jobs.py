@@ -13,17 +13,28 @@ from tiering.connector.request_state import RequestState
 
 @dataclass(slots=True)
 class LoadTarget:
-    """Where a load goes: the tokens it starts at, and for a single KV-cache group the logical index of its first GPU block."""
+    """Destination of a load."""
 
     state: RequestState
+    """The request that the blocks are loaded for."""
     generation: int
+    """Generation of the request when the load was queued."""
     first_token: int
+    """First token that the load fills."""
     first_gpu_block: int | None
+    """Position of the first loaded block in the request's block table; None for several KV-cache groups."""
     gpu_block_size: int
+    """Tokens in a GPU block of the first group."""
     block_ids: list[int]
+    """GPU blocks that the load fills; empty for several KV-cache groups."""
 
     def invalid_from(self, invalid_block_ids: Iterable[int]) -> int:
-        """The first token that is not filled, given the blocks that are not (none known: all of them)."""
+        """Return the first token that the load did not fill.
+
+        Args:
+            invalid_block_ids: GPU blocks that were not filled; if none of them belongs to the load, all its blocks
+                count as not filled.
+        """
         if self.first_gpu_block is None:
             return self.first_token
         invalid = set(invalid_block_ids)
@@ -33,24 +44,37 @@ class LoadTarget:
 
 @dataclass(slots=True)
 class Job:
-    """One copy.
-
-    ``load`` is None for a store.  ``remaining``: workers that have not reported it.  ``orphan``: a reset came between.
-    ``distrusted``: a store whose blocks may not be what its keys say; it has failed, whatever the workers report.
-    """
+    """One copy that was handed to the workers."""
 
     job_id: int
+    """Id of the job."""
     ctx: ReqContext
+    """The request that the copy belongs to."""
     keys: list[OffloadKey]
+    """Keys of the copied blocks."""
     remaining: int
+    """Number of workers that have not reported the job."""
     load: LoadTarget | None = None
+    """Destination of a load; None for a store."""
     failed: bool = False
+    """True if the job has failed."""
     orphan: bool = False
+    """True if the cache was reset after the job was opened."""
     distrusted: bool = False
+    """True for a store whose blocks may not match their keys.
+
+    Such a store has failed, whatever the workers report.
+    """
 
 
 class JobTable:
-    """Jobs by id.  Ids grow monotonically.  A job is done when ``world_size`` workers have reported it."""
+    """Jobs by id; ids grow monotonically.
+
+    A job is done when all workers have reported the job.
+
+    Args:
+        world_size: number of workers.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -64,26 +88,32 @@ class JobTable:
         return iter(self._jobs.values())
 
     def open(self, ctx: ReqContext, keys: list[OffloadKey], load: LoadTarget | None = None) -> Job:
-        """A new job with an id of its own."""
+        """Add a job with a new id, and return the job.
+
+        Args:
+            ctx: the request that the copy belongs to.
+            keys: keys of the copied blocks.
+            load: destination of a load; default: None, a store.
+        """
         job = Job(self._next_id, ctx, keys, self._world_size, load)
         self._next_id += 1
         self._jobs[job.job_id] = job
         return job
 
     def withdraw(self, job_id: int) -> Job | None:
-        """A job that no worker was told of leaves the table, failed; None if it is not there."""
+        """Remove a job that no worker has received and mark it failed; return None for an unknown id."""
         job = self._jobs.pop(job_id, None)
         if job is not None:
             job.failed = True
         return job
 
     def has_failed(self, job_id: int) -> bool:
-        """True if a job is known to have failed already."""
+        """Return True if the job is known to have failed."""
         job = self._jobs.get(job_id)
         return job is not None and job.failed
 
     def distrust(self, job_ids: Iterable[int]) -> list[Job]:
-        """Mark the stores among ``job_ids`` as distrusted and failed; those of them that were not."""
+        """Mark the stores among ``job_ids`` distrusted and failed; return those newly marked."""
         jobs = [
             job for job in map(self._jobs.get, job_ids) if job is not None and job.load is None and not job.distrusted
         ]
@@ -92,14 +122,17 @@ class JobTable:
         return jobs
 
     def newly_failed(self, report: OffloadingWorkerMetadata) -> list[Job]:
-        """Mark the jobs that failed on any worker; those of them that had not failed before."""
+        """Mark the jobs that failed on any worker; return those that had not failed before."""
         jobs = [job for job in map(self._jobs.get, report.failed) if job is not None and not job.failed]
         for job in jobs:
             job.failed = True
         return jobs
 
     def take_done(self, report: OffloadingWorkerMetadata) -> list[Job]:
-        """Count the workers' reports; the jobs that are done on all of them leave the table.  Unknown ids are ignored."""
+        """Count the workers' reports; remove and return the jobs that all workers have reported.
+
+        Unknown ids are ignored.
+        """
         done = []
         for job_id, workers in report.finished.items():
             job = self._jobs.get(job_id)
@@ -111,7 +144,10 @@ class JobTable:
         return done
 
     def take_loads_of(self, req_ids: Iterable[str]) -> list[Job]:
-        """The loads of these requests leave the table (for engines that do not carry the workers' own metadata)."""
+        """Remove and return the loads of these requests.
+
+        Used for engines that do not carry the workers' own metadata.
+        """
         wanted = set(req_ids)
         done = [job for job in self._jobs.values() if job.load is not None and job.ctx.req_id in wanted]
         for job in done:

@@ -1,4 +1,4 @@
-"""The loads of a step: from the hit that was offered to the engine and the blocks it allocated to a transfer order."""
+"""The loads of a step: from a hit and the GPU blocks allocated for the hit to a transfer order."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ logger = logging.getLogger("kv_tiering.connector")
 
 
 class _Part(NamedTuple):
-    """What is to be loaded of one group: GPU blocks ``[first, first + len(block_ids))`` of the request, and the keys that hold them."""
+    """The part of a load that belongs to one KV-cache group."""
 
     first: int
+    """Position of the first loaded GPU block in the request's block table."""
     block_ids: list[int]
+    """GPU blocks to fill, in logical order."""
     keys: Sequence[OffloadKey]
+    """Keys of the offloaded blocks that contain these GPU blocks."""
 
     def is_whole(self, factor: int) -> bool:
-        """Whether every block is there and has a key."""
+        """Return True if every GPU block is allocated and has a key."""
         blocks = -(-(self.first + len(self.block_ids)) // factor) - self.first // factor
         return len(self.keys) == blocks and 0 not in self.block_ids
 
 
 class LoadPlanner:
-    """Turns hits into load jobs, and knows which keys are being loaded.
+    """Planner that turns hits into load jobs, and records which keys are being loaded.
 
-    ``orders`` and ``failed`` collect until the step's metadata is built: load orders by request, and blocks that
-    nothing will fill by request.
+    Load orders and unfilled blocks collect until :meth:`take` hands them over with the step's metadata.
     """
 
     def __init__(
@@ -53,34 +55,48 @@ class LoadPlanner:
     ) -> None:
         self._groups = groups
         self.measure = next((group for group in groups if group.sliding_window is None), groups[0])
-        """The group whose blocks are as many as a hit is long."""
+        """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
         self._manager = manager
         self._search = search
         self._jobs = jobs
         self._fences = fences
         self._loading: dict[OffloadKey, int] = {}
+        """Key of each block that is being loaded, and the id of the last job that loads the block."""
         self._warn_shrunk = LimitedWarning(logger, clock)
         self._queued: list[tuple[Job, list[int]]] = []
         self._failed: dict[ReqId, list[int]] = {}
+        """GPU blocks that no load fills, by request, to be sent to the workers with the next step."""
         self._unfilled: set[int] = set()
-        """GPU blocks that nothing fills, which the workers have not reported."""
+        """GPU blocks that no load fills and that the workers have not reported yet."""
         self._orders: dict[ReqId, TransferOrder] = {}
         self.shrunk_hits = 0
+        """Number of hits that had lost blocks before they were loaded, since the start."""
 
     def is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
-        """Whether blocks of this hit are being loaded for another request.
+        """Return True if blocks of a hit are being loaded for another request.
 
-        Sharers have a prefix in common, and what they lack of it begins where the other's load begins or inside it:
-        asking about the ends of each group's run is enough, and costs nothing per block.
+        Requests that share blocks have a common prefix. The blocks that one of them lacks begin where the load of the
+        other begins, or inside that load. Looking up both ends of each group's run is therefore enough, and the cost
+        does not depend on the number of blocks.
+
+        Args:
+            needed: keys that the hit needs, by group.
         """
         loading = self._loading
         return bool(loading) and any(keys and (keys[0] in loading or keys[-1] in loading) for keys in needed)
 
     def plan(self, state: RequestState, external_tokens: int) -> Sequence[OffloadKey]:
-        """Queue the load of ``external_tokens`` tokens after those that were computed when the hit was matched.
+        """Queue the load of the request's last hit.
 
-        What has become unreadable since is queued as failed: the worker reports its GPU blocks, and the engine
-        recomputes them. Returns the hit's blocks, of :attr:`measure`.
+        Blocks that have become unreadable since the match are queued as failed: the worker reports their GPU blocks,
+        and the engine recomputes them.
+
+        Args:
+            state: the request.
+            external_tokens: tokens to load, after those that were computed when the hit was matched.
+
+        Returns:
+            The keys of the hit's blocks in the group :attr:`measure`.
         """
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
@@ -114,7 +130,10 @@ class LoadPlanner:
         return measured
 
     def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]]]:
-        """This step's load orders, fenced from now on, and the blocks that nothing will fill, by request."""
+        """Return the load orders of this step, and the blocks that no load fills, both by request.
+
+        The blocks of the orders are fenced from now on.
+        """
         for job, block_ids in self._queued:
             self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
         orders, failed = self._orders, self._failed
@@ -123,13 +142,17 @@ class LoadPlanner:
         return orders, failed
 
     def take_foreign(self, invalid: Collection[int]) -> set[int]:
-        """Those of the blocks that were reported as not filled that no load of this connector was to fill."""
+        """Return the blocks of ``invalid`` that loads of other connectors did not fill.
+
+        ``invalid`` are the blocks that the engine reports as not filled. Blocks that loads of this connector were to
+        fill are left out.
+        """
         foreign = set(invalid) - self._unfilled - self._fences.written(invalid)
         self._unfilled.difference_update(invalid)
         return foreign
 
     def ended(self, job: Job) -> None:
-        """Nothing is loaded by ``job`` any more."""
+        """Forget the keys that ``job`` was loading."""
         loading = self._loading
         for key in [
             key for key, job_id in zip(job.keys, map(loading.get, job.keys), strict=True) if job_id == job.job_id
@@ -137,7 +160,7 @@ class LoadPlanner:
             del loading[key]
 
     def forget_keys(self) -> None:
-        """Nobody waits for what is being loaded now."""
+        """Forget all keys that are being loaded, so that no request waits for them."""
         self._loading.clear()
 
     def _part(self, state: RequestState, group: OffloadGroup, computed: int, end: int) -> _Part:
@@ -155,10 +178,10 @@ class LoadPlanner:
     def _pin(
         self, state: RequestState, keys: list[OffloadKey], parts: Sequence[_Part]
     ) -> tuple[LoadStoreSpec | None, int]:
-        """Where the first keys are, and how many of them are protected now; None if nothing can be loaded.
+        """Pin the first blocks of a hit for a load; return their rows and the number of pinned blocks.
 
-        Part of a hit is of use only if no window group is there: another end needs other window blocks, which were not
-        allocated.
+        The rows are None if nothing can be loaded. A part of a hit is loaded only without window groups: another end
+        needs other window blocks, for which no GPU blocks were allocated.
         """
         factor = self._groups[0].block_size_factor
         if not keys or not all(part.is_whole(factor) for part in parts):

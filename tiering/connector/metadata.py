@@ -1,4 +1,7 @@
-"""What crosses between the two halves of the connector, once per step each way.  Plain, picklable by the engine, ours to read."""
+"""The messages between the scheduler half and the worker half, one per step in each direction.
+
+All types are plain, and the engine pickles them.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +11,59 @@ from typing import NamedTuple, Self
 from tiering.api.transfer import TransferSpec
 
 ReqId = str
+"""Id of a request."""
 
 
 class TransferOrder(NamedTuple):
-    """A job for the worker: its id and its (source, destination)."""
+    """A copy that the scheduler half orders from the worker half."""
 
     job_id: int
+    """Id of the job."""
     spec: TransferSpec
+    """Source and destination of the copy."""
 
 
 @dataclass(slots=True)
 class OffloadingConnectorMetadata:
-    """Scheduler → worker, once per step.
-
-    ``jobs_to_flush``: running or deferred jobs that must end before this step touches the KV cache, because it reuses
-    their blocks. ``failed_loads``: for a request whose hit has shrunk since it was matched, the GPU blocks that nothing
-    will fill.  The worker reports them among its load errors and the request as received: together with the end of the
-    request's load if ``reqs_to_load`` has one (what is left of the hit), else in this step's report.
-    """
+    """Message from the scheduler half to the worker half, once per step."""
 
     reqs_to_load: dict[ReqId, TransferOrder] = field(default_factory=dict)
+    """Load order of each request that loads in this step."""
     reqs_to_store: dict[ReqId, TransferOrder] = field(default_factory=dict)
+    """Store order of each request that stores in this step."""
     jobs_to_flush: frozenset[int] = frozenset()
+    """Running or deferred jobs that must end before this step touches the KV cache.
+
+    The step reuses their blocks.
+    """
     failed_loads: dict[ReqId, list[int]] = field(default_factory=dict)
+    """GPU blocks that no load fills, of each request whose hit has shrunk since the match.
+
+    The worker half reports the blocks as load errors and the request as received. If ``reqs_to_load`` has a load of the
+    rest of the hit, the report comes with the end of that load, else in this step.
+    """
 
 
 @dataclass(slots=True)
 class OffloadingWorkerMetadata:
-    """Worker → scheduler, once per step: how many workers have finished each job, and which jobs failed on any of them."""
+    """Message from the worker half to the scheduler half, once per step."""
 
     finished: dict[int, int] = field(default_factory=dict)
+    """Number of workers that have finished each job, by job id."""
     failed: set[int] = field(default_factory=set)
+    """Ids of the jobs that failed on any worker."""
 
     def aggregate(self, other: Self) -> Self:
-        """Add another worker's report; returns itself."""
+        """Add another worker's report to this one, and return this one."""
         for job_id, workers in other.finished.items():
             self.finished[job_id] = self.finished.get(job_id, 0) + workers
         self.failed |= other.failed
         return self
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Return True if there is nothing to report."""
         return not self.finished
 
 
 BlockIdsByGroup = tuple[list[int], ...]
-"""GPU block ids of one request, per KV-cache group."""
+"""GPU block ids of one request, by KV-cache group."""

@@ -1,4 +1,4 @@
-"""What the scheduler half remembers of one request: its keys, its GPU blocks, and how far its blocks were offered."""
+"""State of a request in the scheduler half: its keys, its GPU blocks, and its progress of storing."""
 
 from __future__ import annotations
 
@@ -20,65 +20,98 @@ NEVER = sys.maxsize
 
 
 class Match(NamedTuple):
-    """The last hit that was offered to the engine: it covers the tokens from ``computed`` to ``end``."""
+    """The last hit that was offered to the engine."""
 
     computed: int
+    """Tokens that were computed when the hit was matched; the hit begins after them."""
     end: int
+    """End of the hit in tokens."""
 
 
 @dataclass(slots=True)
 class GroupState:
-    """One KV-cache group of a request.
-
-    ``keys[b]`` names offloaded block b, as far as hashes exist.  ``block_ids`` are the GPU blocks in logical order,
-    null blocks (0) included.  ``cursor``: offloaded blocks below it were offered to the manager, or need not be.
-    """
+    """One KV-cache group of a request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
+    """Keys of the offloaded blocks in logical order, as far as their hashes exist."""
     block_ids: list[int] = field(default_factory=list)
+    """GPU blocks in logical order, null blocks (0) included."""
     cursor: int = 0
+    """Number of leading offloaded blocks that were offered to the manager or need not be offered."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One request from the moment it is seen until it ends.
-
-    ``prompt_only``: only blocks that lie wholly in its prompt are stored, which grows in a streaming session.
-    ``next_store_at``: computed tokens below which there is nothing new to offer. ``found_tokens``: leading tokens that
-    it found in the engine's cache, None if it was not matched yet. ``filled_tokens``: these and those loaded for it.
-    ``scheduled``: it has computed something on its present blocks; before, another connector may still load into them.
-    ``invalid_from``: first token whose KV may not be stored (a load did not fill it, or its block is a suspect), until
-    the engine goes back to it; nothing is stored meanwhile. ``generation`` counts its starts: what concerns blocks of
-    an earlier generation is void.  ``allocated_at_step``: the step for which it got its first blocks.
-    ``untouched_blocks`` were stored since its stored blocks were touched last. ``sources``: of its last load's blocks,
-    how many were brought in for it, by medium; ``asked_blocks``: those that were asked for when it was matched first
-    and of which no load has told yet how many the primary tier had; both of the group that tells how long a hit is.
-    """
+    """One request, from the first call that names the request until the request ends."""
 
     request: EngineRequest
+    """The engine's request."""
     ctx: ReqContext
+    """The request as the manager knows it."""
     policy: RequestPolicy
+    """Parameters of the request: which tiers it may use, and how many tokens."""
     request_level: bool
+    """True if the manager handles the request with the policy ``REQUEST_LEVEL``."""
     prompt_only: bool
+    """True if only blocks that lie entirely in the prompt are stored.
+
+    The prompt grows in a streaming session.
+    """
     groups: list[GroupState]
+    """State of each KV-cache group."""
     keys: list[list[OffloadKey]] = field(init=False)
+    """The key lists of ``groups``, shared with them."""
     match: Match | None = None
+    """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
     touched: bool = False
+    """True if the request was matched before."""
     asked_blocks: int = 0
+    """Blocks that the first match of the request probed and that no load has accounted for yet.
+
+    The blocks are counted in the group that measures the length of a hit. A load accounts for them by the number of
+    blocks that the primary tier had.
+    """
     may_load: bool = True
+    """True if the request may load."""
     sharer_deadline: float | None = None
+    """Monotonic time in seconds until which the request waits for loads of other requests.
+
+    None before the first wait.
+    """
     found_tokens: int | None = None
+    """Leading tokens that the request found in the engine's prefix cache; None before a match."""
     filled_tokens: int = 0
+    """Leading tokens that were found in the engine's prefix cache or loaded for the request."""
     scheduled: bool = False
+    """True if the request has computed tokens on its present blocks.
+
+    Before, another connector may still load into the blocks.
+    """
     invalid_from: int | None = None
+    """First token whose KV must not be stored; None if all KV may be stored.
+
+    A load did not fill the token's block, or the block is a suspect. Nothing of the request is stored until the engine
+    goes back to this token.
+    """
     generation: int = 0
+    """Number of times that the request has started; events about blocks of an earlier generation are void."""
     allocated_at_step: int = -1
+    """Step for which the request got its first blocks; default: -1."""
     next_store_at: int = 0
+    """Number of computed tokens below which there are no new blocks to offer."""
     retry_at_step: int = 0
+    """First step at which blocks are offered again after an offer found no room."""
     backoff_steps: int = 1
+    """Pause in steps after the next offer that finds no room."""
     batch_tokens: int = NEVER
+    """Largest number of tokens in one offer."""
     untouched_blocks: int = 0
+    """Blocks that were stored since the stored blocks of the request were touched last."""
     sources: Mapping[str, int] = field(default_factory=dict)
+    """Blocks of the last load that were promoted for the request, by medium.
+
+    The blocks are counted in the group that measures the length of a hit.
+    """
 
     def __post_init__(self) -> None:
         self.keys = [group.keys for group in self.groups]
@@ -86,23 +119,27 @@ class RequestState:
 
     @property
     def store_limit(self) -> int:
-        """Leading tokens that may be stored, of the prompt as it is now."""
+        """Leading tokens of the request that may be stored, for the prompt as it is now."""
         limit = self.request.num_prompt_tokens if self.prompt_only else NEVER
         most = self.policy.max_store_tokens
         return limit if most is None else min(limit, most)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the request holds GPU blocks."""
+        """True if the request holds GPU blocks."""
         return any(group.block_ids for group in self.groups)
 
     @property
     def tables(self) -> list[list[int]]:
-        """The GPU blocks of each group.  They stay as they are when the request loses its blocks."""
+        """GPU blocks of each group; the lists do not change when the request loses its blocks."""
         return [group.block_ids for group in self.groups]
 
     def extend_keys(self, layouts: Sequence[OffloadGroup]) -> None:
-        """Name the blocks whose hashes have appeared since the last call, and anew those whose tokens were replaced."""
+        """Append the keys of new hashes, and replace the keys of blocks whose tokens were replaced.
+
+        Args:
+            layouts: the KV-cache groups.
+        """
         hashes = self.request.block_hashes
         for layout, group in zip(layouts, self.groups, strict=True):
             group.cursor = min(
@@ -110,17 +147,20 @@ class RequestState:
             )
 
     def set_blocks(self, block_ids: BlockIdsByGroup) -> None:
-        """These are all of the request's GPU blocks."""
+        """Replace the GPU blocks of the request."""
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.block_ids = list(ids)
 
     def append_blocks(self, block_ids: BlockIdsByGroup) -> None:
-        """These follow the request's GPU blocks."""
+        """Append GPU blocks to those of the request."""
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.block_ids += ids
 
     def restart(self) -> None:
-        """The request computes nothing yet and holds no GPU blocks: what is known of earlier ones is void.  Harmless if repeated."""
+        """Forget the GPU blocks of the request and all state that depends on them.
+
+        Used when the request has not computed anything yet. Repeated calls are harmless.
+        """
         for group in self.groups:
             group.block_ids = []
         self.match = None
@@ -130,47 +170,50 @@ class RequestState:
         self.rewind()
 
     def preempted(self) -> None:
-        """The request lost its GPU blocks; it may load again."""
+        """Restart the request after it lost its GPU blocks; the request may load again."""
         self.may_load = self.policy.load
         self.restart()
 
     def load_failed(self, invalid_from: int) -> None:
-        """The tokens from ``invalid_from`` on were not filled.
+        """Record that a load did not fill the tokens from ``invalid_from`` on.
 
-        The request loads no more unless it is preempted, so that it cannot fail for ever.
+        The request loads no more unless it is preempted, so that a request cannot fail to load for ever.
         """
         self.distrust(invalid_from)
         self.may_load = False
 
     def distrust(self, invalid_from: int) -> None:
-        """The KV of the tokens from ``invalid_from`` on may not be stored until the engine has gone back to them."""
+        """Do not store tokens from ``invalid_from`` on until the engine has gone back to them."""
         self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
         self.rewind()
 
     def note_stored(self, blocks: int) -> bool:
-        """``blocks`` have become readable; whether it is time to touch all that is stored.
+        """Record that blocks have become readable; return True if all stored blocks are to be touched now.
 
-        Which is at the end of the prompt, and before whenever a quarter is new, so that a block is touched a few times
-        at most.
+        Stored blocks are touched at the end of the prompt, and earlier when a quarter of them is new. Each block is
+        therefore touched a few times at most.
+
+        Args:
+            blocks: number of blocks that one store has made readable.
         """
         stored = sum(group.cursor for group in self.groups)
         if blocks >= stored:
-            return False  # one job, in its order
+            return False  # one job has stored all blocks, already in the right order
         self.untouched_blocks += blocks
         return self.next_store_at == NEVER or 4 * self.untouched_blocks >= stored
 
     def rewind(self) -> None:
-        """Offer every block again."""
+        """Offer all blocks of the request again."""
         for group in self.groups:
             group.cursor = 0
         self.look_again()
 
     def look_again(self) -> None:
-        """The prompt may have grown: see at the next step whether there is something to offer."""
+        """Check at the next step for blocks to offer, because the prompt may have grown."""
         self.next_store_at = 0 if self.policy.store else NEVER
 
     def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
-        """Note at how many computed tokens the next block of any group will be complete and may be stored."""
+        """Compute ``next_store_at``: the number of computed tokens at which the next block may be stored."""
         ends = [
             ((group.cursor + 1) * layout.offloaded_block_size, layout.volatile_tokens)
             for layout, group in zip(layouts, self.groups, strict=True)

@@ -1,17 +1,20 @@
-"""The scheduler half of the connector: asks the manager what is held, orders loads and stores, and sees each of them end.
+"""The scheduler half of the connector: looks up hits, orders loads and stores, and completes both.
 
-Order of calls, as engines make them.  Each step: per waiting request
-:meth:`~OffloadingConnectorScheduler.get_num_new_matched_tokens`, then, if its blocks could be allocated,
-:meth:`~OffloadingConnectorScheduler.update_state_after_alloc`; then
-:meth:`~OffloadingConnectorScheduler.build_connector_meta` once, also in steps without tokens.  Afterwards
-:meth:`~OffloadingConnectorScheduler.request_finished` for requests that end and
-:meth:`~OffloadingConnectorScheduler.update_connector_output` with what the workers reported.
+Engines call the methods in this order. In each step, for each waiting request:
+:meth:`~OffloadingConnectorScheduler.get_num_new_matched_tokens` and, if the request's blocks could be allocated,
+:meth:`~OffloadingConnectorScheduler.update_state_after_alloc`. Then
+:meth:`~OffloadingConnectorScheduler.build_connector_meta` once, also in steps without tokens. Afterwards
+:meth:`~OffloadingConnectorScheduler.request_finished` for requests that end, and
+:meth:`~OffloadingConnectorScheduler.update_connector_output` with the workers' reports.
 
-What keeps KV right: every GPU block that a job reads or writes is fenced until all workers have reported the job
-(:mod:`tiering.connector.fences`).  Blocks that a step newly allocates are checked, and the jobs that still use them are
-named in the step's metadata, so that the workers end them before the step touches the KV cache.  And no store becomes
-readable whose blocks, or blocks before them, were not filled by a load, whosever load it was, or are from before a
-reset (:mod:`tiering.offload.suspects`).
+Three rules keep KV correct:
+
+- Every GPU block that a job reads or writes is fenced until all workers have reported the job
+  (:mod:`tiering.connector.fences`).
+- The step's metadata lists the jobs that still use blocks which the step newly allocates. The workers end these jobs
+  before the step touches the KV cache.
+- No store becomes readable if its blocks, or blocks before them, were not filled by a load of any connector, or date
+  from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -49,44 +52,67 @@ from tiering.offload.suspects import EngineBlockPool
 logger = logging.getLogger("kv_tiering.connector")
 
 DEFAULT_SHARER_WAIT = 1.0
-"""Seconds that a request waits, in all, for blocks that are being loaded for another one."""
+"""Total time in seconds that a request waits for blocks that are being loaded for other requests."""
 
 NO_TOKENS: tuple[int, bool] = (0, False)
+"""Answer to a match: no tokens can be loaded."""
 ASK_AGAIN: tuple[None, bool] = (None, False)
+"""Answer to a match: not known yet, the engine asks again at a later step."""
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What the scheduler half has seen since the start, and the present number of jobs and requests.
-
-    ``queried_blocks`` were asked for when a request was matched first, ``hit_blocks`` of them were in the primary tier
-    without a promotion. ``snapshots_dropped``: blocks of which events tell the own hash only, because the bound on
-    snapshots was reached.
-    """
+    """Counters of the scheduler half since the start, and the present number of jobs and requests."""
 
     queried_tokens: int = 0
+    """Tokens beyond the engine's own cache, counted at the first match of each request."""
     hit_tokens: int = 0
+    """Tokens for which loads were planned."""
     queried_blocks: int = 0
+    """Blocks that the first match of each request probed."""
     hit_blocks: int = 0
+    """Those of ``queried_blocks`` that the primary tier held without a promotion."""
     loads: int = 0
+    """Loads that were planned."""
     loads_failed: int = 0
+    """Loads that failed."""
     hits_shrunk: int = 0
+    """Hits that had lost blocks before they were loaded."""
     stores: int = 0
+    """Stores that were ordered."""
     stores_failed: int = 0
+    """Stores that failed."""
     stores_refused: int = 0
+    """Offers of blocks that found no room in the primary tier."""
     jobs_flushed: int = 0
+    """Jobs that a step had to wait for, because the step reused their blocks."""
     sharer_waits: int = 0
+    """Requests that waited for a load of another request."""
     snapshots_dropped: int = 0
+    """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
+
+    Events about such a block carry only its own hash.
+    """
     jobs_active: int = 0
+    """Jobs that have not ended on all workers."""
     requests_active: int = 0
+    """Requests that have not ended."""
 
 
 class OffloadingConnectorScheduler:
-    """Drives ``spec``'s manager for one engine.  All calls come from the scheduler's thread.
+    """Scheduler half of the connector for one engine; drives the manager of ``spec``.
 
-    ``engine_events`` tells how the engine writes its own KV events; ``clock`` returns monotonic seconds.
-    ``spec.extra_config`` may say ``sharer_wait`` (a duration, 0 for none) and ``self_describing_kv_events``.
-    Raises :class:`ConfigError` for KV-cache groups that cannot be offloaded, before the manager is built.
+    All calls come from the scheduler's thread. ``spec.extra_config`` may contain ``sharer_wait`` (a duration, 0 for
+    none; default: 1 second) and ``self_describing_kv_events`` (default: False).
+
+    Args:
+        spec: configuration of the tiers and of the engine.
+        enable_kv_cache_events: True if the engine publishes KV events; default: False.
+        engine_events: form of the engine's own KV events; default: hashes are published unchanged.
+        clock: returns monotonic seconds.
+
+    Raises:
+        ConfigError: a KV-cache group cannot be offloaded; raised before the manager is built.
     """
 
     def __init__(
@@ -128,23 +154,30 @@ class OffloadingConnectorScheduler:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def bind_gpu_block_pool(self, pool: EngineBlockPool) -> None:
-        """The engine's own block pool, which tells after a reset what the engine's cache still holds.
+        """Set the engine's own block pool, which shows after a reset the blocks that the engine's cache holds.
 
-        Without it a reset distrusts all GPU blocks until they are filled anew.
+        Without a pool, all GPU blocks are suspects after a reset until they are filled again.
         """
         self._pool = pool
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request is seen for the first time.  Later calls for the same one change nothing."""
+        """Register a request; later calls for the same request change nothing."""
         if request.request_id not in self._states:
             self._admit(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``num_computed_tokens`` can be loaded, and whether asynchronously (always, if any).
+        """Return how many tokens can be loaded for a request, and True if they are loaded asynchronously.
 
-        (None, False): not known yet, ask again at a later step.  Nothing changes when the call is repeated, but the
-        answer, as blocks come and go.  The full prompt may be answered: the engine then recomputes the last token by
-        itself.
+        Repeated calls change no state, but the result may change as blocks come and go. The result may cover the full
+        prompt: the engine then recomputes the last token by itself.
+
+        Args:
+            request: the waiting request.
+            num_computed_tokens: leading tokens that the engine's own prefix cache holds.
+
+        Returns:
+            The number of tokens beyond ``num_computed_tokens``, and True if that number is not 0. (None, False) if the
+                result is not known yet: call again at a later step.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         self._tables.given_up(state)
@@ -181,9 +214,15 @@ class OffloadingConnectorScheduler:
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """``blocks`` are allocated to the request; queue the load of ``num_external_tokens`` tokens, if any, into them.
+        """Record the blocks that were allocated to a request, and queue a load into them.
 
-        Called twice for an asynchronous load: with the tokens, and with 0 when the request is scheduled.
+        Engines call this method twice for an asynchronous load: with the number of tokens, and with 0 when the request
+        is scheduled.
+
+        Args:
+            request: the request.
+            blocks: all GPU blocks of the request.
+            num_external_tokens: tokens to load; 0: none.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         self._tables.allocated(state, blocks.get_block_ids())
@@ -198,9 +237,14 @@ class OffloadingConnectorScheduler:
             state.match = None
 
     def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
-        """Where the ``num_external_tokens`` tokens of the load that was just planned come from: medium → tokens, never none of one.
+        """Return the number of tokens of the last planned load by the medium that they come from.
 
-        "CPU" is what the primary tier had; what it got from another tier for this request counts there.
+        The medium "CPU" counts tokens that the primary tier held. Tokens that were promoted for this request count for
+        the medium of their secondary tier. Media without tokens are left out.
+
+        Args:
+            request: the request whose load was planned last.
+            num_external_tokens: tokens of that load.
         """
         state = self._states.get(request.request_id)
         left, sources = num_external_tokens, dict[str, int]()
@@ -213,26 +257,33 @@ class OffloadingConnectorScheduler:
         return {medium: tokens for medium, tokens in sources.items() if tokens}
 
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended, for whatever reason: (False, None), its blocks may be freed at once.
+        """Record that a request has ended; return (False, None): its blocks can be freed at once.
 
-        Freeing never has to be delayed, and no request is ever reported as sent: a fence outlives the request that it
-        was set for, so that whoever gets one of the blocks waits for the copy.  A load that is under way is still
-        reported as received.
+        Freeing is never delayed, and no request is ever reported as sent. A fence outlives its request, so a step that
+        reuses a fenced block waits for the copy. A load in flight is still reported as received.
+
+        Args:
+            request: the request that has ended, for any reason.
+            block_ids: GPU blocks of the request; not used.
         """
         return self._finish(request.request_id)
 
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The form of :meth:`request_finished` for engines with several KV-cache groups."""
+        """Record that a request has ended, as :meth:`request_finished`, for several KV-cache groups."""
         return self._finish(request.request_id)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
-        """The step's loads, stores, and the jobs that must end before it; ends the manager's step.
+        """Return the step's loads and stores, and the jobs that must end before the step.
 
-        ``request.num_computed_tokens`` has not advanced yet: after the step it will be larger by the scheduled tokens.
+        The call also ends the manager's step. ``request.num_computed_tokens`` has not advanced yet: after the step the
+        value is larger by the scheduled tokens.
+
+        Args:
+            scheduler_output: the schedule of the step.
         """
         self._step += 1
         flush = self._fences.conflicts(self._tables.follow(scheduler_output))
@@ -258,10 +309,13 @@ class OffloadingConnectorScheduler:
         return OffloadingConnectorMetadata(loads, stores, frozenset(flush), failed_loads)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take in what the workers reported.  Engines may skip it when there is nothing to report.
+        """Process the workers' reports; engines may skip the call if there are none.
 
-        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are
-        heeded first, before any store becomes readable.
+        Workers report a store in its step or later, and the blocks that the step's loads did not fill likewise.
+        Unfilled blocks are processed before any store becomes readable.
+
+        Args:
+            connector_output: reports of one step, merged over the workers.
         """
         invalid = connector_output.invalid_block_ids or ()
         if invalid:
@@ -269,7 +323,7 @@ class OffloadingConnectorScheduler:
         report: OffloadingWorkerMetadata | None = connector_output.kv_connector_worker_meta
         self._workers_report_jobs = self._workers_report_jobs or report is not None
         if report is None and self._workers_report_jobs:
-            return  # no job has ended: what is received now had nothing to load
+            return  # no job has ended: the requests that are received now had no blocks to load
         if report is None:
             loads = self._jobs.take_loads_of(connector_output.finished_recving or ())
             unfilled = set(invalid)
@@ -286,21 +340,29 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------------------------- rest
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The KV events since the last call, in an order that a consumer can apply."""
+        """Return the KV events since the last call, in an order that a consumer can apply."""
         untaken, self._untaken_events = self._untaken_events, []
         return untaken + self._events.take_events(self._manager.take_events())
 
     def has_pending_work(self) -> bool:
-        """True while jobs are in flight: the engine must keep stepping, also without requests, or they are never collected."""
+        """Return True while jobs are in flight.
+
+        The engine must then keep stepping, also without requests. Otherwise the ends of the jobs are never collected.
+        """
         return bool(self._jobs) or self._manager.has_pending_work()
 
     def reset_cache(self) -> bool:
-        """Forget everything that is held: what was stored before is never served again.  True if every tier could promise that.
+        """Forget all held blocks, so that no block stored before is served again.
 
-        Running requests go on, but nothing more of them is stored until they are preempted: their KV is from before the
-        reset.  Nor is what others find in the engine's own cache, where that was not emptied too, or compute on top of
-        it. Copies that are under way are ended before the next step; until all of them have ended nothing is loaded or
-        stored, so that the manager never mistakes the end of an old copy for that of a new one of the same block.
+        Running requests continue, but the KV that they have now is from before the reset. None of their blocks are
+        stored until the requests are preempted. Blocks that requests find in the engine's own cache, and blocks
+        computed on top of them, are not stored either, unless that cache was emptied too.
+
+        Copies in flight end before the next step. Until all of them have ended, no block is loaded or stored. The
+        manager therefore cannot mistake the end of an old copy for the end of a new copy of the same block.
+
+        Returns:
+            True if every tier guarantees that no block stored before is served again.
         """
         for job in self._jobs:
             job.orphan = True
@@ -308,13 +370,16 @@ class OffloadingConnectorScheduler:
         self._tables.reset(self._pool)
         self._loads.forget_keys()
         complete = self._manager.reset_cache()
-        # What was stored and removed until now is described by snapshots that go with the reset.
+        # The manager's events until now need the snapshots, which the reset of the tracker drops.
         self._untaken_events += self._events.take_events(self._manager.take_events())
         self._events.reset()
         return complete
 
     def get_stats(self) -> Mapping[str, Any]:
-        """The manager's statistics, the primary tier among its tiers, and under ``connector`` those of :class:`SchedulerCounters`."""
+        """Return the manager's statistics and the connector's counters.
+
+        ``tiers`` includes the primary tier. ``connector`` contains the fields of :class:`SchedulerCounters`.
+        """
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
         counters.snapshots_dropped = self._events.snapshots_dropped
@@ -328,7 +393,10 @@ class OffloadingConnectorScheduler:
         }
 
     def shutdown(self) -> None:
-        """Shut the manager down.  May be called twice; may never be called, and nothing durable depends on it."""
+        """Shut the manager down.
+
+        Repeated calls are harmless. Engines may also never call this method: no durable state depends on it.
+        """
         if not self._is_shut_down:
             self._is_shut_down = True
             self._manager.shutdown()
@@ -357,13 +425,16 @@ class OffloadingConnectorScheduler:
         return state
 
     def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
-        """Keep what events are to tell of the blocks before token ``end``, while their request is known."""
+        """Record the blocks before token ``end`` for later KV events, while their request is alive."""
         for group, keys in zip(self._groups, state.keys, strict=True):
             size = group.offloaded_block_size
             self._events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
 
     def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
-        """Whether to let another request's load of the same blocks arrive first; for a bounded time in the life of a request."""
+        """Return True if the request is to wait for another request's load of the same blocks.
+
+        The total waiting time in the life of a request is bounded.
+        """
         if not self._spec.engine.enable_prefix_caching or self._sharer_wait <= 0:
             return False
         if not self._loads.is_shared(self._search.needed(state.keys, computed, end)):
@@ -375,7 +446,10 @@ class OffloadingConnectorScheduler:
         return now < state.sharer_deadline
 
     def _distrust(self, unfilled: Collection[int]) -> None:
-        """Loads of other connectors did not fill these blocks: neither they nor what was computed on top of them may be stored."""
+        """Fail the stores of blocks that loads of other connectors did not fill.
+
+        Blocks that were computed on top of such blocks are not stored either.
+        """
         if not unfilled:
             return
         dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
@@ -387,7 +461,11 @@ class OffloadingConnectorScheduler:
         )
 
     def _note_failures(self, jobs: Sequence[Job], invalid: Collection[int]) -> None:
-        """Nothing of a request is stored from the moment its load is known to have failed until the engine has gone back."""
+        """Record the jobs that failed.
+
+        After a failed load, no block of the request is stored until the engine has gone back to the first token that
+        was not filled.
+        """
         for job in jobs:
             kind = "store"
             if job.load is not None:
@@ -418,7 +496,11 @@ class OffloadingConnectorScheduler:
             self._touch_stored(state)
 
     def _touch_stored(self, state: RequestState) -> None:
-        """A prompt is stored chunk by chunk, which leaves its tail more recent than its head: without the head it is worth nothing."""
+        """Touch all stored blocks of a request in prefix order.
+
+        A prompt is stored chunk by chunk, which leaves its tail more recent than its head. The tail is useless without
+        the head.
+        """
         state.untouched_blocks = 0
         stored = [group.keys[: group.cursor] for group in state.groups]
         if any(stored):

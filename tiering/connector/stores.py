@@ -25,23 +25,31 @@ from tiering.offload.ratelimit import LimitedWarning
 logger = logging.getLogger("kv_tiering.connector")
 
 MAX_BACKOFF_STEPS = 16
-"""Longest pause, in steps, before a request whose blocks found no room offers them again."""
+"""Longest pause, in steps, before blocks that found no room are offered again."""
 
 
 class _Offer(NamedTuple):
-    """What is offered of one group: the offloaded blocks ``positions``, their keys, and all their GPU block ids."""
+    """The blocks of one KV-cache group that are offered to the manager."""
 
     positions: NDArray[np.int64]
+    """Positions of the offloaded blocks in the request."""
     keys: list[OffloadKey]
+    """Keys of the offloaded blocks."""
     block_ids: Rows
+    """GPU blocks of the offloaded blocks, in logical order."""
 
 
 class StorePlanner:
-    """Offers a request's completed blocks to the manager, once each, and orders the transfer of those it wants.
+    """Planner that offers each completed block to the manager once, and orders the stores.
 
-    Only confirmed tokens: computed when the step has run, their values known (no placeholders, no drafts that may be
-    rejected), not to be computed again (the volatile tail of a group), and not after a hole that a failed load left.
-    Only what a hit can use.  Only blocks whose hashes exist: the cursor of a group never passes a missing one.
+    A block is offered under these conditions:
+
+    - Its tokens are confirmed: computed at the end of the step, and with known values (no placeholders, no drafts that
+      may be rejected).
+    - Its tokens are not computed again (the volatile tail of a group), and do not follow a hole that a failed load
+      left.
+    - A hit can use the block.
+    - Its hash exists: the cursor of a group never passes a missing hash.
     """
 
     def __init__(
@@ -62,13 +70,20 @@ class StorePlanner:
         self._warn_full = LimitedWarning(logger, clock)
         self._holds_back = any(group.volatile_tokens for group in groups)
         self._last: dict[ReqId, TransferOrder] = {}
-        """Stores of requests that have ended, which no worker was told of."""
+        """Last stores of requests that have ended; no worker has received these orders."""
         self.refused_offers = 0
+        """Number of offers that found no room in the primary tier, since the start."""
 
     def plan(self, state: RequestState, scheduled_tokens: int, step: int) -> TransferOrder | None:
-        """The order for what this step completes of the request; None if there is nothing to store, or no room now.
+        """Return the store order for the blocks that this step completes.
 
-        ``scheduled_tokens`` are computed in this step, after ``request.num_computed_tokens``.
+        Args:
+            state: the request.
+            scheduled_tokens: tokens that the step computes after ``request.num_computed_tokens``.
+            step: number of the step.
+
+        Returns:
+            The order; None if there is nothing to store, or no room now.
         """
         if step < state.retry_at_step:
             return None
@@ -78,10 +93,10 @@ class StorePlanner:
         return order
 
     def plan_last(self, state: RequestState) -> None:
-        """The request ends, and its GPU blocks are as they were: offer once more what found no room, and what may be computed again.
+        """Offer once more the remaining blocks of a request that ends.
 
-        If there is no room for all of it, its first half is offered.  The order goes out with the next step
-        (:meth:`take_last`).
+        The remaining blocks are those that found no room, and those of volatile tokens, which are final now. If there
+        is no room for all of them, the first half is offered. :meth:`take_last` returns the order with the next step.
         """
         if state.backoff_steps == 1 and not self._holds_back:
             return
@@ -95,10 +110,11 @@ class StorePlanner:
     def take_last(
         self, reused: Collection[int], running: Collection[ReqId]
     ) -> tuple[dict[ReqId, TransferOrder], list[Job]]:
-        """The orders of :meth:`plan_last`, to be sent now; and the jobs that must not be, withdrawn.
+        """Return the orders of :meth:`plan_last` to send now, and the jobs that were withdrawn instead.
 
-        ``reused``: jobs whose blocks this step overwrites before their copy could start.  ``running``: requests that
-        run now; one of them may have the name of one that has ended.
+        Args:
+            reused: jobs whose blocks this step overwrites before their copy could start.
+            running: ids of the requests that run now; one of them may have the id of a request that has ended.
         """
         last, self._last = self._last, {}
         withdrawn = [
@@ -113,7 +129,7 @@ class StorePlanner:
     def _plan(
         self, state: RequestState, scheduled_tokens: int, most_tokens: int, *, is_last: bool = False
     ) -> tuple[TransferOrder | None, int]:
-        """The order, and how many tokens found no room."""
+        """Return the order, and the number of tokens that found no room."""
         request = state.request
         start: int = request.num_computed_tokens
         placeholders: int = getattr(request, "num_output_placeholders", 0)
@@ -147,7 +163,7 @@ class StorePlanner:
         return order, 0
 
     def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
-        """The first offloaded block of the group that cannot be offered yet."""
+        """Return the position of the first offloaded block of the group that cannot be offered yet."""
         group_state = state.groups[group.group_idx]
         blocks = len(group_state.block_ids) // group.block_size_factor
         return min(max(confirmed, 0) // group.offloaded_block_size, len(group_state.keys), blocks)
@@ -194,7 +210,7 @@ class StorePlanner:
         return TransferOrder(job.job_id, (GPULoadStoreSpec(block_ids, [len(ids) for ids in runs], firsts), destination))
 
     def _refused(self, state: RequestState, tokens: int, step: int) -> None:
-        """No room: offer a smaller part on a later step."""
+        """Record that an offer found no room; a smaller part is offered at a later step."""
         self.refused_offers += 1
         state.batch_tokens = max(self._largest_block, tokens // 2)
         state.retry_at_step = step + state.backoff_steps
@@ -210,7 +226,10 @@ class StorePlanner:
 def _in_offered_order(
     offers: Sequence[_Offer], offered: list[OffloadKey], wanted: list[OffloadKey], destination: LoadStoreSpec
 ) -> tuple[list[OffloadKey], LoadStoreSpec, list[NDArray[np.bool_] | None]]:
-    """Bring the wanted keys and their rows into the order of the offer; and per group, which of its blocks are wanted."""
+    """Return the wanted keys and their rows in the order of the offer, and a mask by group.
+
+    The mask of a group is True for the wanted blocks of its offer.
+    """
     place = dict(zip(offered, range(len(offered)), strict=True))
     places = np.fromiter(map(place.__getitem__, wanted), np.int64, len(wanted))
     if len(places) > 1 and (places[1:] < places[:-1]).any():

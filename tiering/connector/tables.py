@@ -1,4 +1,7 @@
-"""Which GPU blocks each request has, followed through the engine's steps, and from which token on its KV must not be stored."""
+"""Block tables: the GPU blocks of each request, followed through the engine's steps.
+
+The tables also determine the first token of each request whose KV must not be stored.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from tiering.offload.suspects import EngineBlockPool, SuspectBlocks
 
 
 class BlockTables:
-    """Keeps the block tables of all requests up to date, and marks what may not be stored.
+    """Block tables of all requests, with marks for the blocks that must not be stored.
 
-    ``states``: the requests by id; the caller adds and removes them.
+    Args:
+        groups: the KV-cache groups.
+        states: the requests by id; the caller adds and removes them.
     """
 
     def __init__(self, groups: Sequence[OffloadGroup], states: Mapping[ReqId, RequestState]) -> None:
@@ -27,26 +32,33 @@ class BlockTables:
         """Requests that got blocks since the last step was built."""
 
     def allocated(self, state: RequestState, block_ids: BlockIdsByGroup) -> None:
-        """The engine has allocated blocks to a waiting request for the step that is built next; these are all of its blocks."""
+        """Record all blocks of a waiting request after the engine has allocated blocks to it.
+
+        The allocation belongs to the step that is built next.
+        """
         self._assign(state, block_ids)
         state.allocated_at_step = self._step + 1
         self._allocated.append(state)
 
     def given_up(self, state: RequestState) -> None:
-        """The request ends or starts over: it has its blocks no longer, though steps in flight may still fail to fill some."""
+        """Record that a request ends or starts over, and so loses its blocks.
+
+        Steps in flight may still report that a load did not fill some of these blocks.
+        """
         if state.has_blocks:
             self._suspects.give_up(state.tables, self._step)
 
     def follow(self, output: SchedulerOutput) -> list[int]:
-        """Take in the schedule of the next step; all GPU blocks that it newly allocates.
+        """Process the schedule of the next step; return all GPU blocks that the step newly allocates.
 
-        Blocks of a request's computed prefix are only read, unless a load fills them: these were newly allocated for
-        it.  A request may be preempted and get new blocks for the same step; these are not taken from it again.
+        Blocks of a request's computed prefix are only read, unless a load fills them; then they were newly allocated
+        for the load. A request may be preempted and get new blocks for the same step. The request keeps these new
+        blocks.
         """
         self._step += 1
         taken: list[int] = []
         for state in self._allocated:
-            if state.ctx.req_id not in output.num_scheduled_tokens:  # a load, whosever it is, comes first
+            if state.ctx.req_id not in output.num_scheduled_tokens:  # a load of any connector comes first
                 self._extend_unfilled(taken, state.tables, state.found_tokens or 0)
         self._allocated.clear()
         for req_id in output.preempted_req_ids or ():
@@ -73,9 +85,11 @@ class BlockTables:
         return taken
 
     def has_gone_back(self, state: RequestState, tokens: int) -> bool:
-        """True if nothing of a request is withheld, or the engine computes it anew in this step.
+        """Return True if all KV of a request may be stored, or is computed again in this step.
 
-        ``tokens``: tokens of the request that the step computes.
+        Args:
+            state: the request.
+            tokens: tokens of the request that the step computes.
         """
         start, invalid_from = state.request.num_computed_tokens, state.invalid_from
         if invalid_from is None:
@@ -86,7 +100,11 @@ class BlockTables:
         return True
 
     def distrust(self, unfilled: Collection[int]) -> set[int]:
-        """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
+        """Mark blocks that loads of other connectors did not fill, and all blocks computed on top of them.
+
+        Returns:
+            All marked blocks.
+        """
         states = list(self._states.values())
         wrong = self._suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
@@ -96,19 +114,23 @@ class BlockTables:
         return wrong
 
     def reset(self, pool: EngineBlockPool | None) -> None:
-        """The tiers were reset: what requests and the engine's cache have now is from before it."""
+        """Mark all KV that requests and the engine's cache hold now, because the tiers were reset.
+
+        Args:
+            pool: the engine's block pool; None: all blocks become suspects.
+        """
         self._suspects.reset(pool)
         for state in self._states.values():
             if state.has_blocks:
                 state.distrust(0)
 
     def _start(self, taken: list[int], req_id: ReqId, block_ids: BlockIdsByGroup, computed: int) -> None:
-        """A request runs for the first time, or again after a preemption, with ``computed`` tokens."""
+        """Process a request that runs for the first time, or again after a preemption."""
         state = self._states.get(req_id)
         if state is not None:
             self._assign(state, block_ids)
             if self._suspects and len(self._groups) > 1 and computed > state.filled_tokens:
-                # The cache of a hybrid model may copy a part of a block that it has into a new block.
+                # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
                 state.distrust(state.found_tokens or 0)
             computed = min(computed, state.filled_tokens)
             state.scheduled = True
@@ -116,7 +138,7 @@ class BlockTables:
         self._extend_unfilled(taken, block_ids, computed)
 
     def _assign(self, state: RequestState, block_ids: BlockIdsByGroup) -> None:
-        """These are all of the request's GPU blocks."""
+        """Replace all GPU blocks of the request."""
         state.invalid_from = self._suspects.assigned(state.tables, block_ids, state.found_tokens, state.invalid_from)
         state.set_blocks(block_ids)
 

@@ -1,15 +1,16 @@
-"""The worker half of the connector: carries out the scheduler half's transfers on one worker, and reports how they ended.
+"""The worker half of the connector: carries out transfers on one worker and reports how they ended.
 
-An engine calls, each step: :meth:`~OffloadingConnectorWorker.handle_preemptions` before anything touches the KV cache,
-then :meth:`~OffloadingConnectorWorker.start_kv_transfers` and, after the forward pass,
-:meth:`~OffloadingConnectorWorker.prepare_store_kv`; then the four methods that report.  Steps without tokens do the
-same, so that what was deferred is not left waiting.
+In each step an engine calls :meth:`~OffloadingConnectorWorker.handle_preemptions` before the step touches the KV cache.
+Then the engine calls :meth:`~OffloadingConnectorWorker.start_kv_transfers` and, after the forward pass,
+:meth:`~OffloadingConnectorWorker.prepare_store_kv`. The four methods that report follow. Steps without tokens make the
+same calls, so that deferred stores start.
 
-A step's stores are queued and start with the next step's transfers, behind what token sampling needs.  Until then, and
-until they end, their blocks are fenced: when a step reuses one, the scheduler half names the job in ``jobs_to_flush``.
+The stores of a step are queued. They start with the transfers of the next step, after the work that token sampling
+needs. Their blocks are fenced until the stores end. If a step reuses such a block, the scheduler half names the job in
+``jobs_to_flush``.
 
-An engine that writes to the blocks that a step newly allocates before it calls ``handle_preemptions`` (zeroing them,
-say) must say so: then a step's stores start with it, and whatever the engine computes afterwards is ordered after them.
+An engine that writes to newly allocated blocks before it calls ``handle_preemptions`` (to zero them, for example) must
+set ``writes_early``. The stores of a step then start within the step, and all later computation is ordered after them.
 """
 
 from __future__ import annotations
@@ -35,19 +36,25 @@ logger = logging.getLogger("kv_tiering.worker")
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A transfer that was ordered and has not been reported.  ``load``: the order, if it is one."""
+    """A transfer that was ordered and has not been reported."""
 
     req_id: ReqId
+    """Id of the request."""
     load: TransferOrder | None
+    """The order of a load; None for a store."""
 
 
 class OffloadingConnectorWorker(CopyReports):
-    """Transfers of one worker.  Called from the engine's thread; only :meth:`handle_preemptions`, :meth:`drain` and
-    :meth:`shutdown` ever wait.
+    """Transfers of one worker.
 
-    ``num_blocks``: GPU blocks of the engine.  Without it the number is inferred from the tensors, which cannot tell a
-    cache whose attention kernels use smaller blocks than the scheduler's; an engine should say it.  ``writes_early``:
-    the engine writes to newly allocated blocks before :meth:`handle_preemptions`.
+    The engine's thread calls all methods. Only :meth:`handle_preemptions`, :meth:`drain` and :meth:`shutdown` wait.
+
+    Args:
+        spec: configuration of the tiers and of the engine.
+        num_blocks: number of GPU blocks of the engine; default: inferred from the tensors. The inferred number is wrong
+            if the attention kernels use smaller blocks than the scheduler, so engines should pass the number.
+        writes_early: True if the engine writes to newly allocated blocks before :meth:`handle_preemptions`; default:
+            False.
     """
 
     def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None, *, writes_early: bool = False) -> None:
@@ -60,11 +67,14 @@ class OffloadingConnectorWorker(CopyReports):
         self._jobs: dict[int, _Job] = {}
         self._deferred: list[tuple[ReqId, TransferOrder]] = []
         self._loads_of: Counter[ReqId] = Counter()
-        """Loads of each request that have not been reported."""
+        """Number of loads of each request that have not been reported."""
         self._unstarted: list[TransferResult] = []
         self._received: set[ReqId] = set()
         self._unfilled_with_load: dict[ReqId, list[int]] = {}
-        """Blocks that nothing fills, of requests that load the rest of their hit: reported when that load ends."""
+        """Blocks that no load fills, of requests that load the rest of their hit.
+
+        They are reported when that load ends.
+        """
         self._report = OffloadingWorkerMetadata()
         self._started: OffloadingConnectorMetadata | None = None
         self._prepared: OffloadingConnectorMetadata | None = None
@@ -72,15 +82,24 @@ class OffloadingConnectorWorker(CopyReports):
     # ----------------------------------------------------------------------------------------------------- registration
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's KV cache, layer by layer.  Called once.
+        """Register the engine's KV cache, once.
 
-        Raises :class:`ConfigError` for a layout that cannot be offloaded, and :class:`tiering.errors.RegionError` if
-        the primary tier's memory is not to be had.
+        Args:
+            kv_caches: KV-cache tensor of each layer, by layer name.
+
+        Raises:
+            ConfigError: the layout cannot be offloaded, or a KV cache is registered already.
+            RegionError: the memory of the primary tier is not available.
         """
         self._register(canonicalize(kv_caches, self._spec.engine.groups, self._num_blocks))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, backend: Any = None) -> None:
-        """Take a KV cache that is one tensor over all layers.  ``backend`` is not needed: shape and strides tell the layout."""
+        """Register a KV cache that is one tensor over all layers.
+
+        Args:
+            kv_cache: the tensor.
+            backend: attention backend; not used, because shape and strides determine the layout.
+        """
         self._register(canonicalize_cross_layers(kv_cache, self._spec.engine.groups, self._num_blocks))
 
     def _register(self, kv_caches: CanonicalKVCaches) -> None:
@@ -93,13 +112,19 @@ class OffloadingConnectorWorker(CopyReports):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Before a step touches the KV cache: end the jobs whose blocks it reuses, also those that had not started."""
+        """End the jobs whose blocks the step reuses, before the step touches the KV cache.
+
+        Deferred stores that have not started are started and ended too.
+        """
         if metadata.jobs_to_flush:
             self._submit_deferred()
             self._worker.wait(metadata.jobs_to_flush)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start the stores that were deferred from the step before, then this step's loads.  The same metadata again does nothing."""
+        """Start the stores that the previous step deferred, then this step's loads.
+
+        A second call with the same metadata starts no loads.
+        """
         self._submit_deferred()
         if metadata is self._started:
             return
@@ -115,7 +140,10 @@ class OffloadingConnectorWorker(CopyReports):
             self._submit(order, _Job(req_id, order))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Queue this step's stores; they start with the next step, or now if the engine writes early.  The same metadata again does nothing."""
+        """Queue this step's stores, which start with the next step or, if the engine writes early, now.
+
+        A second call with the same metadata does nothing.
+        """
         if metadata is self._prepared:
             return
         self._prepared = metadata
@@ -126,7 +154,7 @@ class OffloadingConnectorWorker(CopyReports):
             self._worker.order_before_compute(jobs)
 
     def drain(self) -> None:
-        """End all copies, also those that had not started: the memory of the KV cache is about to be taken away."""
+        """End all copies, deferred ones included, before the memory of the KV cache is taken away."""
         self._submit_deferred()
         self._worker.wait(self._jobs.keys())
 
@@ -137,7 +165,7 @@ class OffloadingConnectorWorker(CopyReports):
 
     def _submit(self, order: TransferOrder, job: _Job) -> None:
         if order.job_id in self._jobs:
-            logger.error("job %d was ordered twice; the second order is ignored", order.job_id)
+            logger.error("job %d was ordered twice; the worker ignores the second order", order.job_id)
             if job.load is not None:
                 self._loads_of[job.req_id] -= 1
             return
@@ -148,10 +176,14 @@ class OffloadingConnectorWorker(CopyReports):
     # ---------------------------------------------------------------------------------------------------------- reports
 
     def get_finished(self, finished_req_ids: Collection[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
-        """(sent, received): no request is ever reported as sent, since the blocks of none are held back (copies are fenced instead).
+        """Return the requests that have finished sending (always none) and those that have finished receiving.
 
-        Received are those whose load has ended since the last call, whether it filled its blocks or not.  Collects what
-        has ended for the other reports of this step.
+        No request is reported as sent, because no blocks are held back: copies are fenced instead. A request is
+        received when all its loads have ended since the last call, failed loads included. The call also collects ended
+        transfers for the other reports of this step.
+
+        Args:
+            finished_req_ids: requests that have ended; not used.
         """
         unstarted, self._unstarted = self._unstarted, []
         for result in unstarted:
@@ -164,7 +196,9 @@ class OffloadingConnectorWorker(CopyReports):
     def _ended(self, result: TransferResult) -> None:
         job = self._jobs.pop(result.job_id, None)
         if job is None:
-            logger.error("job %d has ended, but nobody ordered it", result.job_id)
+            logger.error(
+                "job %d has ended, but the scheduler half did not order it; the worker ignores the job", result.job_id
+            )
             return
         self._report.finished[result.job_id] = 1
         if result.success:
@@ -185,14 +219,14 @@ class OffloadingConnectorWorker(CopyReports):
             self._received.add(job.req_id)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """The jobs that were collected since the last call, for the scheduler half, or None."""
+        """Return the report on jobs that ended since the last call; None if there are none."""
         if self._report.is_empty():
             return None
         report, self._report = self._report, OffloadingWorkerMetadata()
         return report
 
     def shutdown(self) -> None:
-        """Wait for what is running, then release threads, streams and pins.  May be called twice."""
+        """Wait for running copies, then release threads, streams and pins; repeated calls are harmless."""
         if self._deferred:
             logger.info("%d queued stores are dropped at shutdown", len(self._deferred))
             self._deferred = []
@@ -200,6 +234,6 @@ class OffloadingConnectorWorker(CopyReports):
 
 
 def _gpu_blocks(order: TransferOrder) -> Sequence[int]:
-    """The blocks that a load was to fill."""
+    """Return the GPU blocks that a load was to fill."""
     destination = order.spec[1]
     return destination.block_ids.tolist() if isinstance(destination, GPULoadStoreSpec) else []
