@@ -345,7 +345,7 @@ def test_results_of_unknown_jobs_are_logged_and_ignored(
 ) -> None:
     handler.ended = [55]
     assert step(worker) == Report(set(), set(), None, None)
-    assert "nobody ordered" in caplog.text
+    assert "did not order" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------- registration and end

@@ -1,1 +1,1 @@
-"""What both schedulers use: events, the engine's protocols, reports, rate limits, statistics and metrics."""
+"""Code shared by both connector modes: engine protocols, KV events, reports, statistics and metrics."""

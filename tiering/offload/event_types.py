@@ -1,4 +1,4 @@
-"""KV events as consumers know them, and what the tracker of events is told of the engine and its KV-cache groups."""
+"""Types of KV events, and of the engine data that the events tracker needs."""
 
 from __future__ import annotations
 
@@ -12,92 +12,108 @@ from tiering.offload.snapshots import ExternalHash, ExtraKeys
 
 @dataclass(frozen=True, slots=True)
 class OffloadingKVEventsConfig:
-    """The engine's switch for KV events, and the user's opt-in to events that describe themselves."""
+    """Switches for KV events."""
 
     enable_kv_cache_events: bool = False
+    """True if the engine publishes KV events; default: False."""
     self_describing_kv_events: bool = False
+    """True if the user wants events with hashes and tokens; default: False."""
 
 
 class BlockStored(NamedTuple):
-    """A block became readable in a tier.  The names are vLLM's."""
+    """Event: a block became readable in a tier; the field names are vLLM's."""
 
     block_hashes: list[ExternalHash]
-    """The block's hashes, in their order; only the last one if nothing else is known of the block."""
+    """Hashes of the block in order; only the last hash if nothing else is known about the block."""
     parent_block_hash: ExternalHash | None
-    """The hash before the first one."""
+    """The hash before the first hash of the block; None at the start of a prompt or if not known."""
     token_ids: list[int]
-    """The block's tokens; none if only its hash is known."""
+    """Tokens of the block; empty if only the hash is known."""
     block_size: int
     """Tokens per hash; 0 if only the hash is known."""
     lora_id: int | None
-    """The adapter's number."""
+    """Number of the LoRA adapter; None without one."""
     medium: str | None
-    """"CPU" or "STORAGE"."""
+    """Medium of the tier: "CPU" or "STORAGE"."""
     lora_name: str | None
-    """The adapter's name."""
+    """Name of the LoRA adapter; None without one."""
     extra_keys: list[ExtraKeys] | None = None
-    """What the engine hashed beside the tokens, per hash."""
+    """Keys that the engine hashed in addition to the tokens, one entry per hash; None if not known."""
     group_idx: int | None = None
-    """The KV-cache group."""
+    """Index of the KV-cache group."""
     kv_cache_spec_kind: str | None = None
-    """The group's kind."""
+    """Kind of the KV-cache group."""
     kv_cache_spec_sliding_window: int | None = None
-    """The group's window in tokens."""
+    """Sliding window of the group in tokens; None without one."""
     locality: str | None = None
-    """"LOCAL" or "REMOTE"."""
+    """Location of the tier: "LOCAL" or "REMOTE"."""
     ownership: str | None = None
-    """The secondary tier's name; None for the primary tier."""
+    """Name of the secondary tier; None for the primary tier."""
     lookahead_token_ids: list[list[int]] | None = None
-    """Tokens behind each hash-block that its hash covers as well; None if hashes cover their own tokens only."""
+    """Tokens after each hash-block that its hash covers too; None if hashes cover no later tokens."""
 
 
 class BlockRemoved(NamedTuple):
-    """Blocks are gone from a tier."""
+    """Event: blocks were removed from a tier."""
 
     block_hashes: list[ExternalHash]
-    """The hashes that were announced with the blocks."""
+    """Hashes that were announced for the blocks."""
     medium: str | None
-    """"CPU" or "STORAGE"."""
+    """Medium of the tier: "CPU" or "STORAGE"."""
     group_idx: int | None = None
-    """The KV-cache group."""
+    """Index of the KV-cache group."""
     locality: str | None = None
-    """"LOCAL" or "REMOTE"."""
+    """Location of the tier: "LOCAL" or "REMOTE"."""
     ownership: str | None = None
-    """The secondary tier's name; None for the primary tier."""
+    """Name of the secondary tier; None for the primary tier."""
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved
+"""An event that consumers receive."""
 
 ExtraKeysOf: TypeAlias = Callable[[EngineRequest, int, int, int], Sequence[ExtraKeys] | None]
-"""The engine's own function: (request, first hash-block, number of hash-blocks, tokens per hash-block) → one entry per hash-block."""
+"""The engine's function that returns the extra keys of hash-blocks, one entry per hash-block.
+
+Arguments: request, first hash-block, number of hash-blocks, tokens per hash-block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
-    """How the engine writes its own KV events."""
+    """Form of the engine's own KV events."""
 
     external_hash: Callable[[bytes], ExternalHash] | None = None
-    """Converts a block hash to its published form; None: published as it is."""
+    """Converts a block hash to its published form; default: None, hashes are published unchanged."""
     extra_keys: ExtraKeysOf | None = None
-    """Tells what the engine hashed beside the tokens; None: unknown."""
+    """Returns the keys that the engine hashed in addition to the tokens; default: None, not known."""
     lookahead_tokens: int = 0
-    """Tokens behind a hash-block that its hash covers as well."""
+    """Tokens after a hash-block that its hash covers too; default: 0."""
 
 
 class EventGroupConfig(Protocol):
-    """What the tracker needs to know of a KV-cache group.
-
-    ``sliding_window_size_in_blocks`` is not None also for state-space groups; ``kv_event_group_spec`` is (kind, window
-    in tokens).
-    """
+    """A KV-cache group as the events tracker uses it."""
 
     @property
-    def group_idx(self) -> int: ...
+    def group_idx(self) -> int:
+        """Index of the group."""
+        ...
+
     @property
-    def offloaded_block_size(self) -> int: ...
+    def offloaded_block_size(self) -> int:
+        """Tokens in an offloaded block."""
+        ...
+
     @property
-    def hash_block_size_factor(self) -> int: ...
+    def hash_block_size_factor(self) -> int:
+        """Hash-blocks in an offloaded block."""
+        ...
+
     @property
-    def sliding_window_size_in_blocks(self) -> int | None: ...
+    def sliding_window_size_in_blocks(self) -> int | None:
+        """Blocks in a window; None for full attention, not None for state-space groups."""
+        ...
+
     @property
-    def kv_event_group_spec(self) -> tuple[str | None, int | None]: ...
+    def kv_event_group_spec(self) -> tuple[str | None, int | None]:
+        """Kind of the group, and its sliding window in tokens."""
+        ...

@@ -1,7 +1,7 @@
-"""Events that describe themselves: from the keys that tiers gained and lost to the hashes and tokens that consumers know.
+"""KV events with hashes and tokens, made from the manager's events, which contain keys only.
 
-The manager's events carry keys only.  While a request that stores or looks up a block is alive, the tracker takes a
-snapshot of what the key stands for, and writes the block's events with it until no tier holds the block any more.
+While a request that stores or looks up a block is alive, the tracker takes a snapshot of the hashes and tokens that the
+key stands for. The tracker describes the block's events with this snapshot until no tier holds the block.
 """
 
 from __future__ import annotations
@@ -30,22 +30,32 @@ logger = logging.getLogger("kv_tiering.connector")
 
 
 class _Tier(NamedTuple):
-    """A tier as events name it.  ``bare`` and ``described``: its bits in the tracker's record of who holds a block."""
+    """A tier as events name it."""
 
     medium: str
+    """Medium of the tier: "CPU" or "STORAGE"."""
     locality: str
+    """Location of the tier: "LOCAL" or "REMOTE"."""
     ownership: str | None
+    """Name of a secondary tier; None for the primary tier."""
     bare: int
+    """Bit that marks blocks which the tier has announced by their own hash only."""
     described: int
+    """Bit that marks blocks which the tier has announced with all hashes and tokens."""
 
 
 class OffloadingEventsTracker:
-    """Converts the manager's events to those that consumers know.
+    """Converter from the manager's events to the events that consumers receive.
 
-    Nothing is captured or warned about unless both switches of ``config`` are on.  A snapshot lives from the store or
-    the lookup of its block until no tier holds the block and nobody stores it any more.  ``max_tokens`` bounds the
-    tokens of all snapshots: of the oldest beyond it only the block's own hash stays announced, and
-    :attr:`snapshots_dropped` counts them.
+    The tracker takes snapshots and logs warnings only if both switches of ``config`` are on. A snapshot lives from the
+    store or lookup of its block until no tier holds the block and no store of it is in flight. Beyond ``max_tokens``,
+    the oldest snapshots are dropped: their blocks stay announced by their own hash only, and :attr:`snapshots_dropped`
+    counts them.
+
+    Args:
+        config: switches for KV events.
+        engine: form of the engine's own KV events; default: hashes are published unchanged.
+        max_tokens: largest number of tokens in all snapshots; default: 2**24.
     """
 
     def __init__(
@@ -61,14 +71,15 @@ class OffloadingEventsTracker:
         self._snapshots = Snapshots(max_tokens)
         self._tiers: dict[tuple[str, str, str], _Tier] = {}
         self._held: dict[OffloadKey, int] = {}
-        """Who has announced a block: two bits per tier, for its own hash only and for all of it."""
+        """Tiers that have announced a block: two bits per tier, ``bare`` and ``described``."""
         self._storing: Counter[OffloadKey] = Counter()
-        """Stores to the primary tier whose end is not seen yet."""
+        """Number of stores of each block to the primary tier that have not ended."""
         self._looked_up: dict[str, _Lookups] = {}
+        """Lookups of each request that is alive, by request id."""
         self._unclaimed: list[OffloadKey] = []
-        """Blocks that requests which have ended looked up, and that no tier had announced then."""
+        """Blocks that no tier had announced when the requests that looked them up ended."""
         self._queued: list[KVCacheEvent] = []
-        """Events that precede those that the manager has not handed out yet."""
+        """Events that consumers must receive before the next events of the manager."""
         self._warned = False
 
     def __len__(self) -> int:
@@ -76,25 +87,39 @@ class OffloadingEventsTracker:
 
     @property
     def snapshots_dropped(self) -> int:
-        """Snapshots that were in use and had to go, since the start."""
+        """Number of snapshots that were dropped while in use, since the start."""
         return self._snapshots.dropped
 
     # ---------------------------------------------------------------------------------------------------------- capture
 
     def captures(self, group: EventGroupConfig) -> bool:
-        """Whether snapshots are taken of blocks of this group."""
+        """Return True if the tracker takes snapshots of blocks of this group."""
         return self._capture and group.sliding_window_size_in_blocks is None
 
     def record_store(
         self, req: EngineRequest, group_config: EventGroupConfig, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Take a snapshot of block ``offload_block_idx`` of a request that is alive, whose store under ``offload_key`` begins."""
+        """Take a snapshot of a block whose store begins.
+
+        Args:
+            req: the request, which is alive.
+            group_config: the block's KV-cache group.
+            offload_block_idx: position of the block in the request.
+            offload_key: key of the block.
+        """
         self.record_stores(req, group_config, (offload_block_idx,), (offload_key,))
 
     def record_stores(
         self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
-        """The batch form of :meth:`record_store`; ``positions``, ascending, and ``keys`` are co-indexed."""
+        """Take snapshots of blocks whose stores begin.
+
+        Args:
+            req: the request, which is alive.
+            group: the blocks' KV-cache group.
+            positions: positions of the blocks in the request, ascending.
+            keys: key of each position.
+        """
         if self.captures(group):
             self._storing.update(keys)
             self._describe(req, group, positions, keys)
@@ -102,11 +127,17 @@ class OffloadingEventsTracker:
     def record_lookup(
         self, req: EngineRequest, group: EventGroupConfig, keys: Sequence[OffloadKey], computed: int, end: int
     ) -> None:
-        """A request that is alive can use its first ``end`` blocks, ``keys`` being those of all of its blocks.
+        """Take snapshots of the blocks that a request has found.
 
-        The first ``computed`` blocks are in the engine's own cache.  What tiers announced by its own hash only, because
-        the block was found and not stored, is announced again with its tokens.  Calls that repeat what is known cost
-        nothing per block.
+        Blocks that tiers announced by their own hash only, because they were not stored by this engine, are announced
+        again with their tokens. Repeated calls cost nothing for known blocks.
+
+        Args:
+            req: the request, which is alive.
+            group: the blocks' KV-cache group.
+            keys: keys of all blocks of the request.
+            computed: number of leading blocks in the engine's own cache.
+            end: number of leading blocks that the request can use.
         """
         if not self.captures(group):
             return
@@ -127,19 +158,22 @@ class OffloadingEventsTracker:
             lookups.unclaimed.extend(key for key in found if key not in held)
 
     def request_finished(self, req_id: str) -> None:
-        """A request has ended: what it looked up and nobody holds is of no use any more."""
+        """Forget the lookups of a request that has ended, and the unused snapshots of these lookups."""
         lookups = self._looked_up.pop(req_id, None)
         if lookups is not None:
             self._unclaimed += lookups.unclaimed
 
     def store_failed(self, keys: Iterable[OffloadKey]) -> None:
-        """The store of these blocks failed: they never became readable."""
+        """Forget the stores of ``keys``, which failed; the blocks never became readable."""
         for key in keys:
             self._store_ended(key)
             self._drop_if_unused(key)
 
     def reset(self) -> None:
-        """The manager was reset, and its events until now have been taken: no store or lookup of before counts any more."""
+        """Forget all stores and lookups until now, because the manager was reset.
+
+        The caller has taken the manager's events of the time before the reset.
+        """
         self._storing.clear()
         self._looked_up.clear()
         self._unclaimed.clear()
@@ -149,7 +183,10 @@ class OffloadingEventsTracker:
     # ---------------------------------------------------------------------------------------------------------- convert
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
-        """The same events as consumers know them, in the same order: one per stored block, one per group for removed ones."""
+        """Return ``events`` in the form that consumers receive, in the same order.
+
+        A stored block has an event of its own. Removed blocks share one event per KV-cache group.
+        """
         taken, self._queued = self._queued, []
         for event in events:
             tier = self._tiers.get((event.medium, event.locality, event.tier)) or self._meet(event)
@@ -168,7 +205,10 @@ class OffloadingEventsTracker:
     def _add_stored(
         self, taken: list[KVCacheEvent], keys: Collection[OffloadKey], tier: _Tier, storing: Counter[OffloadKey] | None
     ) -> None:
-        """Announce ``keys``, each once while the tier holds it; ``storing``: the stores that end with this."""
+        """Append a stored event for each of ``keys`` that the tier has not announced yet.
+
+        ``storing`` counts the stores in flight; the stores of ``keys`` end with these events.
+        """
         held, find = self._held, self._snapshots.find
         known = tier.bare | tier.described
         for key in keys:
@@ -187,7 +227,7 @@ class OffloadingEventsTracker:
                 taken.append(_described(*place, tier))
 
     def _add_removed(self, taken: list[KVCacheEvent], keys: Collection[OffloadKey], tier: _Tier) -> None:
-        """Take ``keys`` back by the hashes that they were announced with."""
+        """Append events that remove ``keys`` by the hashes that were announced for them."""
         groups = {key[-GROUP_BYTES:] for key in keys}
         by_group = [(next(iter(groups)), keys)] if len(groups) == 1 else groupby(sorted(keys, key=_suffix), _suffix)
         for suffix, group_keys in by_group:
@@ -198,7 +238,7 @@ class OffloadingEventsTracker:
             taken.append(BlockRemoved(hashes, tier.medium, group_idx, tier.locality, tier.ownership))
 
     def _taken_back(self, key: OffloadKey, tier: _Tier) -> Sequence[ExternalHash]:
-        """The hashes that the tier has announced for ``key``, which it holds no more."""
+        """Return the hashes that the tier has announced for ``key``, and forget that the tier holds it."""
         holders = self._held.get(key, 0)
         place = self._snapshots.find(key)
         left = holders & ~(tier.bare | tier.described)
@@ -214,7 +254,7 @@ class OffloadingEventsTracker:
         return hashes if holders & tier.described else hashes[-1:]
 
     def _meet(self, event: OffloadingEvent) -> _Tier:
-        """The tier of an event, which is the first of its kind."""
+        """Register the tier of an event, and return the tier."""
         bit = 2 * len(self._tiers)
         ownership = None if event.tier == PRIMARY_TIER else event.tier
         tier = _Tier(event.medium, event.locality, ownership, 1 << bit, 2 << bit)
@@ -226,7 +266,7 @@ class OffloadingEventsTracker:
     def _describe(
         self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
-        """Take snapshots of those of ``keys`` that lack one, and tell the tokens of those that are announced without."""
+        """Take snapshots of those of ``keys`` that have none, and announce their tokens where missing."""
         if not self._snapshots.lacks_all(keys):
             missing = [index for index, key in enumerate(keys) if key not in self._snapshots]
             positions, keys = [positions[index] for index in missing], [keys[index] for index in missing]
@@ -277,7 +317,10 @@ class OffloadingEventsTracker:
                 self._tell(run, index, key)
 
     def _tell(self, run: Run, index: int, key: OffloadKey) -> None:
-        """Announce a block again, now with its tokens, for all tiers that hold it and have announced its own hash only."""
+        """Announce a block again with its tokens.
+
+        This applies to all tiers that hold the block and have announced it by its own hash only.
+        """
         for tier in self._tiers.values():
             holders = self._held.get(key, 0)
             if holders & tier.bare:
@@ -285,7 +328,10 @@ class OffloadingEventsTracker:
                 self._queued += (self._own_removed(run, index, tier), _described(run, index, tier))
 
     def _shorten(self, run: Run) -> None:
-        """Leave of the blocks of ``run`` only their own hashes announced: nobody will know the others when the blocks go."""
+        """Announce the blocks of ``run`` by their own hash only, before the run is dropped.
+
+        Without the run, the other hashes could not be removed when the blocks are removed.
+        """
         if run.factor == 1:
             return
         for index, key in self._snapshots.used(run):
@@ -336,16 +382,18 @@ class OffloadingEventsTracker:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "some KV events carry a block's own hash and no tokens: those of sliding-window groups, and those of blocks that were "
-                "found in a tier until a request uses them"
+                "some KV events contain only the block's own hash and no tokens: events of sliding-window groups, "
+                "and events of blocks that were found in a tier until a request uses them"
             )
 
 
 class _Lookups(NamedTuple):
-    """What a request that is alive has looked up: blocks per KV-cache group, and those that no tier had announced."""
+    """Lookups of a request that is alive."""
 
     ends: dict[int, int]
+    """Number of leading blocks that were looked up, by KV-cache group."""
     unclaimed: list[OffloadKey]
+    """Blocks that were found and that no tier had announced."""
 
 
 def _described(run: Run, index: int, tier: _Tier) -> BlockStored:

@@ -1,8 +1,8 @@
-"""Prometheus metrics of the connector: transfers of the workers, every tier's counters, labelled by tier, and the manager's.
+"""Prometheus metrics of the connector: transfers of the workers, tiers, manager and scheduler half.
 
-Which classes make the metrics is up to the engine (some engines wrap them); without any, prometheus_client's are used.
-What arrives are increments, each of which must be observed once: an engine with several front ends sends each report to
-one of them.
+The engine chooses the classes of the metrics, because some engines wrap these classes. The default classes are those of
+prometheus_client. Reports carry increments, each of which is observed once: an engine with several front ends sends
+each report to one of them.
 """
 
 from __future__ import annotations
@@ -17,35 +17,43 @@ from tiering.offload.transfers import StatsData
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
 SIZE_BUCKETS: tuple[float, ...] = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
-"""Upper bounds in bytes of the histogram of transfer sizes."""
+"""Upper bounds of the histogram of transfer sizes, in bytes."""
 
 
 class MetricClass(Protocol):
-    """prometheus_client's Counter, Gauge or Histogram, or an engine's class with the same arguments."""
+    """Counter, Gauge or Histogram of prometheus_client, or an engine's class with the same arguments."""
 
     def __call__(self, *, name: str, documentation: str, labelnames: Sequence[str], **options: Any) -> Any:
-        """A metric with ``.labels(*values)``."""
+        """Return a metric with the method ``labels(*values)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricClasses:
-    """What metrics are made of."""
+    """Classes of the metrics."""
 
     counter: MetricClass
+    """Class of counters."""
     gauge: MetricClass
+    """Class of gauges."""
     histogram: MetricClass
+    """Class of histograms."""
 
     @classmethod
     def default(cls, registry: Any = None) -> MetricClasses:
-        """prometheus_client's, registered in ``registry`` (None: its default one).
+        """Return the classes of prometheus_client.
 
-        Raises :class:`ConfigError` if prometheus_client is not installed.
+        Args:
+            registry: registry of the metrics; default: prometheus_client's own.
+
+        Raises:
+            ConfigError: prometheus_client is not installed.
         """
         try:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         except ImportError as error:
             raise ConfigError(
-                "metrics need prometheus_client; install kv-tiering with its extra metrics (in a clone: pip install '.[metrics]')"
+                "metrics need prometheus_client; install kv-tiering with its extra metrics "
+                "(in a clone: pip install '.[metrics]')"
             ) from error
         target = REGISTRY if registry is None else registry
 
@@ -59,9 +67,12 @@ class MetricClasses:
 
 
 def unregister_tier_metrics(registry: Any = None) -> None:
-    """Take the tiers' series of an earlier engine of this process out of ``registry`` (None: prometheus_client's default one).
+    """Remove the tiers' metrics of an earlier engine of this process from a registry.
 
-    An engine that is built after another registers the same names again, which prometheus_client refuses.
+    A second engine in the same process registers the same names again, which prometheus_client refuses.
+
+    Args:
+        registry: registry of the metrics; default: prometheus_client's own.
     """
     from prometheus_client import REGISTRY
 
@@ -76,9 +87,9 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("read_seconds", "kv_tiering_read_seconds", "Seconds that the tier's reads took, summed over all of them"),
     ("written_bytes", "kv_tiering_written_bytes", "Bytes that were stored in the tier"),
     ("written_seconds", "kv_tiering_written_seconds", "Seconds that the tier's writes took, summed over all of them"),
-    ("queries", "kv_tiering_queries", "Blocks that the tier was asked for"),
-    ("hits", "kv_tiering_hits", "Blocks asked for that the tier had"),
-    ("misses", "kv_tiering_misses", "Blocks asked for that the tier did not have"),
+    ("queries", "kv_tiering_queries", "Blocks for which the tier was probed"),
+    ("hits", "kv_tiering_hits", "Probed blocks that the tier held"),
+    ("misses", "kv_tiering_misses", "Probed blocks that the tier did not hold"),
     ("promotions", "kv_tiering_promotions", "Blocks promoted from the tier to the primary one"),
     ("promotions_failed", "kv_tiering_promotions_failed", "Blocks whose promotion failed"),
     ("cascades", "kv_tiering_cascades", "Blocks cascaded from the primary tier"),
@@ -94,19 +105,22 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     (
         "corrupt_blocks",
         "kv_tiering_corrupt_blocks",
-        "Blocks that came back other than they were stored, and became misses",
+        "Blocks that were corrupt when they were read, and became misses",
     ),
     (
         "device_errors",
         "kv_tiering_device_errors",
         "Blocks not moved because the device reported an error at their place",
     ),
-    ("blocks_lost", "kv_tiering_blocks_lost", "Blocks lost because somebody removed, cut or replaced the tier's files"),
+    ("blocks_lost", "kv_tiering_blocks_lost", "Blocks lost because the tier's files were removed, cut or replaced"),
     ("retries", "kv_tiering_retries", "Attempts repeated after a temporary error"),
     ("requests", "kv_tiering_requests", "Requests sent to the medium"),
     ("breaker_opened", "kv_tiering_breaker_opened", "Times that the tier's circuit breaker opened"),
 )
-"""(field of TierStats, metric, documentation); counted in the unit of its name, blocks where it has none."""
+"""Counters of a tier: field of TierStats, name of the metric, documentation.
+
+The unit is part of the name; a name without a unit counts blocks.
+"""
 
 TIER_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("promotions_active", "kv_tiering_promotions_active", "Blocks being promoted from the tier"),
@@ -115,11 +129,12 @@ TIER_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("occupancy_bytes", "kv_tiering_occupancy_bytes", "Bytes that the tier's blocks take"),
     ("capacity_bytes", "kv_tiering_capacity_bytes", "Bytes that the tier may take"),
     ("slots_retired", "kv_tiering_slots_retired", "Places out of use because the device reported an error there"),
-    ("recovering", "kv_tiering_recovering", "1 while it is not known yet what all of the medium holds"),
+    ("recovering", "kv_tiering_recovering", "1 until the content of the whole medium is known"),
     ("breaker_state", "kv_tiering_breaker_state", "Circuit breaker: 0 closed, 1 half open, 2 open"),
     ("available", "kv_tiering_available", "1 if the tier is in service"),
     ("writable", "kv_tiering_writable", "1 if the tier is in service and takes stores"),
 )
+"""Gauges of a tier: field of TierStats, name of the metric, documentation."""
 
 
 MANAGER_COUNTERS: tuple[tuple[str, str, str], ...] = (
@@ -143,7 +158,7 @@ MANAGER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     (
         "reservations_expired",
         "kv_tiering_reservations_expired",
-        "Blocks promoted that nobody loaded before their deadline",
+        "Promoted blocks that no request loaded before their deadline",
     ),
     ("ignored_completions", "kv_tiering_ignored_completions", "Completions of blocks that a reset had forgotten"),
     ("misreported_jobs", "kv_tiering_misreported_jobs", "Jobs reported by a tier that did not have them"),
@@ -155,7 +170,7 @@ MANAGER_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("resets", "kv_tiering_resets", "Resets of the cache"),
     ("evicted_blocks", "kv_tiering_evicted_blocks", "Blocks evicted from the CPU tier"),
 )
-"""(field of ManagerStats, metric, documentation)."""
+"""Counters of the manager: field of ManagerStats, name of the metric, documentation."""
 
 MANAGER_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("jobs_in_flight", "kv_tiering_jobs_in_flight", "Jobs that tiers have not reported yet"),
@@ -163,29 +178,33 @@ MANAGER_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("rows_free", "kv_tiering_rows_free", "Rows that hold nothing"),
     ("rows_evictable", "kv_tiering_rows_evictable", "Rows that hold a block and can be evicted now"),
     ("rows_reserved", "kv_tiering_rows_reserved", "Rows with promoted blocks that wait for their requests"),
-    ("rows_quarantined", "kv_tiering_rows_quarantined", "Rows that no key leads to and a transfer still uses"),
+    ("rows_quarantined", "kv_tiering_rows_quarantined", "Rows without a key that a transfer still uses"),
 )
-"""(field of ManagerStats, metric, documentation)."""
+"""Gauges of the manager: field of ManagerStats, name of the metric, documentation."""
 
 CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("loads_failed", "kv_tiering_loads_failed", "Loads from the CPU tier to the GPU that failed"),
     ("stores_failed", "kv_tiering_stores_failed", "Stores from the GPU to the CPU tier that failed"),
     ("stores_refused", "kv_tiering_stores_refused", "Offers of a request's blocks that found no room in the CPU tier"),
-    ("hits_shrunk", "kv_tiering_hits_shrunk", "Hits of which blocks had gone before they were loaded"),
+    ("hits_shrunk", "kv_tiering_hits_shrunk", "Hits that had lost blocks before they were loaded"),
     (
         "snapshots_dropped",
         "kv_tiering_snapshots_dropped",
         "Blocks whose KV events lost their tokens to the bound on snapshots",
     ),
 )
-"""(field of SchedulerCounters, metric, documentation)."""
+"""Counters of the scheduler half: field of SchedulerCounters, name of the metric, documentation."""
 
 
 def representative_seconds(counts: Sequence[int], total: float) -> list[float]:
-    """One latency per bucket of ``JOB_LATENCY_BUCKETS`` such that ``counts`` jobs of them took ``total`` seconds together.
+    """Return one latency per bucket, such that all jobs together took ``total`` seconds.
 
-    Each lies in its bucket.  Prometheus' histograms are fed single observations, but only counts per bucket and a sum
-    arrive here: the same fraction t of each bucket's width is taken, with t from the equation for the sum.
+    Prometheus' histograms take single observations, but the reports carry only counts per bucket and a sum. Each
+    latency lies in its bucket, at the same fraction t of the bucket's width. The equation for the sum determines t.
+
+    Args:
+        counts: number of jobs per bucket of ``JOB_LATENCY_BUCKETS``; the last bucket has no upper bound.
+        total: sum of all latencies in seconds.
     """
     lower = (0.0, *JOB_LATENCY_BUCKETS)
     widths = [upper - low for low, upper in zip(lower, JOB_LATENCY_BUCKETS, strict=False)]
@@ -217,7 +236,7 @@ class _Series:
         }
 
     def declare(self, labels: tuple[str, ...]) -> None:
-        """Let the counters exist at 0."""
+        """Create the counters of ``labels`` with the value 0."""
         for counter in self._counters.values():
             counter.labels(*labels)
 
@@ -255,11 +274,17 @@ class _TierSeries(_Series):
 
 
 class OffloadPromMetrics:
-    """The connector's metrics.
+    """Metrics of the connector; created once per registry.
 
-    ``labelnames`` and ``per_engine_labelvalues`` (engine index → values) are the engine's own labels, put before ours.
-    ``tiers``: names of the configured tiers, whose counters exist at 0 from the start, for every engine.
-    ``has_manager``: the counters of the manager and of the connector exist from the start as well.
+    Args:
+        classes: classes of the metrics; default: those of prometheus_client.
+        labelnames: names of the engine's own labels, which precede the labels of the connector; default: ``engine``.
+        per_engine_labelvalues: values of these labels by engine index; default: the index itself.
+        tiers: names of the configured tiers, whose counters start at 0 for every engine; default: none.
+        has_manager: True if the counters of the manager and of the connector start at 0 too; default: False.
+
+    Raises:
+        ConfigError: ``classes`` is None and prometheus_client is not installed.
     """
 
     def __init__(
@@ -271,7 +296,6 @@ class OffloadPromMetrics:
         tiers: Sequence[str] = (),
         has_manager: bool = False,
     ) -> None:
-        """Register the metrics; once per registry.  Raises :class:`ConfigError` if prometheus_client is needed and missing."""
         made_of = MetricClasses.default() if classes is None else classes
         self._labelnames = tuple(labelnames)
         self._labelvalues = {} if per_engine_labelvalues is None else per_engine_labelvalues
@@ -299,14 +323,19 @@ class OffloadPromMetrics:
             self._declare(self._engine_labels(engine_idx), tiers, self._records.values() if has_manager else ())
 
     def _declare(self, engine: tuple[str, ...], tiers: Sequence[str], records: Iterable[_Series]) -> None:
-        """Let the counters exist at 0: an alert on the first increase needs a value before it."""
+        """Create the counters with the value 0, because an alert on the first increase needs a value before."""
         for tier in tiers:
             self._tiers.declare((*engine, tier))
         for series in records:
             series.declare(engine)
 
     def observe(self, data: StatsData, engine_idx: int = 0) -> None:
-        """Take in what one engine reported: :attr:`tiering.offload.stats.OffloadingConnectorStats.data`."""
+        """Add one report of an engine to the metrics.
+
+        Args:
+            data: the report (:attr:`tiering.offload.stats.OffloadingConnectorStats.data`).
+            engine_idx: index of the engine; default: 0.
+        """
         engine = self._engine_labels(engine_idx)
         for name, reported in data.items():
             if name == TIERS:

@@ -1,6 +1,6 @@
-"""What the connector needs of an engine's objects, by attribute.  vLLM's own objects have these; so do the mini engine's.
+"""Protocols of the engine's objects that the connector uses.
 
-Names and meanings are vLLM's (0.29 to 0.33), because the same core is driven by both.
+Names and meanings are those of vLLM 0.29 to 0.33, because the same core serves vLLM and the mini engine of the tests.
 """
 
 from __future__ import annotations
@@ -10,71 +10,88 @@ from typing import Any, Protocol
 
 
 class EngineRequest(Protocol):
-    """A request, as the scheduler holds it.
+    """A request in the scheduler.
 
-    ``block_hashes`` has one entry per full hash-block of known tokens; under asynchronous scheduling it can lag.
-    ``num_computed_tokens`` counts tokens whose KV is in the cache (during ``build_connector_meta`` it has not advanced
-    yet). ``num_output_placeholders`` (0 if absent) are scheduled output tokens whose value is not known yet.
-    ``skip_reading_prefix_cache`` (False if absent): every token of the prompt must be computed.
+    Two further attributes may be absent. ``num_output_placeholders`` (default: 0) counts scheduled output tokens whose
+    value is not known yet. ``skip_reading_prefix_cache`` (default: False) is True if every token of the prompt must be
+    computed.
     """
 
     request_id: str
+    """Id of the request."""
     num_prompt_tokens: int
+    """Number of prompt tokens."""
     num_tokens: int
+    """Number of known tokens, prompt and output."""
     num_computed_tokens: int
+    """Number of tokens whose KV is in the cache; not advanced yet during ``build_connector_meta``."""
     block_hashes: Sequence[bytes]
+    """One hash per full hash-block of known tokens; can lag under asynchronous scheduling."""
     all_token_ids: Sequence[int]
+    """All known tokens."""
     lora_request: Any
+    """The LoRA adapter of the request; None without one."""
     kv_transfer_params: Mapping[str, Any] | None
+    """Parameters for the connector that the user passed with the request; None without any."""
 
 
 class AllocatedBlocks(Protocol):
-    """The GPU blocks of one request, all of them in logical order, null blocks included (id 0)."""
+    """All GPU blocks of one request in logical order, null blocks (id 0) included."""
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids, per KV-cache group."""
+        """Return the block ids by KV-cache group."""
 
 
 class NewRequestData(Protocol):
-    """A request scheduled for the first time: all its block ids so far, per group."""
+    """A request that is scheduled for the first time."""
 
     req_id: str
+    """Id of the request."""
     block_ids: tuple[list[int], ...]
+    """All block ids of the request so far, by KV-cache group."""
     num_computed_tokens: int
+    """Number of tokens whose KV is in the cache."""
 
 
 class CachedRequestData(Protocol):
-    """Requests scheduled before, co-indexed: what they got in this step.
-
-    ``new_block_ids[i]`` (None: none) are to be appended, or, for a request in ``resumed_req_ids`` (it was preempted),
-    replace all.
-    """
+    """The changes of requests that were scheduled before, as lists in the order of ``req_ids``."""
 
     req_ids: Sequence[str]
+    """Ids of the requests."""
     resumed_req_ids: Collection[str]
+    """Ids of the requests that continue after a preemption."""
     new_block_ids: Sequence[tuple[list[int], ...] | None]
+    """New block ids by KV-cache group; None if there are none.
+
+    The ids are appended to the request's block ids, or replace all of them for a request in ``resumed_req_ids``.
+    """
     num_computed_tokens: Sequence[int]
+    """Number of tokens of each request whose KV is in the cache."""
 
 
 class SchedulerOutput(Protocol):
-    """One step's schedule."""
+    """The schedule of one step."""
 
     scheduled_new_reqs: Sequence[NewRequestData]
+    """Requests that are scheduled for the first time."""
     scheduled_cached_reqs: CachedRequestData
+    """Requests that were scheduled before."""
     num_scheduled_tokens: Mapping[str, int]
+    """Number of tokens that the step computes, by request id."""
     preempted_req_ids: Collection[str] | None
+    """Ids of the requests that were preempted; None is the same as empty."""
     finished_req_ids: Collection[str]
+    """Ids of the requests that have ended since the last step."""
 
 
 class ConnectorOutput(Protocol):
-    """What the workers of a step reported, already merged over them.
-
-    ``finished_recving``/``finished_sending``: request ids whose load arrived (or failed) / whose blocks may be freed,
-    on all workers. ``invalid_block_ids``: GPU blocks that a failed load did not fill. ``kv_connector_worker_meta``: the
-    connector's own report of its workers, or None.
-    """
+    """Reports of the workers for one step, merged over the workers."""
 
     finished_sending: Collection[str] | None
+    """Ids of the requests whose blocks may be freed on all workers."""
     finished_recving: Collection[str] | None
+    """Ids of the requests whose load has ended on all workers, failed loads included."""
     invalid_block_ids: Collection[int]
+    """GPU blocks that failed loads did not fill."""
     kv_connector_worker_meta: Any
+    """The connector's own report of its workers; None without one."""

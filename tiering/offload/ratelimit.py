@@ -1,4 +1,4 @@
-"""Warnings that do not flood the log."""
+"""Rate-limited warnings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from collections.abc import Callable
 from tiering.runtime.ratelimit import RateLimit
 
 WARNING_PERIOD = 10.0
-"""Seconds between two lines of one kind."""
+"""Seconds between two log lines of one kind."""
 
 
 class LimitedWarning:
-    """One kind of warning: at most one line per :data:`WARNING_PERIOD`, which says how many events it stands for."""
+    """One kind of warning, with at most one log line per :data:`WARNING_PERIOD`.
+
+    A line says how many events it stands for.
+
+    Args:
+        logger: receives the lines.
+        clock: returns monotonic seconds.
+    """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""What a request asks of the tiers, and what its kind does not allow."""
+"""The policy of an engine's request: its parameters, restricted to what the kind of request allows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from tiering.offload.protocols import EngineRequest
 
 
 def policy_of(request: EngineRequest) -> RequestPolicy:
-    """What ``request`` asks of the tiers.  Raises :class:`tiering.errors.ConfigError` naming the field that is wrong.
+    """Return the policy of ``request``.
 
-    Nothing is loaded for a request whose prompt must be computed (its logprobs are asked for, or all its tokens are
-    pooled): what is loaded has no hidden states.  vLLM before 0.31 would take a hit for it.
+    Nothing is loaded for a request whose entire prompt must be computed, because loaded tokens have no hidden states.
+    Such requests ask for logprobs of the prompt, or pool all tokens. vLLM before 0.31 would use a hit for such a
+    request.
+
+    Raises:
+        ConfigError: a parameter of the request is invalid; the message names the field.
     """
     policy = parse_request_policy(getattr(request, "kv_transfer_params", None))
     return replace(policy, load=False) if getattr(request, "skip_reading_prefix_cache", False) else policy

@@ -1,6 +1,6 @@
-"""Snapshots of blocks for KV events: the hashes, tokens and parent that a block's key stands for.
+"""Snapshots of blocks for KV events: the hashes, tokens and parent hash that a block's key stands for.
 
-Consecutive blocks of one request share a *run*, so that a snapshot costs one number per block.
+Consecutive blocks of one request share a run, so that a snapshot costs one number per block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TypeAlias
 from tiering.api.keys import OffloadKey
 
 ExternalHash: TypeAlias = bytes | int
-"""A block hash as the engine shows it to the outside."""
+"""A block hash in the form that the engine publishes."""
 
 ExtraKeys: TypeAlias = tuple[object, ...] | None
-"""What the engine hashed of a hash-block beside its tokens, in the form that the engine publishes."""
+"""Keys that the engine hashed for a hash-block in addition to its tokens, in published form."""
 
 _SHIFT = 6
 
@@ -26,7 +26,10 @@ RUN_BLOCKS = 1 << _SHIFT
 _INDEX = RUN_BLOCKS - 1
 
 MAX_SNAPSHOT_TOKENS = 1 << 24
-"""Largest number of tokens in all snapshots together, with their hashes about 400 MiB for blocks of 16 tokens and 250 MiB for larger ones."""
+"""Largest number of tokens in all snapshots together.
+
+With their hashes, the snapshots take about 400 MiB for blocks of 16 tokens, and 250 MiB for larger blocks.
+"""
 
 
 @dataclass(slots=True)
@@ -34,40 +37,40 @@ class Run:
     """Consecutive blocks of one request and one KV-cache group."""
 
     keys: Sequence[OffloadKey]
-    """One per block."""
+    """Key of each block."""
     hashes: list[ExternalHash]
-    """``factor`` hashes per block."""
+    """Hashes of the blocks, ``factor`` per block."""
     parent: ExternalHash | None
-    """The hash before the first one; None at the beginning of a prompt."""
+    """The hash before the first hash; None at the start of a prompt."""
     token_ids: array[int]
-    """The tokens of the blocks, then ``lookahead`` more."""
+    """Tokens of the blocks, followed by ``lookahead`` more."""
     extra_keys: Sequence[ExtraKeys] | None
-    """One per hash; None if the engine does not tell."""
+    """Extra keys of each hash; None if the engine does not provide them."""
     factor: int
     """Hashes per block."""
     block_size: int
     """Tokens per hash."""
     lookahead: int
-    """Tokens after a hash-block that its hash covers as well."""
+    """Tokens after a hash-block that its hash covers too."""
     group_idx: int
-    """The KV-cache group."""
+    """Index of the KV-cache group."""
     kind: str | None
-    """The group's kind, as the engine calls it."""
+    """Kind of the group, as the engine calls it."""
     window: int | None
-    """The group's sliding window in tokens."""
+    """Sliding window of the group in tokens; None without one."""
     lora_id: int | None
-    """The adapter's number."""
+    """Number of the LoRA adapter; None without one."""
     lora_name: str | None
-    """The adapter's name."""
+    """Name of the LoRA adapter; None without one."""
     live: int = 0
-    """Blocks of the run whose snapshots are in use."""
+    """Number of blocks whose snapshots are in use."""
 
     def hashes_of(self, index: int) -> list[ExternalHash]:
-        """The hashes of block ``index`` of the run."""
+        """Return the hashes of block ``index`` of the run."""
         return self.hashes[index * self.factor : (index + 1) * self.factor]
 
     def lookahead_of(self, index: int) -> list[list[int]]:
-        """The tokens behind each hash-block of block ``index`` that its hash covers as well."""
+        """Return the later tokens that the hash of each hash-block of block ``index`` covers too."""
         ends = range(index * self.factor + 1, (index + 1) * self.factor + 1)
         return [self.token_ids[end * self.block_size : end * self.block_size + self.lookahead].tolist() for end in ends]
 
@@ -75,18 +78,20 @@ class Run:
 class Snapshots:
     """All snapshots, by key.
 
-    ``max_tokens`` bounds the tokens of all runs: beyond it the oldest runs are dropped, however many of their blocks
-    are in use. ``dropped`` counts the snapshots that went this way.
+    Args:
+        max_tokens: largest number of tokens in all runs. Beyond it the oldest runs are dropped, also if their blocks
+            are in use; default: 2**24.
     """
 
     def __init__(self, max_tokens: int = MAX_SNAPSHOT_TOKENS) -> None:
         self.dropped = 0
+        """Number of snapshots that were dropped while in use."""
         self._max_tokens = max_tokens
         self._tokens = 0
         self._numbers: dict[OffloadKey, int] = {}
-        """Key → number of the run, and in the low bits the block's index in it."""
+        """Number of the run by key; the low bits are the index of the block in the run."""
         self._runs: dict[int, Run] = {}
-        """Oldest first."""
+        """Runs by number, oldest first."""
         self._next = 0
 
     def __len__(self) -> int:
@@ -99,16 +104,16 @@ class Snapshots:
         return iter(self._numbers)
 
     def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether there is a snapshot of none of ``keys``."""
+        """Return True if none of ``keys`` has a snapshot."""
         return self._numbers.keys().isdisjoint(keys)
 
     def find(self, key: OffloadKey) -> tuple[Run, int] | None:
-        """The run that describes ``key``, and the block's index in it."""
+        """Return the run that describes ``key`` and the block's index in the run; None without a snapshot."""
         number = self._numbers.get(key)
         return None if number is None else (self._runs[number >> _SHIFT], number & _INDEX)
 
     def add(self, run: Run) -> None:
-        """Keep a run of at most :data:`RUN_BLOCKS` blocks, of none of which there is a snapshot."""
+        """Add a run of at most :data:`RUN_BLOCKS` blocks, none of which has a snapshot yet."""
         first = self._next << _SHIFT
         run.live = len(run.keys)
         self._numbers.update(zip(run.keys, range(first, first + run.live), strict=True))
@@ -117,7 +122,7 @@ class Snapshots:
         self._tokens += len(run.token_ids)
 
     def discard(self, key: OffloadKey) -> None:
-        """Nobody needs the snapshot of ``key`` any more."""
+        """Forget the snapshot of ``key``; ignore a key without a snapshot."""
         number = self._numbers.pop(key, None)
         if number is not None:
             run = self._runs[number >> _SHIFT]
@@ -126,13 +131,13 @@ class Snapshots:
                 self._forget(number >> _SHIFT)
 
     def oldest_beyond_bound(self) -> Run | None:
-        """The run that must go, its snapshots in use being those of :meth:`used`; None while the bound is kept."""
+        """Return the run to drop next; None while the bound is kept."""
         if self._tokens <= self._max_tokens:
             return None
         return next(iter(self._runs.values()), None)
 
     def used(self, run: Run) -> list[tuple[int, OffloadKey]]:
-        """Index and key of the blocks of ``run`` whose snapshots are in use."""
+        """Return index and key of the blocks of ``run`` whose snapshots are in use."""
         found = ((index, key, self.find(key)) for index, key in enumerate(run.keys))
         return [(index, key) for index, key, place in found if place is not None and place[0] is run]
 

@@ -1,4 +1,7 @@
-"""What the connector's halves report for metrics: transfers of the workers, and counters of the tiers.  Crosses processes as plain data."""
+"""Reports for metrics: transfers of the workers, and counters of tiers, manager and connector.
+
+Reports are plain data, because they cross process borders.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,45 @@ from tiering.offload.transfers import OffloadingOperationMetrics
 from tiering.secondary.stats import GAUGES
 
 TIERS = "tiers"
-"""The key of ``data`` that holds the tiers' counters."""
+"""Key of ``data`` for the counters of the tiers."""
 
 MANAGER = "manager"
-"""The key of ``data`` that holds the manager's counters."""
+"""Key of ``data`` for the counters of the manager."""
 
 CONNECTOR = "connector"
-"""The key of ``data`` that holds the counters of the connector's scheduler half."""
+"""Key of ``data`` for the counters of the connector's scheduler half."""
 
 RECORDS = (MANAGER, CONNECTOR)
-"""The keys of ``data`` with one record of counters each.  Every key beside these and :data:`TIERS` is a transfer type."""
+"""Keys of ``data`` with one record of counters each.
+
+All keys except these and :data:`TIERS` are transfer types.
+"""
 
 _GAUGES = GAUGES | MANAGER_GAUGES | {"jobs_active", "requests_active"}
 
 
 def transfer_type_name(transfer_type: TransferType) -> str:
-    """``"gpu_to_cpu"`` or ``"cpu_to_gpu"``."""
+    """Return ``"gpu_to_cpu"`` or ``"cpu_to_gpu"``."""
     source, destination = transfer_type
     return f"{source}_to_{destination}"
 
 
 class Increments:
-    """Turns counters, which run from the start, into what is new since the report before.
+    """Converter from counters since the start to increments since the previous report.
 
-    Several processes may take in an engine's reports, each report one of them: only increments add up there.
+    Several processes may receive an engine's reports, each report one of them. Only increments add up across processes.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, Mapping[str, Any]] = {}
 
     def take(self, records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """``records``: name of a tier or of :data:`RECORDS` → its fields as they are now.  Gauges stay as they are.
+        """Return ``records`` with counters replaced by increments; gauges stay unchanged.
 
-        A tier whose counters have started again from zero (it was opened anew) has all of them as increments.
+        If a tier was opened again, its counters restart from 0 and are returned in full.
+
+        Args:
+            records: present fields of each tier or record, by its name.
         """
         new = {}
         for name, fields in records.items():
@@ -55,35 +64,50 @@ class Increments:
 
 
 class OffloadingConnectorStats:
-    """Transfers, and what has happened in each tier, since the last report.
+    """Transfers and counters since the last report.
 
-    ``data`` is plain dicts and lists: transfer type → list of ``{"op_size": bytes, "op_time": seconds}``; under
-    ``"tiers"`` tier name → fields of :class:`tiering.secondary.stats.TierStats`; and under ``"manager"`` and
-    ``"connector"`` the fields of these. Counters say what is new, gauges how things are.
+    Args:
+        data: content of the report; default: empty.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = {} if data is None else data
+        """Plain dicts and lists; counters are increments, gauges are present values.
+
+        - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``.
+        - ``"tiers"``: the fields of :class:`tiering.secondary.stats.TierStats` by tier name.
+        - ``"manager"``: the fields of :class:`tiering.manager.stats.ManagerStats`.
+        - ``"connector"``: the fields of the scheduler half's counters.
+        """
 
     def record_transfer(self, num_bytes: int | None, time: float | None, transfer_type: TransferType | None) -> None:
-        """Note one transfer; one whose size, time or type is not known is not recorded."""
+        """Record one transfer; ignore a transfer whose size, time or type is not known.
+
+        Args:
+            num_bytes: bytes that were moved.
+            time: duration in seconds.
+            transfer_type: source and destination.
+        """
         if num_bytes is None or time is None or transfer_type is None:
             return
         operation = dataclasses.asdict(OffloadingOperationMetrics(num_bytes, time))
         self.data.setdefault(transfer_type_name(transfer_type), []).append(operation)
 
     def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what is new of the tiers: tier name → plain fields, of counters the increments (:class:`Increments`)."""
+        """Add the fields of each tier, by tier name; counters are increments (:class:`Increments`)."""
         for name, fields in tiers.items():
             known = self.data.setdefault(TIERS, {})
             known[name] = _combined(fields, known.get(name, {}), 1)
 
     def record(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Add what is new of the record ``name``, one of :data:`RECORDS`."""
+        """Add the fields of the record ``name``, one of :data:`RECORDS`; counters are increments."""
         self.data[name] = _combined(fields, self.data.get(name, {}), 1)
 
     def aggregate(self, other: OffloadingConnectorStats) -> Self:
-        """Add ``other``, later or another worker's, to this; returns itself and shares nothing with ``other``."""
+        """Add a later report, or another worker's report, to this one; return this one.
+
+        The result shares no data with ``other``.
+        """
         for name, operations in other.data.items():
             if name == TIERS:
                 self.record_tiers(operations)
@@ -94,7 +118,7 @@ class OffloadingConnectorStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Per transfer type: ``<type>_total_bytes`` and ``<type>_total_time`` (seconds)."""
+        """Return ``<type>_total_bytes`` and ``<type>_total_time`` (seconds) of each transfer type."""
         totals: dict[str, int | float] = {}
         for name, operations in self.data.items():
             if name != TIERS and name not in RECORDS:
@@ -103,11 +127,11 @@ class OffloadingConnectorStats:
         return totals
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Return True if there is nothing to report."""
         return not any(self.data.values())
 
     def reset(self) -> None:
-        """Forget what was reported.  Data handed out before is not touched."""
+        """Forget all recorded data; data that was handed out before is not changed."""
         self.data = {}
 
 
@@ -120,7 +144,7 @@ def _started_again(fields: Mapping[str, Any], before: Mapping[str, Any]) -> bool
 
 
 def _combined(fields: Mapping[str, Any], others: Mapping[str, Any], sign: int) -> dict[str, Any]:
-    """``fields``, their counters with those of ``others`` added (``sign`` 1) or taken away (-1)."""
+    """Return ``fields``, with the counters of ``others`` added (``sign`` 1) or subtracted (-1)."""
     result = _plain_copy(fields)
     for name in fields.keys() & others.keys() - _GAUGES:
         value, other = fields[name], others[name]

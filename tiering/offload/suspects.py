@@ -1,12 +1,13 @@
-"""GPU blocks whose KV must not be stored, because it may not be what their hashes say.
+"""Suspects: GPU blocks whose KV must not be stored, because it may not match their hashes.
 
-There are two ways for a block to become a suspect.  A load of another connector did not fill the block, or the block
-was computed on top of such a block.  Or the block was in the engine's own cache when the tiers were reset, so that it
-may hold the KV of other weights.
+A block becomes a suspect in two ways. A load of another connector did not fill the block, or the block was computed on
+top of such a block. Or the block was in the engine's own cache when the tiers were reset, so that it may hold the KV of
+other weights.
 
-A suspect is trusted again when the engine fills it anew: when the block is allocated to a request all of whose earlier
-blocks are trusted, or when the engine has gone back and recomputes it.  A request that finds a suspect in the engine's
-cache is not stored from there on, and what it computes behind the suspect is suspect as well.
+A suspect is trusted again when the engine fills it again. This happens when the block is allocated to a request whose
+earlier blocks are all trusted, or when the engine has gone back and recomputes the block. A request that finds a
+suspect in the engine's cache is not stored from that block on, and the blocks that it computes behind the suspect are
+suspects too.
 """
 
 from __future__ import annotations
@@ -16,40 +17,49 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, Protocol
 
 Tables = Sequence[Sequence[int]]
-"""The GPU block ids of one request, per KV-cache group, in logical order, null blocks (0) included."""
+"""GPU block ids of one request by KV-cache group, in logical order, null blocks (0) included."""
 
 STEPS_IN_FLIGHT = 16
-"""Steps for which the block tables of ended and preempted requests are remembered; no engine has as many steps in flight."""
+"""Number of steps for which the block tables of ended and preempted requests are kept.
+
+No engine has as many steps in flight.
+"""
 
 
 class EngineBlockPool(Protocol):
     """The engine's own pool of GPU blocks.
 
-    Each block has ``block_id``, ``is_null``, ``ref_cnt`` (its users) and ``block_hash`` (its name in the engine's
-    cache, or None).
+    Each block has the attributes ``block_id``, ``is_null``, ``ref_cnt`` (number of users) and ``block_hash`` (its key
+    in the engine's cache, or None).
     """
 
     @property
     def blocks(self) -> Sequence[Any]:
-        """All blocks by their id."""
+        """All blocks, by their id."""
 
 
 class SuspectBlocks:
-    """Remembers the suspects among the GPU blocks of one engine.
+    """The suspects among the GPU blocks of one engine; true if there are any.
 
-    Costs nothing per block as long as there are no suspects, which is the normal state.  An instance is true if there
-    are any.
+    Without suspects, which is the normal state, no call costs anything per block.
+
+    Args:
+        block_sizes: tokens in a GPU block of each KV-cache group.
     """
 
     __slots__ = ("_given_up", "_ids", "_sizes", "_trusted")
 
     def __init__(self, block_sizes: Iterable[int]) -> None:
-        """``block_sizes``: tokens in a GPU block of each KV-cache group."""
         self._sizes = tuple(block_sizes)
         self._ids: set[int] = set()
+        """The suspects, if ``_trusted`` is None."""
         self._trusted: set[int] | None = None
-        """None, or the only blocks that are no suspects, after a reset of an engine whose cache cannot be looked at."""
+        """The only blocks that are not suspects; None if ``_ids`` are the suspects.
+
+        Used after a reset of an engine whose cache cannot be inspected.
+        """
         self._given_up: deque[tuple[int, Tables]] = deque()
+        """Block tables of ended and preempted requests, each with the step after which they were given up."""
 
     def __bool__(self) -> bool:
         return bool(self._ids) or self._trusted is not None
@@ -58,17 +68,24 @@ class SuspectBlocks:
         return block_id in self._ids if self._trusted is None else block_id != 0 and block_id not in self._trusted
 
     def give_up(self, tables: Tables, step: int) -> None:
-        """A request loses its blocks after ``step`` was scheduled; steps in flight may still report a failure in them."""
+        """Keep the block tables of a request that loses its blocks after ``step`` was scheduled.
+
+        Steps in flight may still report that a load did not fill some of these blocks.
+        """
         self._forget(step)
         if any(tables):
             self._given_up.append((step, tables))
 
     def spread(self, unfilled: Collection[int], requests: Iterable[Tables], step: int) -> set[int]:
-        """Suspect ``unfilled``, and all blocks behind one of them in any request.
+        """Mark blocks as suspects, and all blocks behind one of them in any request.
 
-        ``requests``: the tables of those that have their blocks; tables that were given up are looked at as well.
-        ``step``: the last step that was scheduled.  Returns the blocks found, also those that were computed on top of
-        another request's suspects.
+        Args:
+            unfilled: blocks that a load did not fill.
+            requests: block tables of the requests that have blocks; tables that were given up are searched too.
+            step: the last step that was scheduled.
+
+        Returns:
+            All blocks found, including those computed on top of another request's suspects.
         """
         self._forget(step)
         wrong = set(unfilled)
@@ -88,7 +105,7 @@ class SuspectBlocks:
         return wrong
 
     def first_token(self, tables: Tables, among: Container[int]) -> int | None:
-        """The first token of a request that is in one of the blocks ``among``; None if none is."""
+        """Return the first token of a request whose block is in ``among``; None if there is none."""
         firsts = []
         for table, size in zip(tables, self._sizes, strict=True):
             if isinstance(among, set) and among.isdisjoint(table):
@@ -99,7 +116,11 @@ class SuspectBlocks:
         return min(firsts, default=None)
 
     def reset(self, pool: EngineBlockPool | None) -> None:
-        """The tiers were reset: suspect all that the engine has in its cache or in use now, or all blocks if ``pool`` is None."""
+        """Mark all blocks whose KV is from before a reset of the tiers.
+
+        Args:
+            pool: the engine's block pool, whose cached or used blocks are marked; None: all blocks are marked.
+        """
         if pool is None:
             self._trusted = set()
             return
@@ -111,11 +132,18 @@ class SuspectBlocks:
         }
 
     def assigned(self, known: Tables, tables: Tables, found_tokens: int | None, invalid_from: int | None) -> int | None:
-        """A request that had the blocks ``known`` has ``tables`` now; returns the first of its tokens that may not be stored.
+        """Process the new block tables of a request; return its first token that must not be stored.
 
-        ``known`` is empty for a request that starts.  ``found_tokens``: tokens that the request found in the engine's
-        cache; other blocks are filled for it.  None means that it was not matched since it started over, so that it may
-        have found any of its blocks. ``invalid_from``: the last answer.
+        Args:
+            known: block tables that the request had before; empty for a request that starts.
+            tables: block tables that the request has now.
+            found_tokens: tokens that the request found in the engine's cache; all other blocks are filled for the
+                request. None if the request was not matched since it started over: then it may have found any of its
+                blocks.
+            invalid_from: result of the previous call.
+
+        Returns:
+            The first token that must not be stored; None if all tokens may be stored.
         """
         if not self and invalid_from is None:
             return None
@@ -133,7 +161,12 @@ class SuspectBlocks:
         return invalid_from
 
     def filled(self, blocks: Tables, invalid_from: int | None) -> None:
-        """A request fills ``blocks`` behind those that it has; ``invalid_from``: its first token that may not be stored, or None."""
+        """Process blocks that a request fills behind those that it has.
+
+        Args:
+            blocks: the blocks, by KV-cache group.
+            invalid_from: first token of the request that must not be stored; None: the blocks are trusted.
+        """
         if not self and invalid_from is None:
             return
         for ids in blocks:
@@ -143,9 +176,15 @@ class SuspectBlocks:
                 self._suspect(block for block in ids if block)
 
     def recomputed(self, tables: Tables, invalid_from: int, end: int) -> int | None:
-        """A request that has gone back computes its tokens from ``invalid_from`` to ``end`` in this step.
+        """Trust the blocks that a request computes again in this step, after it has gone back.
 
-        Returns the first token that still may not be stored; None if all blocks of the request are trusted again.
+        Args:
+            tables: block tables of the request.
+            invalid_from: first token that must not be stored.
+            end: end of the tokens that the step computes.
+
+        Returns:
+            The first token that still must not be stored; None if all blocks of the request are trusted again.
         """
         if not self:
             return None
@@ -162,7 +201,7 @@ class SuspectBlocks:
             given_up.popleft()
 
     def _behind(self, tables: Tables, token: int) -> list[Sequence[int]]:
-        """The blocks from the one of ``token`` on, per group."""
+        """Return the blocks from the block of ``token`` on, by KV-cache group."""
         return [table[token // size :] for table, size in zip(tables, self._sizes, strict=True)]
 
     def _suspect(self, block_ids: Iterable[int]) -> None:
@@ -179,5 +218,8 @@ class SuspectBlocks:
 
 
 def _differ(known: Sequence[int], table: Sequence[int]) -> bool:
-    """True if a block table does not go on from ``known``; a null block stands for what a window has passed."""
+    """Return True if ``table`` does not continue ``known``.
+
+    A null block replaces a block that a sliding window has passed.
+    """
     return len(table) < len(known) or any(old and new and old != new for old, new in zip(known, table, strict=False))

@@ -1,4 +1,4 @@
-"""The figures of one transfer, and the plain data that statistics are made of."""
+"""Measurements of one transfer, and the plain data of statistics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OffloadingOperationMetrics:
-    """Bytes and seconds of one operation."""
+    """Measurements of one transfer."""
 
     op_size: int
+    """Bytes that were moved."""
     op_time: float
+    """Duration in seconds."""
 
 
 StatsData = Mapping[str, object]
+"""Statistics as plain data, by name of the record."""
