@@ -1,8 +1,8 @@
 """Prometheus metrics of the connector: transfers of the workers, tiers, manager and scheduler half.
 
 The engine chooses the classes of the metrics, because some engines wrap these classes. The default classes are those of
-prometheus_client. Reports carry increments, each of which is observed once: an engine with several front ends sends
-each report to one of them.
+prometheus_client. Reports carry increments, and each increment is observed once: an engine with several front ends
+sends each report to one of them.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Snapshots:
         return None if number is None else (self._runs[number >> _SHIFT], number & _INDEX)
 
     def add(self, run: Run) -> None:
-        """Add a run of at most :data:`RUN_BLOCKS` blocks, none of which has a snapshot yet."""
+        """Add a run of at most :data:`RUN_BLOCKS` blocks; its blocks have no snapshots yet."""
         first = self._next << _SHIFT
         run.live = len(run.keys)
         self._numbers.update(zip(run.keys, range(first, first + run.live), strict=True))
