@@ -1,1 +1,1 @@
-"""The simple scheduler: a CPU pool that mirrors the GPU's, without secondary tiers."""
+"""The simple scheduler: a CPU pool that mirrors the GPU's pool, without secondary tiers."""

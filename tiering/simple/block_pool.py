@@ -1,9 +1,9 @@
-"""The CPU pool's book-keeping: which block holds what, who uses it, and which goes next.
+"""The bookkeeping of the CPU pool: the names, references and eviction order of its blocks.
 
-A block is *blank* (nothing of worth in it), *held* (a copy reads or writes it: it has references), or *evictable*
-(named, found by its name, used by nobody).  A name is given when the block is allocated, for a store, and can be found
-once :meth:`CPUBlockPool.publish` says that the store is complete.  Blocks are numbers and names are bytes: nothing here
-is an object per block.
+A block is *blank* (without content), *held* (it has references, because a copy reads or writes it), or *evictable*
+(it has a name and can be found, and has no references). A block gets its name when it is allocated for a store. The
+name can be found once :meth:`CPUBlockPool.publish` has marked the store as complete. Blocks are numbers and names are
+bytes, so that the pool needs no object per block.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent
 from tiering.errors import ConfigError, TieringError
 
 NULL_BLOCK = -1
-"""Stands where a window or a state has passed; has no memory and is never allocated, held or freed."""
+"""Block number in the place of blocks that a window or a state has passed.
+
+The null block has no memory and is never allocated, held or freed.
+"""
 
 
 class PoolFullError(TieringError):
-    """More blocks were asked for than are blank or evictable.  Nothing was taken."""
+    """A request for more blocks than are blank or evictable; no block was allocated."""
 
     temporary = True
+    """True, because the same call can succeed once copies have ended."""
 
 
 class CPUBlockPool:
-    """``num_blocks`` blocks, from 0.  ``cached``: name → block of everything that can be found, whatever its KV-cache group.
+    """A pool of CPU blocks, numbered from 0, with least-recently-used eviction.
 
-    ``pending``: name → block of what is being stored.  Both are to be read only.  Costs are a few C calls per batch and
-    a fraction of a microsecond per block.
+    A call costs a few C calls per batch and a fraction of a microsecond per block.
     """
 
     __slots__ = (
@@ -47,12 +50,24 @@ class CPUBlockPool:
     )
 
     def __init__(self, num_blocks: int, enable_events: bool = False) -> None:
+        """Create a pool of blank blocks.
+
+        Args:
+            num_blocks: number of blocks.
+            enable_events: collect events for :meth:`take_events`; default: False.
+
+        Raises:
+            ConfigError: ``num_blocks`` is not positive.
+        """
         if num_blocks < 1:
-            raise ConfigError(f"a CPU pool of {num_blocks} blocks holds nothing")
+            raise ConfigError(f"a CPU pool of {num_blocks} blocks holds nothing; give it at least one block")
         self.num_blocks = num_blocks
         self.cached: dict[OffloadKey, int] = {}
+        """Name → block of all blocks that can be found, over all KV-cache groups. Read only."""
         self.pending: dict[OffloadKey, int] = {}
+        """Name → block of all blocks that are being stored. Read only."""
         self.evictions = 0
+        """Blocks evicted since the start."""
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, OffloadKey] = OrderedDict()
         self._refs: Counter[int] = Counter()
@@ -64,36 +79,44 @@ class CPUBlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._blank) + len(self._evictable)
 
     @property
     def num_blank_blocks(self) -> int:
-        """Blocks that can be allocated without forgetting anything."""
+        """Number of blocks that can be allocated without an eviction."""
         return len(self._blank)
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks with references."""
+        """Number of blocks with references."""
         return len(self._refs)
 
     def ref_count(self, block: int) -> int:
-        """References to ``block``."""
+        """Return the number of references to ``block``."""
         return self._refs.get(block, 0)
 
     def victims(self) -> Iterator[OffloadKey]:
-        """The names that further allocations would forget, the next one first, once no block is blank."""
+        """Yield the names of the evictable blocks, in the order in which allocations evict them."""
         return iter(self._evictable.values())
 
     def get_new_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """One block for each of ``keys``, named so and with one reference; least recently used blocks are forgotten to make room.
+        """Allocate a block for each of ``keys``, with that name and one reference.
 
-        ``keys`` are neither cached nor pending.  Raises :class:`PoolFullError`, with nothing changed, if there is no
-        room.
+        The least recently used blocks are evicted if too few blocks are blank.
+
+        Args:
+            keys: names that are neither cached nor pending.
+
+        Raises:
+            PoolFullError: too few blocks are free; nothing was changed.
         """
         count = len(keys)
         if count > self.num_free_blocks:
-            raise PoolFullError(f"{count} blocks were asked for, {self.num_free_blocks} of {self.num_blocks} are free")
+            raise PoolFullError(
+                f"{count} blocks were asked for, {self.num_free_blocks} of {self.num_blocks} are free; "
+                "retry when copies have ended"
+            )
         at = max(0, len(self._blank) - count)
         blocks = self._blank[at:]
         del self._blank[at:]
@@ -105,7 +128,7 @@ class CPUBlockPool:
         return blocks
 
     def publish(self, blocks: Sequence[int]) -> None:
-        """What was stored into ``blocks`` is complete: it can be found."""
+        """Make ``blocks``, whose store is complete, findable by their names."""
         names = [(self._names[block], block) for block in blocks if block in self._names]
         for key, _ in names:
             self.pending.pop(key, None)
@@ -114,7 +137,11 @@ class CPUBlockPool:
             self._events.append(_event([key for key, _ in names], removed=False))
 
     def discard(self, blocks: Sequence[int]) -> list[OffloadKey]:
-        """What was being stored into ``blocks`` is worth nothing: its names, but for those that a reset has forgotten before."""
+        """Drop the names of ``blocks``, whose store has failed.
+
+        Returns:
+            The names that were pending; names that a reset has dropped before are left out.
+        """
         discarded: list[OffloadKey] = []
         for block in blocks:
             key = self._names.pop(block, None)
@@ -124,16 +151,20 @@ class CPUBlockPool:
         return discarded
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of ``blocks``: they are not forgotten before it is given back."""
+        """Add a reference to each of ``blocks``, which protects them from eviction until it is given back."""
         evictable = self._evictable
         idle = [block for block in blocks if block in evictable]
         self._names.update(zip(idle, map(evictable.pop, idle), strict=True))
         self._refs.update(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[int]) -> None:
-        """One reference less to each; of those left without any the first is forgotten first.
+        """Give back one reference to each block.
 
-        Raises :class:`TieringError`, with nothing changed, for a block that has no reference.
+        Args:
+            ordered_blocks: blocks in eviction order: of those left without references, the first is evicted first.
+
+        Raises:
+            TieringError: a block has fewer references than are given back; nothing was changed.
         """
         blocks = list(ordered_blocks)
         refs = self._refs
@@ -147,29 +178,33 @@ class CPUBlockPool:
                 continue
             del refs[block]
             key = self._names.pop(block, None)
-            if key is None or self.cached.get(key) != block:  # never published
+            if key is None or self.cached.get(key) != block:  # The block was never published.
                 self._blank.append(block)
             else:
                 self._evictable[block] = key
 
     def refresh(self, keys: Iterable[OffloadKey]) -> None:
-        """Mark what is held of ``keys``, a prefix in its order, as recently used, the head more recently than the tail."""
+        """Mark the evictable blocks of ``keys`` as recently used, the head of the prefix more recently than the tail.
+
+        Args:
+            keys: names of a prefix's blocks, in their order; unknown names are ignored.
+        """
         evictable = self._evictable
         found = [block for block in map(self.cached.get, keys) if block is not None and block in evictable]
         deque(map(evictable.move_to_end, reversed(found)), maxlen=0)
 
     def take_evicted(self) -> list[OffloadKey]:
-        """What was forgotten to make room since the last call."""
+        """Return the names that were evicted since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def take_events(self) -> list[OffloadingEvent]:
-        """The events since the last call, in an order that a consumer can apply."""
+        """Return the events since the last call, in an order that a consumer can apply."""
         events, self._events = self._events, []
         return events
 
     def reset(self) -> None:
-        """Forget every name.  Blocks that copies use become blank when they are given back."""
+        """Drop every name. Blocks with references become blank when their last reference is given back."""
         if self._events_on and self.cached:
             self._events.append(_event(list(self.cached), removed=True))
         self.cached.clear()

@@ -1,4 +1,4 @@
-"""The geometry of the engine's KV cache, and that of the CPU pool that mirrors it."""
+"""The geometry of the engine's KV cache and of the CPU pool that mirrors it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,64 @@ from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 
 STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention", "gdn_attention"})
-"""Groups that keep one state per sequence; only the last block of a prefix matters."""
+"""Kinds of groups that keep one state per sequence; only the last block of a prefix matters."""
 
 FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Groups in which every token sees all tokens before it, so that all blocks of a prefix matter."""
+"""Kinds of groups in which every token reads all earlier tokens, so that all blocks of a prefix matter."""
 
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-"""Groups in which a token sees the last ``sliding_window`` tokens."""
+"""Kinds of groups in which a token reads the last ``sliding_window`` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
-    """One tensor: ``size`` in bytes, over all blocks, and the layers that share it."""
+    """One tensor of a KV cache."""
 
     size: int
+    """Bytes of the tensor, over all blocks."""
     shared_by: tuple[str, ...]
+    """Names of the layers that share the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """A KV cache: ``num_blocks`` blocks, each with a part of every tensor.  All sizes are one worker's."""
+    """The geometry of one worker's KV cache."""
 
     num_blocks: int
+    """Number of blocks; each has a part of every tensor."""
     kv_cache_tensors: tuple[KVCacheTensor, ...]
     kv_cache_groups: tuple[KVCacheGroup, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.size for tensor in self.kv_cache_tensors)
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, over all tensors."""
+        """Bytes of one block, over all tensors."""
         return self.total_bytes // self.num_blocks
 
 
 def is_state_space(group: KVCacheGroup) -> bool:
-    """Whether ``group`` keeps a state instead of keys and values."""
+    """Return True if ``group`` keeps a state instead of keys and values."""
     return group.kind in STATE_KINDS
 
 
 def is_full_attention(group: KVCacheGroup) -> bool:
-    """Whether every token of ``group`` sees all tokens before it."""
+    """Return True if every token of ``group`` reads all earlier tokens."""
     return group.kind in FULL_KINDS
 
 
 def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheConfig:
-    """The CPU pool for ``gpu``: the same groups, the same tensors for as many blocks as the capacity holds, at least one.
+    """Return the geometry of the CPU pool: that of ``gpu``, with as many blocks as the capacity holds.
 
-    Raises :class:`ConfigError` for a capacity or a KV cache that holds nothing.
+    Args:
+        gpu: geometry of the engine's KV cache.
+        cpu_capacity_bytes: bytes of CPU memory of one worker; the pool has at least one block.
+
+    Raises:
+        ConfigError: the capacity is not positive, or the KV cache is empty.
     """
     if cpu_capacity_bytes < 1:
         raise ConfigError(
@@ -71,21 +79,23 @@ def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheCon
 
 
 def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
-    """The index of the first full-attention group.
+    """Return the index of the first full-attention group.
 
-    Raises :class:`ConfigError` for an engine that the simple scheduler cannot serve: groups of a kind it does not know,
-    no full-attention group, context parallelism, or block sizes that the hashes do not fit.
+    Raises:
+        ConfigError: the simple scheduler cannot serve this engine. The engine uses context parallelism, groups of an
+            unknown kind, no full-attention group, or block sizes that are not multiples of the hash block size.
     """
     if engine.context_parallel_size != 1:
         raise ConfigError(
-            f"mode simple: context-parallel sizes of {engine.context_parallel_size} in all are not supported; use mode tiering"
+            f"mode simple: context-parallel sizes of {engine.context_parallel_size} in all are not supported; "
+            "use mode tiering"
         )
     _check_kinds(cache)
     for index, group in enumerate(cache.kv_cache_groups):
         if group.gpu_block_size < 1 or group.gpu_block_size % engine.hash_block_size:
             raise ConfigError(
-                f"KV-cache group {index}: the block size {group.gpu_block_size} is not a multiple of the hash block size "
-                f"{engine.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
+                f"KV-cache group {index}: the block size {group.gpu_block_size} is not a multiple of the hash block "
+                f"size {engine.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
             )
     first = next((index for index, group in enumerate(cache.kv_cache_groups) if is_full_attention(group)), None)
     if first is None:
@@ -101,7 +111,8 @@ def _check_kinds(cache: KVCacheConfig) -> None:
     ]
     if others:
         raise ConfigError(
-            f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; it knows {', '.join(sorted(known))}"
+            f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; "
+            f"it knows {', '.join(sorted(known))}"
         )
     for index, group in enumerate(cache.kv_cache_groups):
         if group.kind in WINDOW_KINDS and (group.sliding_window is None or group.sliding_window < 1):

@@ -1,4 +1,4 @@
-"""The eager mode: every confirmed block is stored soon after it was computed, once, for as long as its request runs."""
+"""The eager mode: every confirmed block is stored once, soon after it was computed, while its request runs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,35 @@ from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.request_state import GroupState, RequestState
 
 Offer = tuple[OffloadKey, int]
-"""A block's name, and the GPU block that has it."""
-
+"""A block's name and its GPU block."""
 
 Record = Callable[[EngineRequest, int, Sequence[int], Sequence[OffloadKey]], None]
-"""Told of blocks that are to be stored: their request, their KV-cache group, their indexes there, ascending, and their names."""
+"""A function that records blocks before they are stored, for KV events.
+
+Its arguments are the request, the index of the KV-cache group, the indexes of the blocks in that group (ascending), and
+the blocks' names.
+"""
 
 
 class _LeftOver(NamedTuple):
-    """A block of a request that has ended."""
+    """A block of a request that has ended, not stored yet."""
 
     key: OffloadKey
     block: int
+    """GPU block."""
     request: EngineRequest
     group: int
+    """Index of the KV-cache group."""
     place: int
+    """Index of the block in the request's group."""
 
 
 class EagerStores:
-    """Chooses what is stored, and tells ``record`` of them.  ``running`` tells, by name, whose the blocks are that running requests have offered.
+    """The choice of the blocks that each step stores.
 
-    A block that the CPU pool forgets while a request that has it runs is offered again, once there is room that no
-    other running request's block has to leave for: a pool smaller than what runs would otherwise do nothing but copy.
+    A block that the CPU pool evicts while its request runs is offered again, as soon as its store does not evict a
+    block of another running request. A pool that is smaller than the KV of all running requests would otherwise do
+    nothing but copy.
     """
 
     def __init__(
@@ -45,21 +52,39 @@ class EagerStores:
         record: Record | None = None,
         suspects: Container[int] = (),
     ) -> None:
-        """``suspects``: GPU blocks that may not be stored."""
+        """Create the eager mode.
+
+        Args:
+            cpu: the CPU pool.
+            needs: the needs of each KV-cache group.
+            record: called with the blocks of each store, for KV events; default: None.
+            suspects: GPU blocks that may not be stored; default: none.
+        """
         self._cpu = cpu
         self._suspects = suspects
         self._record = record
         self._needs = needs
         self._running: dict[OffloadKey, GroupState | set[GroupState]] = {}
-        """The one that has the block, or a set of several: no object per block, as nearly all have one owner."""
+        """Name → the running request's group that has offered the block, or a set of several such groups.
+
+        Nearly all blocks have one owner, and need no set of their own.
+        """
         self._places: dict[OffloadKey, int] = {}
-        """The block's index, the same in all of them: a name stands for all that comes before it."""
+        """Name → the block's index, which is the same in all groups: a name covers all tokens before its block."""
         self._left_over: list[_LeftOver] = []
         self.restored = 0
+        """Blocks that were offered again after an eviction."""
         self.dropped = 0
+        """Blocks of finished requests that could not be stored any more."""
 
     def offers(self, state: RequestState, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """What of ``state`` is to be stored now, at most ``room`` blocks; what does not fit is offered again next time."""
+        """Return the new blocks of a request to store now; blocks that find no room are offered again next time.
+
+        Args:
+            state: the request.
+            pool: the engine's pool.
+            room: largest number of blocks.
+        """
         chosen: list[Offer] = []
         if not state.policy.store or state.is_withheld:
             return chosen
@@ -93,7 +118,7 @@ class EagerStores:
         return chosen
 
     def lost(self, state: RequestState, pool: GPUBlockPool) -> list[Offer]:
-        """What the CPU pool has forgotten of ``state`` and has room for again."""
+        """Return the blocks of ``state`` that the CPU pool has evicted and has room for again."""
         chosen: list[Offer] = []
         cpu, running = self._cpu, self._running
         wanted = sum(len(group.lost) for group in state.groups)
@@ -117,7 +142,7 @@ class EagerStores:
         return chosen
 
     def evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """The CPU pool has forgotten ``keys``; note whose they are, if a running request has them."""
+        """Mark evicted blocks as lost in the running requests that have them."""
         running, places = self._running, self._places
         for key in keys:
             owner = running.get(key)
@@ -126,7 +151,7 @@ class EagerStores:
                     group.lost.add(places[key])
 
     def forget(self, state: RequestState) -> None:
-        """``state`` gives its blocks back, or runs no more."""
+        """Drop the record of a request that gives its blocks back or has ended."""
         running, places = self._running, self._places
         for group in state.groups:
             for key in group.keys[: group.cursor]:
@@ -142,7 +167,10 @@ class EagerStores:
         state.next_store_at = 0
 
     def leave_over(self, state: RequestState) -> None:
-        """``state`` has ended and not all of it could be stored: the rest is tried again while its GPU blocks keep their content."""
+        """Keep the blocks of a finished request that are not stored yet.
+
+        Later steps store them, as long as the GPU blocks keep their content.
+        """
         if not state.policy.store or state.is_withheld:
             return
         confirmed = state.confirmed_tokens()
@@ -156,7 +184,7 @@ class EagerStores:
             ]
 
     def left_over(self, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """What is left of requests that have ended, as far as there is room."""
+        """Return blocks of finished requests to store now, at most ``room`` of them."""
         if not self._left_over:
             return []
         cpu, blocks = self._cpu, pool.blocks
@@ -179,13 +207,13 @@ class EagerStores:
         return [(item.key, item.block) for item in chosen]
 
     def reset(self, states: Iterable[RequestState]) -> None:
-        """Nothing computed so far is stored any more."""
+        """Drop all blocks that were computed so far; none of them is stored any more."""
         self._left_over.clear()
         for state in states:
             self.forget(state)
 
     def _advance(self, group: GroupState, end: int) -> None:
-        """The blocks of ``group`` before ``end`` have been offered."""
+        """Record that the blocks of ``group`` before ``end`` were offered."""
         running, keys = self._running, group.keys[group.cursor : end]
         self._places.update(zip(keys, range(group.cursor, end), strict=True))
         for key in keys:
@@ -205,10 +233,18 @@ class EagerStores:
         blocks: Sequence[int],
         pool: GPUBlockPool,
     ) -> list[int]:
-        """``blocks``, with the null block in the place of those whose content is not, or not surely, what ``keys`` say.
+        """Return ``blocks`` with the null block in place of every block that may not have its content any more.
 
-        The engine takes back what a window or a state has passed, and overwrites a running state in place; the name
-        that it gives a block is right for as long as the block has it.
+        The engine takes back blocks that a window or a state has passed, and overwrites a running state in place. A
+        block whose name in the engine's prefix cache is its key still has its content.
+
+        Args:
+            state: the request.
+            need: the needs of the group.
+            start: index of the first block in the group.
+            keys: names of the blocks.
+            blocks: GPU blocks, co-indexed with ``keys``.
+            pool: the engine's pool.
         """
         held_from = need.first_needed(state.request.num_computed_tokens)
         null, all_blocks = pool.null_block.block_id, pool.blocks

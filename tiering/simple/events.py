@@ -1,4 +1,4 @@
-"""The KV-cache groups as KV events have them."""
+"""The description of KV-cache groups for KV events."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from tiering.simple.cache_config import is_full_attention
 
 @dataclass(frozen=True, slots=True)
 class SimpleEventGroup:
-    """One group, as :class:`tiering.offload.event_types.EventGroupConfig` has it: a CPU block is one GPU block.
+    """One KV-cache group in the form of :class:`tiering.offload.event_types.EventGroupConfig`.
 
-    ``sliding_window_size_in_blocks``: None for full attention, of whose blocks alone snapshots are taken; at least 1
-    otherwise.
+    A CPU block of the simple mode is one GPU block.
     """
 
     group_idx: int
+    """Index of the group."""
     offloaded_block_size: int
+    """Tokens of a block."""
     hash_block_size_factor: int
+    """Number of hashes per block."""
     sliding_window_size_in_blocks: int | None
+    """None for full attention, the only kind whose blocks get snapshots; at least 1 otherwise."""
     kv_event_group_spec: tuple[str | None, int | None]
+    """Kind of the group, and its sliding window in tokens."""
 
 
 def event_groups(groups: Sequence[KVCacheGroup], hash_block_size: int) -> tuple[SimpleEventGroup, ...]:
-    """``groups``, in their order."""
+    """Return the descriptions of ``groups``, in their order.
+
+    Args:
+        groups: the engine's KV-cache groups.
+        hash_block_size: tokens per block hash.
+    """
     return tuple(
         SimpleEventGroup(
             index,

@@ -1,4 +1,4 @@
-"""The longest prefix that the CPU pool holds, for full attention, sliding windows, state-space groups and their mixture."""
+"""The search for the longest prefix in the CPU pool, over full-attention, sliding-window and state-space groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tiering.api.keys import OffloadKey
 from tiering.simple.cache_config import is_full_attention, is_state_space
 
 Keys = Sequence[Sequence[OffloadKey]]
-"""Names of a request's blocks, per group, in their order."""
+"""The names of a request's blocks, per KV-cache group, in their order."""
 
 
 class GroupNeeds:
-    """Which blocks of one group a sequence needs in order to go on."""
+    """The rule by which a sequence needs blocks of one KV-cache group."""
 
     __slots__ = ("block_size", "is_full", "is_state", "window")
 
@@ -22,11 +22,11 @@ class GroupNeeds:
         self.block_size = group.gpu_block_size
         self.is_full = is_full_attention(group)
         self.is_state = is_state_space(group)
-        # What the engine retains before a window it gives out as filled, like the window itself.
+        # The engine hands out the tokens that it retains before a window as filled, like the window itself.
         self.window = 0 if self.is_full or self.is_state else (group.sliding_window or 0) + group.retained_tokens
 
     def first_needed(self, tokens: int) -> int:
-        """The first block that the token after ``tokens`` tokens sees; those before are never read again."""
+        """Return the first block that the token after ``tokens`` tokens reads; earlier blocks are never read again."""
         if self.is_full:
             return 0
         if self.is_state:
@@ -34,9 +34,16 @@ class GroupNeeds:
         return max(0, tokens - self.window + 1) // self.block_size
 
     def longest(self, held: bytes, start: int, blocks: int, step: int) -> int:
-        """The largest multiple of ``step`` up to ``blocks`` at which everything needed from ``start`` on is held.
+        """Return the largest multiple of ``step`` at which all needed blocks from ``start`` on are held.
 
-        ``held[i]`` says whether block ``start + i`` is.  ``start`` if there is none: those before it are on the GPU.
+        Args:
+            held: 1 or 0 for each block from ``start`` on: the CPU pool holds the block or not.
+            start: first block that is not on the GPU.
+            blocks: upper limit of the result, in blocks.
+            step: blocks between two possible ends of a hit.
+
+        Returns:
+            The end of the hit, in blocks; ``start`` if there is no hit.
         """
         if self.is_full:
             missing = held.find(b"\0", 0, blocks - start)
@@ -59,7 +66,7 @@ class GroupNeeds:
 
 
 class HitSearch:
-    """Finds hits over all groups of an engine.  A hit ends where a block ends in every group."""
+    """The search for hits over all groups of an engine. A hit ends where a block ends in every group."""
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self.needs = [GroupNeeds(group) for group in groups]
@@ -67,9 +74,16 @@ class HitSearch:
         self._order = sorted(range(len(groups)), key=lambda index: not self.needs[index].is_full)
 
     def longest(self, keys: Keys, computed: int, limit: int, is_held: Callable[[OffloadKey], bool]) -> int:
-        """The end, in tokens, of the longest prefix of at most ``limit`` tokens that can be had; ``computed`` if none goes beyond.
+        """Return the end of the longest hit, in tokens.
 
-        The first ``computed`` tokens are on the GPU already.
+        Args:
+            keys: names of the request's blocks, per group.
+            computed: tokens that are on the GPU already.
+            limit: largest end of a hit, in tokens.
+            is_held: returns True if the CPU pool holds the block of that name.
+
+        Returns:
+            The end of the hit; ``computed`` if no hit goes beyond it.
         """
         end = min(limit, *(len(names) * need.block_size for names, need in zip(keys, self.needs, strict=True)))
         end = end // self.alignment * self.alignment
@@ -77,7 +91,7 @@ class HitSearch:
             return computed
         held: dict[int, bytes] = {}
         settled = 0
-        # Every group can only shorten the hit, so this ends; it is over when all of them agree in a row.
+        # Every group can only shorten the hit, so the loop ends: at the latest when all groups agree in a row.
         while settled < len(self._order):
             for group in self._order:
                 need = self.needs[group]

@@ -1,4 +1,4 @@
-"""The lazy mode: cached GPU blocks are stored when they come near to being reused."""
+"""The lazy mode: cached GPU blocks are stored shortly before the engine reuses them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.request_state import BlockIds
 
 Offer = tuple[OffloadKey, int]
+"""A block's name and its GPU block."""
 
 
 def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
-    """How many free blocks a step makes sure of: what two steps can use up at most.
+    """Return the number of free blocks to offload ahead: as many as two steps can use up at most.
 
-    Per group 2 for a state, ceil(window / block) + 1 for a window, ceil(the step's token budget / block) otherwise; the
-    sum doubled.
+    The result is twice the sum over the groups. A group counts 2 for a state, ceil(window / block) + 1 for a window,
+    and ceil(tokens of a step / block) otherwise.
+
+    Args:
+        needs: the needs of each KV-cache group.
+        max_batch_tokens: largest number of tokens of a step.
     """
     total = 0
     for need in needs:
@@ -34,21 +39,26 @@ def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
 
 
 class LazyStores:
-    """Walks the GPU's free queue from a cursor; everything before the cursor is free or offloaded.
+    """A walk through the GPU's free queue from a cursor; all blocks before the cursor are free or offloaded.
 
-    The cursor is a block of the queue.  When somebody has taken that block since, its place says nothing any more (it
-    may even be back, at the other end): the walk starts over, which costs some look-ups.
+    The cursor is a block of the queue. If the engine has used that block since, its place means nothing any more: it
+    may be at the other end of the queue. The walk then starts over, which costs some lookups.
 
-    What a GPU block holds is offloaded once, until the engine uses the block again: a CPU pool that is smaller than the
-    GPU's cache would otherwise take in turn what it has just forgotten, for ever.
+    The content of a GPU block is offloaded once, until the engine uses the block again. A CPU pool that is smaller than
+    the GPU's cache would otherwise store the blocks that it has just evicted, in turn and for ever.
 
-    What may not be stored, the blocks of ``suspects``, is passed by.
-
-    Blocks that a request has filled whose policy does not let them be stored are ``refused`` until a request that lets
-    them gets them.
+    Suspects are skipped. A block is refused if a request filled it whose policy forbids the store. It stays refused
+    until a request gets it whose policy allows the store.
     """
 
     def __init__(self, cpu: CPUBlockPool, target: int, suspects: Container[int] = ()) -> None:
+        """Start at the head of the queue.
+
+        Args:
+            cpu: the CPU pool.
+            target: number of blocks of the queue that one step looks at, see :func:`lazy_target`.
+            suspects: GPU blocks that may not be stored; default: none.
+        """
         self._cpu = cpu
         self._suspects = suspects
         self.target = target
@@ -59,11 +69,13 @@ class LazyStores:
     def handed_out(
         self, block_ids: BlockIds, allowed: Sequence[int] | None = None, new_from: Sequence[int] | None = None
     ) -> None:
-        """The engine has given these GPU blocks, per group, to a request.
+        """Note GPU blocks that the engine has given to a request.
 
-        Per group, ``allowed``: how many of them, from the first on, may be stored (None: all); ``new_from``: where
-        those begin that the request is to fill itself, behind those that it found in the engine's prefix cache (None:
-        all are new).
+        Args:
+            block_ids: the GPU blocks, per group.
+            allowed: per group, how many of them may be stored, from the first one on; default: all.
+            new_from: per group, index of the first block that the request fills itself; the request found the earlier
+                ones in the engine's prefix cache. Default: it fills all of them.
         """
         refused = self._refused
         for group, ids in enumerate(block_ids):
@@ -77,12 +89,17 @@ class LazyStores:
             self._cursor = None
 
     def failed(self, gpu_blocks: Iterable[int]) -> None:
-        """A store of these GPU blocks has failed: they are to be offered again."""
+        """Offer these GPU blocks again, because their store has failed."""
         for block in gpu_blocks:
             self._offloaded.pop(block, None)
 
     def offers(self, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """What is to be stored now, at most ``room`` blocks; each is to get a reference at once, by which it leaves the queue."""
+        """Return the blocks to store now; the caller references each at once, so that it leaves the free queue.
+
+        Args:
+            pool: the engine's pool.
+            room: largest number of blocks.
+        """
         queue = pool.free_block_queue
         cursor = self._cursor
         if cursor is not None and cursor.ref_cnt > 0:
@@ -109,6 +126,9 @@ class LazyStores:
         return list(chosen.items())
 
     def reset(self) -> None:
-        """Start over at the head; nothing counts as offloaded.  What is refused stays so: its GPU blocks have the same content."""
+        """Start over at the head of the queue, with no block offloaded.
+
+        Refused blocks stay refused, because the GPU blocks keep their content.
+        """
         self._cursor = None
         self._offloaded.clear()

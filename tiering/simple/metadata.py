@@ -1,4 +1,4 @@
-"""What crosses between the two halves of the simple scheduler, once per step each way."""
+"""The messages between the two halves of the simple scheduler, one per step in each direction."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ from dataclasses import dataclass, field
 from typing import Self
 
 NO_EVENT = -1
+"""Number of the load or store event of a step that has none."""
 
 NOT_HELD = -1
-"""In ``load_cpu_blocks``: the block has gone since it was matched; nothing fills the GPU block beside it."""
+"""Entry of ``load_cpu_blocks`` for a block that was evicted after the match; no copy fills its GPU block."""
 
 
 @dataclass(slots=True)
 class SimpleCPUOffloadMetadata:
-    """Scheduler → worker.  Events are numbered, loads and stores apart; ``NO_EVENT`` where a step has none.
+    """The step's loads and stores, from the scheduler to the workers.
 
-    ``load_gpu_blocks`` and ``load_cpu_blocks`` are co-indexed, and so are those of the store.  ``load_event_to_reqs``:
-    whose load the event is, in the order of their blocks; ``load_ends``, co-indexed with that list: where in
-    ``load_gpu_blocks`` each one's blocks end. ``need_flush``: a request was preempted; the stores that run are to end
-    before this step.
+    Load events and store events are numbered separately.
     """
 
     load_event: int = NO_EVENT
+    """Number of the step's load event."""
     load_gpu_blocks: list[int] = field(default_factory=list)
+    """GPU blocks to fill."""
     load_cpu_blocks: list[int] = field(default_factory=list)
+    """CPU blocks to read, co-indexed with ``load_gpu_blocks``."""
     load_event_to_reqs: dict[int, list[str]] = field(default_factory=dict)
+    """Per load event, the ids of the requests whose blocks are loaded, in the order of their blocks."""
     store_event: int = NO_EVENT
+    """Number of the step's store event."""
     store_gpu_blocks: list[int] = field(default_factory=list)
+    """GPU blocks to read."""
     store_cpu_blocks: list[int] = field(default_factory=list)
+    """CPU blocks to write, co-indexed with ``store_gpu_blocks``."""
     need_flush: bool = False
+    """True if a request was preempted: running stores must end before this step."""
     load_ends: list[int] = field(default_factory=list)
+    """Per request of the load event, the index in ``load_gpu_blocks`` behind its last block."""
 
     def blocks_by_request(self) -> dict[str, set[int]]:
-        """The GPU blocks that this step's load is to fill, by request."""
+        """Return the GPU blocks that this step's load fills, by request id."""
         starts = [0, *self.load_ends]
         requests = self.load_event_to_reqs.get(self.load_event, [])
         blocks: dict[str, set[int]] = {}
@@ -43,21 +50,22 @@ class SimpleCPUOffloadMetadata:
 
 @dataclass(slots=True)
 class SimpleCPUOffloadWorkerMetadata:
-    """Worker → scheduler: store event → how many workers have completed it.
+    """The store events that have ended, from the workers to the scheduler."""
 
-    A worker whose part of event e failed reports ``failed(e)``, a negative number, in its place: the event is then over
+    completed_store_events: dict[int, int] = field(default_factory=dict)
+    """Store event → number of workers that have completed it.
+
+    A worker whose part of event e failed reports ``failed(e)``, a negative number, instead. The event has then ended
     for that worker, and its blocks never become visible.
     """
 
-    completed_store_events: dict[int, int] = field(default_factory=dict)
-
     def aggregate(self, other: Self) -> Self:
-        """Add another worker's report; returns itself."""
+        """Add another worker's report to this one, and return this one."""
         for event, workers in other.completed_store_events.items():
             self.completed_store_events[event] = self.completed_store_events.get(event, 0) + workers
         return self
 
 
 def failed(event: int) -> int:
-    """The name under which the failure of ``event`` is reported (and back)."""
+    """Return the number that reports the failure of ``event``; called with that number, return the event."""
     return ~event

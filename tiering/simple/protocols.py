@@ -1,8 +1,12 @@
-"""What the simple scheduler needs of the engine's own block pool.  Names and meanings are those of vLLM's block pool.
+"""The part of the engine's own block pool that the simple scheduler uses.
 
-Its blocks have ``block_id``, ``is_null``, ``ref_cnt`` (how many requests and copies use it; 0: it is in the free
-queue), ``block_hash`` (its name in the prefix cache, as in :func:`tiering.api.keys.make_offload_key`, None if it cannot
-be found) and ``next_free_block``.
+Names and meanings are those of vLLM's block pool. A block has these attributes:
+
+- ``block_id``: its number.
+- ``is_null``: True for the null block.
+- ``ref_cnt``: number of requests and copies that use the block; 0: the block is in the free queue.
+- ``block_hash``: its name in the prefix cache, as in :func:`tiering.api.keys.make_offload_key`; None if it has none.
+- ``next_free_block``: the next block in the free queue.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any, Protocol
 
 
 class FreeBlockQueue(Protocol):
-    """The free blocks as a linked list between two blocks that are none, the next to be reused first."""
+    """A linked list of the free blocks between two sentinels; the engine reuses the first block first."""
 
     @property
     def fake_free_list_head(self) -> Any: ...
@@ -22,10 +26,11 @@ class FreeBlockQueue(Protocol):
 
 
 class GPUBlockPool(Protocol):
-    """The pool.  ``blocks`` has every block by its id."""
+    """The engine's block pool."""
 
     @property
-    def blocks(self) -> Sequence[Any]: ...
+    def blocks(self) -> Sequence[Any]:
+        """All blocks, indexed by their ids."""
 
     @property
     def null_block(self) -> Any: ...
@@ -34,7 +39,10 @@ class GPUBlockPool(Protocol):
     def free_block_queue(self) -> FreeBlockQueue: ...
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """One more reference to each; those without any leave the free queue."""
+        """Add a reference to each block; blocks that had none leave the free queue."""
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """One reference less to each; of those left without any, the ones with a name join the end of the free queue, in this order."""
+        """Give back one reference to each block.
+
+        Blocks that are left without references return to the free queue. Those with a name join its end, in this order.
+        """

@@ -1,4 +1,4 @@
-"""What the simple scheduler knows of one request."""
+"""The simple scheduler's state of one request."""
 
 from __future__ import annotations
 
@@ -16,83 +16,92 @@ BlockIds = Sequence[Sequence[int]]
 
 @dataclass(slots=True, eq=False)
 class GroupState:
-    """One KV-cache group of a request.  Two are the same only if they are one object.
-
-    ``keys``: names of its full blocks; ``blocks``: their GPU block ids, as far as the connector was told; ``cursor``:
-    blocks before it were stored, are held, or need not be; ``lost``: those before it that the CPU pool has forgotten
-    since.
-    """
+    """One KV-cache group of a request; compared by identity."""
 
     keys: list[OffloadKey] = field(default_factory=list)
+    """Names of the request's full blocks in this group."""
     blocks: list[int] = field(default_factory=list)
+    """GPU block ids of these blocks, as far as the engine has reported them."""
     cursor: int = 0
+    """Index of the next block to store; all earlier blocks were stored, are held, or need no store."""
     lost: set[int] = field(default_factory=set)
+    """Indexes of blocks before ``cursor`` that the CPU pool has evicted since."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One request.
-
-    ``next_store_at``: confirmed tokens below which there is nothing new to store.  ``found_tokens``: of the engine's
-    prefix cache, when it was last asked for, None if it was not since it got its blocks; ``loaded_tokens``: those of
-    its load behind them.  ``matched_at``: computed tokens when it was last matched. ``allocated_at_step``: the step for
-    which it got its first blocks.  ``loading``: a load of it has not ended.  ``scheduled``: it has computed something
-    on its present blocks; before, another connector may still load into them.  ``invalid_from``: first token whose KV
-    may not be stored (a load did not fill it, or its block is a suspect), until the engine goes back to it; nothing is
-    stored meanwhile.
-    """
+    """One request, as the simple scheduler sees it."""
 
     request: EngineRequest
     policy: RequestPolicy
+    """The request's own limits on loads and stores."""
     groups: list[GroupState]
+    """State of each KV-cache group, in the engine's order."""
     next_store_at: int = 0
+    """Number of confirmed tokens below which there is no new block to store."""
     found_tokens: int | None = None
+    """Tokens found in the engine's prefix cache by the last match; None if the present blocks came without a match."""
     matched_at: int = 0
+    """Computed tokens at the last match that found a hit."""
     touched: bool = False
+    """True after the first match, which marks the request's blocks as recently used."""
     loading: int = 0
+    """Number of loads that have not ended."""
     loaded_tokens: int = 0
+    """Tokens of the last load, which follow ``found_tokens``."""
     allocated_at_step: int = -1
+    """Step for which the request got its first blocks; -1: none."""
     scheduled: bool = False
+    """True if the request has computed tokens on its present blocks; before, another connector may load into them."""
     invalid_from: int | None = None
+    """First token whose KV may not be stored; None: all KV may be stored.
+
+    A load did not fill the token's block, or the block is a suspect. No block of the request is stored until the engine
+    goes back to that token.
+    """
 
     @property
     def has_blocks(self) -> bool:
-        """Whether GPU blocks are known to be its."""
+        """True if the request has GPU blocks."""
         return any(group.blocks for group in self.groups)
 
     @property
     def tables(self) -> list[list[int]]:
-        """The GPU blocks of each group.  They stay as they are when the request loses its blocks."""
+        """GPU blocks of each group. These lists do not change when the request loses its blocks."""
         return [group.blocks for group in self.groups]
 
     @property
     def is_withheld(self) -> bool:
-        """True if nothing of the request may be stored now."""
+        """True if no block of the request may be stored now."""
         return self.invalid_from is not None and self.request.num_computed_tokens > self.invalid_from
 
     def distrust(self, invalid_from: int) -> None:
-        """The KV of the tokens from ``invalid_from`` on may not be stored until the engine has gone back to them."""
+        """Forbid stores of the KV from token ``invalid_from`` on, until the engine goes back to that token."""
         self.invalid_from = invalid_from if self.invalid_from is None else min(self.invalid_from, invalid_from)
 
     def lose_blocks(self) -> None:
-        """The request ends or starts over: what is known of its blocks is void."""
+        """Drop the state of the request's blocks, because the request ends or starts over."""
         for group in self.groups:
             group.blocks = []
         self.found_tokens, self.loaded_tokens = None, 0
         self.invalid_from, self.scheduled = None, False
 
     def confirmed_tokens(self) -> int:
-        """Tokens whose KV is computed and final: no placeholders."""
+        """Return the number of tokens whose KV is computed and final; placeholders do not count."""
         return self.request.num_computed_tokens - int(getattr(self.request, "num_output_placeholders", 0))
 
     def extend_keys(self, hashes_per_block: Sequence[int]) -> None:
-        """Name the blocks whose hashes have come since the last call, and anew those whose tokens were replaced."""
+        """Name the blocks whose hashes are new since the last call, and rename those whose tokens were replaced.
+
+        Args:
+            hashes_per_block: number of hashes that make up a block, per group.
+        """
         hashes = self.request.block_hashes
         for index, (group, factor) in enumerate(zip(self.groups, hashes_per_block, strict=True)):
             known = extend_names(group.keys, hashes, factor, index.to_bytes(GROUP_BYTES, "big"))
             group.cursor = min(group.cursor, known)
 
     def append_blocks(self, block_ids: BlockIds) -> None:
-        """More GPU blocks, behind the others."""
+        """Append GPU blocks to the block tables of the groups."""
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.blocks += ids

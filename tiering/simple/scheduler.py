@@ -1,10 +1,12 @@
-"""The scheduler half: finds what the CPU pool holds, orders loads and stores, and holds references while they run.
+"""The scheduler half: it matches prefixes, orders loads and stores, and holds references while copies run.
 
-What keeps KV right here is simpler than fences: every copy has a reference on its GPU blocks and on its CPU blocks from
-the moment it is ordered until all workers have reported it.  Neither pool hands out a block that has references, so no
-block is reused while a copy reads or writes it, whatever becomes of the request.  Nothing else holds references, so
-afterwards both pools are what they were.  And nothing becomes visible that a load, whosever it was, did not fill, that
-was computed on top of it, or that is from before a reset (:mod:`tiering.offload.suspects`).
+References keep the KV correct; the simple mode needs no fences. Every copy holds a reference on its GPU blocks and on
+its CPU blocks from the moment it is ordered until all workers have reported it. Neither pool hands out a block with
+references, so no block is reused while a copy reads or writes it, whether its request still runs or not. Only copies
+hold references, so both pools are complete again when the copies have ended.
+
+Three sorts of blocks never become visible: blocks that a load of any connector did not fill, blocks computed on top of
+those, and blocks from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -42,16 +44,14 @@ from tiering.simple.tables import BlockTables
 logger = logging.getLogger("kv_tiering.simple")
 
 NO_TOKENS: tuple[int, bool] = (0, False)
+"""The answer for a request without a hit."""
 
 
 class SimpleCPUOffloadScheduler:
-    """Mirrors the GPU's blocks in a CPU pool.  All calls come from the scheduler's thread, in the order of
-    :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
+    """The scheduler half of a CPU pool that mirrors the GPU's blocks.
 
-    ``cpu_capacity_bytes``: of one worker.  ``lazy_offload``: store blocks when they are about to be evicted from the
-    GPU, instead of all blocks when they are computed; it needs the engine's prefix caching.  ``engine_events``: how the
-    engine writes its own events. ``self_describing_kv_events``: events of full-attention groups also tell tokens,
-    parent and adapter; it needs the eager mode. Raises :class:`ConfigError` for an engine it cannot serve.
+    All calls come from the scheduler's thread, in the order of
+    :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
     """
 
     def __init__(
@@ -65,23 +65,46 @@ class SimpleCPUOffloadScheduler:
         engine_events: EngineEvents | None = None,
         self_describing_kv_events: bool = False,
     ) -> None:
+        """Create the scheduler half; nothing is stored before :meth:`bind_gpu_block_pool`.
+
+        Args:
+            engine_config: the engine's configuration.
+            kv_cache_config: geometry of one worker's KV cache.
+            cpu_capacity_bytes: bytes of CPU memory of one worker.
+            lazy_offload: store blocks when they are about to be evicted from the GPU, instead of all blocks when they
+                are computed. This mode needs the engine's prefix caching. Default: False.
+            enable_kv_cache_events: collect events for :meth:`take_events`; default: False.
+            engine_events: makes events in the engine's own form; default: None.
+            self_describing_kv_events: add tokens, parent and adapter to the events of full-attention groups. This
+                option needs the eager mode. Default: False.
+
+        Raises:
+            ConfigError: the simple mode cannot serve this engine, or the options contradict one another.
+        """
         self.full_attention_group = check_engine(engine_config, kv_cache_config)
+        """Index of the first full-attention group."""
         if lazy_offload and not engine_config.enable_prefix_caching:
-            raise ConfigError("lazy_offload: needs the engine's prefix caching, which is off; turn one of them round")
+            raise ConfigError(
+                "lazy_offload needs the engine's prefix caching: turn prefix caching on, or lazy_offload off"
+            )
         if (
             not lazy_offload
             and not engine_config.enable_prefix_caching
             and any(map(is_state_space, kv_cache_config.kv_cache_groups))
         ):
             raise ConfigError(
-                "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be stored; turn it on"
+                "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be "
+                "stored; turn prefix caching on"
             )
         if lazy_offload and self_describing_kv_events:
             raise ConfigError(
-                "self_describing_kv_events: lazy_offload stores blocks whose requests, and so whose tokens, are gone; turn one of them off"
+                "self_describing_kv_events: lazy_offload stores blocks after their requests have ended, when their "
+                "tokens are unknown; turn one of the two options off"
             )
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
+        """Geometry of one worker's CPU pool."""
         self.lazy_offload = lazy_offload
+        """True in the lazy mode."""
         groups = kv_cache_config.kv_cache_groups
         self.cpu_block_pool = CPUBlockPool(self.cpu_config.num_blocks, enable_kv_cache_events)
         self._world_size = engine_config.world_size
@@ -105,7 +128,7 @@ class SimpleCPUOffloadScheduler:
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
         self._ordered: list[Blocks] = []
-        """Stores of requests that have ended, with references, not yet part of a step."""
+        """Stores of finished requests that no step has carried yet; they hold their references already."""
         self._next_load = self._next_store = 0
         self._counters = SimpleCounters()
         self._warn = LimitedWarning(logger, time.monotonic)
@@ -113,18 +136,25 @@ class SimpleCPUOffloadScheduler:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: GPUBlockPool) -> None:
-        """The engine's own pool.  Nothing is stored, and so nothing loaded, before."""
+        """Set the engine's own block pool; no block is stored or loaded before this call."""
         self._gpu = gpu_block_pool
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request is seen for the first time.  Later calls for the same one change nothing."""
+        """Admit a new request. Later calls for the same request change nothing."""
         if request.request_id not in self._states:
             self._admit(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``num_computed_tokens`` can be loaded, asynchronously: the longest hit, but never the last token.
+        """Return how many tokens beyond ``num_computed_tokens`` can be loaded: the longest hit without the last token.
 
-        Changes nothing when it is repeated.
+        A repeated call changes nothing.
+
+        Args:
+            request: a waiting request, which has no blocks.
+            num_computed_tokens: tokens that the engine's prefix cache holds.
+
+        Returns:
+            The number of tokens, and True if they are loaded asynchronously; ``NO_TOKENS`` if there is no hit.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         self._tables.given_up(state)
@@ -153,11 +183,16 @@ class SimpleCPUOffloadScheduler:
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """``blocks`` are the request's; order the load of ``num_external_tokens`` tokens, if any, behind what is computed.
+        """Take the request's blocks, and order its load.
 
-        A block that has gone from the CPU pool since it was matched is ordered as :data:`NOT_HELD`: the worker reports
-        its GPU block as one that was not filled.  Called twice for a load: with the tokens, and with 0 when the request
-        is scheduled.
+        The engine calls this method twice for a load: with the number of tokens, and with 0 when the request is
+        scheduled. A block that was evicted from the CPU pool after the match is ordered as :data:`NOT_HELD`; the worker
+        reports its GPU block as not filled.
+
+        Args:
+            request: the request.
+            blocks: all GPU blocks of the request.
+            num_external_tokens: tokens to load behind the computed ones.
         """
         state = self._states.get(request.request_id) or self._admit(request)
         block_ids = blocks.get_block_ids()
@@ -187,16 +222,23 @@ class SimpleCPUOffloadScheduler:
         self._counters.shrunk_blocks += len(load.cpu_blocks) - len(held)
 
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended, for whatever reason: (False, None), its blocks may be freed at once; copies hold their own references."""
+        """End a request of an engine with one KV-cache group; see :meth:`request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The form of :meth:`request_finished` for engines with several KV-cache groups.
+        """End a request, whatever the reason.
 
-        What is computed and was not stored yet, the last full block above all, is ordered now, unless a load of the
-        request has not ended.  A load that no step has carried yet is dropped; one that is under way is awaited.
+        Blocks that are computed and not stored yet are ordered now, e.g. the last full block, unless a load of the
+        request has not ended. A load that no step has carried yet is dropped. A load that is under way is awaited.
+
+        Args:
+            request: the request.
+            block_ids: its GPU blocks, per group.
+
+        Returns:
+            False and None: the engine may free the blocks at once, because copies hold their own references.
         """
         req_id = request.request_id
         state = self._states.pop(req_id, None)
@@ -217,7 +259,7 @@ class SimpleCPUOffloadScheduler:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
-        """The step's loads and stores.  Called once per step, also in steps without tokens."""
+        """Return the step's loads and stores. The engine calls this method once per step, also without tokens."""
         self._tables.follow(scheduler_output)
         meta = SimpleCPUOffloadMetadata(need_flush=bool(scheduler_output.preempted_req_ids))
         for req_id, loads in self._loads.items():
@@ -238,7 +280,12 @@ class SimpleCPUOffloadScheduler:
         return meta
 
     def prepare_store_specs(self, scheduler_output: SchedulerOutput) -> tuple[list[int], list[int]]:
-        """What this step stores: GPU blocks and, co-indexed, the CPU blocks.  Both have their references, the latter their names."""
+        """Choose the blocks that this step stores.
+
+        Returns:
+            The GPU blocks and the co-indexed CPU blocks. Both hold their references, and the CPU blocks have their
+            names.
+        """
         ordered, self._ordered = self._ordered, []
         gpu = self._gpu
         if gpu is not None:
@@ -251,10 +298,10 @@ class SimpleCPUOffloadScheduler:
         ]
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take in what the workers reported.  Engines may skip it when there is nothing to report.
+        """Process the workers' reports. The engine may leave out the call if there is no report.
 
-        A store is reported with its step or later, and so are the blocks that the step's loads did not fill: these are
-        heeded first.
+        A store is reported with its step or later. Blocks that the step's loads did not fill come in the same report,
+        and are processed first.
         """
         if connector_output.invalid_block_ids:
             own = chain.from_iterable(load.gpu_blocks for loads in self._loads.values() for load in loads)
@@ -268,7 +315,7 @@ class SimpleCPUOffloadScheduler:
             event = reported if reported >= 0 else failed(reported)
             store = self._stores.get(event)
             if store is None:
-                self._warn("store event %d was reported, but is not under way; ignored", event)
+                self._warn("store event %d was reported but is not under way; the report is ignored", event)
                 continue
             if reported >= 0:
                 store.completed += workers
@@ -280,22 +327,22 @@ class SimpleCPUOffloadScheduler:
     # ------------------------------------------------------------------------------------------------------------- rest
 
     def has_pending_stores(self) -> bool:
-        """Whether stores are ordered that not all workers have reported."""
+        """Return True while a store is ordered that not all workers have reported."""
         return bool(self._stores or self._ordered)
 
     def has_pending_work(self) -> bool:
-        """Whether copies are in flight: the engine must keep stepping, or they are never collected."""
+        """Return True while copies are in flight: the engine must keep stepping, or they are never collected."""
         return bool(self._stores or self._ordered or self._loads)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The KV events since the last call, in an order that a consumer can apply."""
+        """Return the KV events since the last call, in an order that a consumer can apply."""
         return self._events.take_events(self.cpu_block_pool.take_events())
 
     def reset_cache(self) -> bool:
-        """Forget everything: what was stored before is never served again, nor is what a copy is just bringing.  True.
+        """Drop all blocks, also those that running copies are storing, and return True.
 
-        Running requests go on, but nothing more of them is stored until they have given their blocks back.  Nor is what
-        the engine's own cache still holds, where that was not emptied too, or what is computed on top of it.
+        Running requests go on, but no block of them is stored until they have given their blocks back. Blocks that the
+        engine's own cache still holds, and blocks computed on top of them, are not stored either.
         """
         self._events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
@@ -305,7 +352,12 @@ class SimpleCPUOffloadScheduler:
         return True
 
     def get_stats(self) -> Mapping[str, Any]:
-        """Counters (:class:`SimpleCounters`), how full the pool is, in blocks, and under "tiers" the pool's counters as a tier."""
+        """Return the counters and gauges.
+
+        Returns:
+            The fields of :class:`SimpleCounters`, the pool's ``cached_blocks``, ``held_blocks`` and ``num_blocks``, and
+            under ``tiers`` the pool's counters as a tier.
+        """
         counters, pool = self._counters, self.cpu_block_pool
         counters.evicted_blocks, counters.restored_blocks = pool.evictions, self._eager.restored
         counters.dropped_blocks = self._eager.dropped
@@ -318,7 +370,7 @@ class SimpleCPUOffloadScheduler:
         }
 
     def shutdown(self) -> None:
-        """Nothing to release: the memory is the workers'."""
+        """Do nothing: the workers own the memory."""
 
     # -------------------------------------------------------------------------------------------------------- internals
 
@@ -350,7 +402,7 @@ class SimpleCPUOffloadScheduler:
         return ordered
 
     def _take(self, offers: Sequence[Offer], gpu: GPUBlockPool) -> list[Blocks]:
-        """Take the CPU blocks for ``offers`` and the references on both sides."""
+        """Allocate CPU blocks for ``offers``, and take the references on both sides."""
         if not offers:
             return []
         gpu_blocks = [block for _, block in offers]
@@ -364,13 +416,13 @@ class SimpleCPUOffloadScheduler:
         return [(gpu_blocks, cpu_blocks)]
 
     def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Keep what events are to tell of blocks that are stored now, while their request is known."""
+        """Keep the tokens and names that events need of blocks that are stored now, while their request is known."""
         self._events.record_stores(request, self._event_groups[group], indexes, keys)
 
     def _store_ended(self, store: Store) -> None:
         if store.failed:
             self._counters.failed_stores += 1
-            self._warn("a store of %d blocks failed; they are not held", len(store.cpu_blocks))
+            self._warn("a store of %d blocks failed; the CPU pool does not hold them", len(store.cpu_blocks))
             self._events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
             self._lazy.failed(store.gpu_blocks)
         else:
@@ -378,7 +430,7 @@ class SimpleCPUOffloadScheduler:
         self._release(store.gpu_blocks, store.cpu_blocks)
 
     def _distrust(self, unfilled: set[int]) -> None:
-        """Loads of other connectors did not fill these blocks: neither they nor what was computed on top of them may be stored."""
+        """Drop stores of blocks that other connectors did not fill, and of blocks computed on top of them."""
         if not unfilled:
             return
         wrong = self._tables.distrust(unfilled)
@@ -387,7 +439,8 @@ class SimpleCPUOffloadScheduler:
         self._events.store_failed(self.cpu_block_pool.discard(dropped))
         self._lazy.failed(wrong)
         self._warn(
-            "another connector did not fill %d GPU blocks; %d blocks that were being stored are dropped, as their KV may be wrong",
+            "another connector did not fill %d GPU blocks; "
+            "%d blocks that were being stored are dropped, as their KV may be wrong",
             len(unfilled),
             len(dropped),
         )
@@ -411,7 +464,7 @@ class SimpleCPUOffloadScheduler:
             self._loads.pop(req_id, None)
 
     def _release(self, gpu_blocks: Iterable[int], cpu_blocks: Sequence[int]) -> None:
-        """Give the references of a copy back.  The tail of a prefix goes first: what comes before it is worth more."""
+        """Give back the references of a copy. The tail of a prefix goes first, because its head is worth more."""
         self.cpu_block_pool.free_blocks(reversed(cpu_blocks))
         if self._gpu is not None:
             blocks = self._gpu.blocks

@@ -1,4 +1,4 @@
-"""Whether the connector's extra configuration, or the stack it names, asks for the simple scheduler, and with what."""
+"""The choice between the simple scheduler and the tiering mode, from the connector's extra configuration."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ from tiering.errors import ConfigError
 _SELF_DESCRIBING = "self_describing_kv_events"
 _MODE_WORDS = ("mode", "lazy_offload")
 _OTHER_WORDS = frozenset({"block_size", "sharer_wait", "offload_prompt_only"})
-"""Of the tiering mode's extra configuration."""
+"""Words of the extra configuration that only the tiering mode has."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimpleOptions:
-    """What :class:`tiering.simple.scheduler.SimpleCPUOffloadScheduler` and its worker half are built with."""
+    """The arguments of :class:`tiering.simple.scheduler.SimpleCPUOffloadScheduler` and its worker half."""
 
     cpu_capacity_bytes: int
-    """Of one worker."""
+    """Bytes of CPU memory of one worker."""
     lazy_offload: bool
+    """Store blocks when they are about to leave the GPU, instead of when they are computed."""
     events: bool
+    """Announce stored and removed blocks."""
     self_describing_kv_events: bool = False
+    """Add tokens, parent and adapter to the events."""
 
 
 def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> SimpleOptions | None:
-    """The options of the simple scheduler; None if the tiering mode is asked for.
+    """Return the options of the simple scheduler; None if the configuration selects the tiering mode.
 
-    ``mode: simple`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra configuration, where
-    they take precedence; so may ``self_describing_kv_events``.  The stack's ``primary.capacity`` is that of all
-    ``world_size`` workers together.  Opens nothing.
+    Nothing is opened. ``mode`` and ``lazy_offload`` stand in the stack, or beside ``config`` in the extra
+    configuration, where they take precedence. ``self_describing_kv_events`` stands in the extra configuration.
 
-    Raises :class:`ConfigError` for a wrong stack, for one that the simple mode cannot serve (secondary tiers above
-    all), and for words of the tiering mode beside ``mode: simple``.
+    Args:
+        extra_config: the connector's extra configuration.
+        world_size: number of workers, which share the stack's ``primary.capacity``; default: 1.
+
+    Raises:
+        ConfigError: the stack is invalid, the simple mode cannot serve it (it has secondary tiers, for example), or
+            ``mode: simple`` stands beside words of the tiering mode.
     """
     said = {word: extra_config[word] for word in _MODE_WORDS if word in extra_config}
     config = extra_config.get("config")

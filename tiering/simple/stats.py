@@ -1,4 +1,4 @@
-"""What the scheduler half counts, and what of it is told as a tier's counters."""
+"""The counters of the scheduler half, and the part of them that is reported as a tier's counters."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ from tiering.simple.block_pool import CPUBlockPool
 
 @dataclass(slots=True)
 class SimpleCounters:
-    """What the scheduler has seen since the start: tokens and blocks, and store events that failed.
-
-    ``queried_blocks`` and ``hit_blocks``: of the first full-attention group, of requests that may load, when they were
-    matched first.
-    """
+    """The counters of the scheduler half since the start."""
 
     queried_tokens: int = 0
+    """Tokens beyond the engine's prefix cache, over the first matches of all requests."""
     hit_tokens: int = 0
+    """Tokens whose load was ordered."""
     queried_blocks: int = 0
+    """Blocks of the first full-attention group that were looked up by the first match of a request that may load."""
     hit_blocks: int = 0
+    """Those of ``queried_blocks`` that the CPU pool held."""
     loaded_blocks: int = 0
+    """Blocks whose load was ordered."""
     shrunk_blocks: int = 0
+    """Blocks of a hit that were evicted between the match and the load."""
     stored_blocks: int = 0
+    """Blocks whose store was ordered."""
     restored_blocks: int = 0
+    """Blocks that were stored again because the CPU pool had evicted them while their request ran."""
     dropped_blocks: int = 0
+    """Blocks of finished requests whose GPU blocks were reused, or became suspects, before they could be stored."""
     evicted_blocks: int = 0
+    """Blocks that the CPU pool has evicted."""
     failed_stores: int = 0
+    """Store events that failed on at least one worker."""
 
 
 def tier_fields(counters: SimpleCounters, pool: CPUBlockPool, block_bytes: int) -> dict[str, int]:
-    """The pool as a tier: those fields of :class:`tiering.secondary.stats.TierStats` that have a meaning for it.
+    """Return the fields of :class:`tiering.secondary.stats.TierStats` that apply to the CPU pool.
 
-    ``block_bytes``: of one block on all workers together.
+    Args:
+        counters: the counters of the scheduler half.
+        pool: the CPU pool.
+        block_bytes: bytes of one block, on all workers together.
     """
     return {
         "queries": counters.queried_blocks,

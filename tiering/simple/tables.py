@@ -1,4 +1,4 @@
-"""Which GPU blocks each request has, followed through the engine's steps, and from which token on its KV must not be stored."""
+"""The GPU blocks of each request, kept up to date through the engine's steps, and the KV that must not be stored."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from tiering.simple.request_state import BlockIds, RequestState
 
 
 class BlockTables:
-    """Keeps the block tables of all requests up to date, and tells the modes what they must know of them.
-
-    ``states``: the requests by id; the caller adds and removes them.  ``lazy``: the lazy mode, or None in the eager
-    mode.
-    """
+    """The block tables of all requests; changes are passed on to the eager and lazy modes."""
 
     def __init__(
         self,
@@ -28,6 +24,15 @@ class BlockTables:
         eager: EagerStores,
         lazy: LazyStores | None,
     ) -> None:
+        """Create the tables.
+
+        Args:
+            states: the requests by id; the caller adds and removes them.
+            needs: the needs of each KV-cache group.
+            suspects: GPU blocks whose KV may be wrong.
+            eager: the eager mode.
+            lazy: the lazy mode; None in the eager mode.
+        """
         self._states = states
         self._needs = needs
         self._suspects = suspects
@@ -36,23 +41,28 @@ class BlockTables:
         self._step = 0
 
     def allocated(self, state: RequestState, block_ids: BlockIds) -> None:
-        """The engine has allocated blocks to a waiting request for the step that is built next; these are all of its blocks."""
+        """Set the blocks that the engine has allocated to a waiting request for the next step.
+
+        Args:
+            state: the request.
+            block_ids: all of its GPU blocks, per group.
+        """
         state.allocated_at_step = self._step + 1
         self._assign(state, block_ids)
 
     def given_up(self, state: RequestState) -> None:
-        """The request ends or starts over: it has its blocks no longer, though steps in flight may still fail to fill some."""
+        """Take away the blocks of a request that ends or starts over; steps in flight may still fail to fill them."""
         self._suspects.give_up(state.tables, self._step)
         state.lose_blocks()
 
     def follow(self, output: SchedulerOutput) -> None:
-        """Take in the schedule of the next step."""
+        """Update the tables with the schedule of the next step."""
         self._step += 1
         for req_id in output.preempted_req_ids or ():
             state = self._states.get(req_id)
             if state is not None:
                 self._eager.forget(state)
-                if state.allocated_at_step != self._step:  # else it has got new ones already
+                if state.allocated_at_step != self._step:  # Otherwise the request has got new blocks already.
                     self.given_up(state)
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
@@ -79,7 +89,14 @@ class BlockTables:
                 self._go_back(state, tokens)
 
     def distrust(self, unfilled: Collection[int]) -> set[int]:
-        """Loads of other connectors did not fill these blocks; returns them and all blocks that were computed on top of them."""
+        """Distrust blocks that the loads of other connectors did not fill.
+
+        Args:
+            unfilled: the GPU blocks that were not filled.
+
+        Returns:
+            These blocks and all blocks that were computed on top of them.
+        """
         states = list(self._states.values())
         wrong = self._suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
@@ -90,17 +107,21 @@ class BlockTables:
         return wrong
 
     def reset(self, pool: GPUBlockPool | None) -> None:
-        """The tier was reset: what requests and the engine's cache have now is from before it."""
+        """Distrust all blocks of requests and of the engine's cache, because the tier was reset.
+
+        Args:
+            pool: the engine's pool; None if it is not bound yet.
+        """
         self._suspects.reset(pool)
         for state in self._states.values():
             if state.has_blocks:
                 state.distrust(0)
 
     def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
-        """These are all GPU blocks of a request."""
+        """Set all GPU blocks of a request."""
         state.invalid_from = self._suspects.assigned(state.tables, block_ids, state.found_tokens, state.invalid_from)
         if self._lazy is not None:
-            # What is known already was handed out before: another request may have got it as well since.
+            # Known blocks were handed out before; another request may have got them as well since.
             starts = [
                 len(g.blocks) if g.blocks == ids[: len(g.blocks)] else 0
                 for g, ids in zip(state.groups, block_ids, strict=True)
@@ -110,22 +131,33 @@ class BlockTables:
             group.blocks = list(ids)
 
     def _start(self, state: RequestState, block_ids: BlockIds, computed: int) -> None:
-        """A request runs for the first time, or again after a preemption, with ``computed`` tokens."""
+        """Start a request, for the first time or again after a preemption, with ``computed`` tokens."""
         self._assign(state, block_ids)
         state.scheduled = True
         found = state.found_tokens or 0
         if self._suspects and len(self._needs) > 1 and computed > found + state.loaded_tokens:
-            # The cache of a hybrid model may copy a part of a block that it has into a new block.
+            # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
             state.distrust(found)
 
     def _go_back(self, state: RequestState, tokens: int) -> None:
-        """Trust again what the engine computes anew in this step, ``tokens`` of a request, of what is withheld of it."""
+        """Trust withheld tokens again that the engine recomputes in this step.
+
+        Args:
+            state: the request.
+            tokens: number of tokens that the step computes of it.
+        """
         if state.invalid_from is not None and not state.is_withheld:
             end = state.request.num_computed_tokens + tokens
             state.invalid_from = self._suspects.recomputed(state.tables, state.invalid_from, end)
 
     def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
-        """More GPU blocks are the request's, from the places ``starts`` on in its block tables: tell the lazy mode what is to be stored."""
+        """Pass new GPU blocks of a request on to the lazy mode, with the part of them that may be stored.
+
+        Args:
+            state: the request.
+            block_ids: the new blocks, per group.
+            starts: index of the first new block in the request's block table, per group.
+        """
         if self._lazy is None:
             return
         limit = state.policy.max_store_tokens if state.policy.store else 0

@@ -1,8 +1,8 @@
 """The worker half of the simple scheduler: one worker's CPU memory, and the copies between it and the KV cache.
 
-Driven like :class:`tiering.connector.worker.OffloadingConnectorWorker`.  A block is copied whole, over all tensors,
-whatever its group; the memory is the worker's alone.  A step's loads start with it; its stores start behind the forward
-pass, so that they never delay a token.
+The engine calls it like :class:`tiering.connector.worker.OffloadingConnectorWorker`. Each block is copied whole, over
+all tensors, whatever its group. No other worker shares the memory. The loads of a step start with the step. Its stores
+start after the forward pass, so that they never delay a token.
 """
 
 from __future__ import annotations
@@ -31,21 +31,35 @@ logger = logging.getLogger("kv_tiering.simple")
 
 @dataclass(slots=True)
 class _Load:
-    """A load event: whose it is, the GPU blocks that the copy fills, and those that nothing fills."""
+    """A load event that has not been reported."""
 
     req_ids: list[str]
+    """Requests whose blocks are loaded."""
     gpu_blocks: list[int]
+    """GPU blocks that the copy fills."""
     unfilled: list[int] = field(default_factory=list)
+    """GPU blocks that no copy fills, because their CPU blocks were evicted after the match."""
 
 
 class SimpleCPUOffloadWorker(CopyReports):
-    """Copies of one worker.  Called from the engine's thread; only :meth:`handle_preemptions`, :meth:`drain` and
-    :meth:`shutdown` ever wait.
+    """The copies of one worker.
 
-    The arguments are those of the scheduler half: both derive the same number of CPU blocks from them.
+    All calls come from the engine's thread. Only :meth:`handle_preemptions`, :meth:`drain` and :meth:`shutdown` wait.
     """
 
     def __init__(self, engine_config: EngineConfig, kv_cache_config: KVCacheConfig, cpu_capacity_bytes: int) -> None:
+        """Create the worker half; :meth:`register_kv_caches` allocates its memory.
+
+        Both halves get the same arguments and derive the same number of CPU blocks from them.
+
+        Args:
+            engine_config: the engine's configuration.
+            kv_cache_config: geometry of the worker's KV cache.
+            cpu_capacity_bytes: bytes of CPU memory of this worker.
+
+        Raises:
+            ConfigError: the simple mode cannot serve this engine.
+        """
         super().__init__()
         check_engine(engine_config, kv_cache_config)
         self._gpu_config = kv_cache_config
@@ -55,7 +69,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._loads: dict[int, _Load] = {}
         self._stores: set[int] = set()
         self._over: list[TransferResult] = []
-        """Events that needed no copy, or whose copy could not be started."""
+        """Results of events that needed no copy, or whose copy could not be started."""
         self._report = SimpleCPUOffloadWorkerMetadata()
         self._started = -1
         self._prepared = -1
@@ -63,13 +77,17 @@ class SimpleCPUOffloadWorker(CopyReports):
     # ----------------------------------------------------------------------------------------------------- registration
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's KV cache, layer by layer, and the CPU memory for it.  Called once.
+        """Register the engine's KV cache and allocate the CPU memory; called once.
 
-        Raises :class:`ConfigError` for a layout that cannot be offloaded or is not what the configuration says, and
-        :class:`tiering.errors.RegionError` if the memory is not to be had.
+        Args:
+            kv_caches: KV-cache tensor of each layer, by layer name.
+
+        Raises:
+            ConfigError: the layout cannot be offloaded or differs from the configuration.
+            RegionError: the memory cannot be allocated.
         """
         if self._region is not None:
-            raise ConfigError("the KV cache is registered already")
+            raise ConfigError("the KV cache is registered already; register it once per worker")
         gpu, num_blocks = self._gpu_config, self._cpu_config.num_blocks
         layers = chain.from_iterable(group.layer_names for group in gpu.kv_cache_groups)
         block = replace(gpu.kv_cache_groups[0], layer_names=tuple(layers))
@@ -77,9 +95,10 @@ class SimpleCPUOffloadWorker(CopyReports):
         layout = RowLayout.of(whole)
         if layout.row_bytes > gpu.block_bytes:
             raise ConfigError(
-                f"the KV caches have blocks of {layout.row_bytes} bytes, the engine's configuration says {gpu.block_bytes}"
+                f"the KV caches have blocks of {layout.row_bytes} bytes, the engine's configuration says "
+                f"{gpu.block_bytes}; pass the configuration of these caches"
             )
-        # One row over everything, cut into blocks: rows of their own would each be rounded up to a page.
+        # One row is cut into all blocks. One row per block would be rounded up to a page.
         self._region = SharedRegion.create(1, num_blocks * layout.row_bytes)
         rows = self._region.array.reshape(-1)[: num_blocks * layout.row_bytes].reshape(num_blocks, layout.row_bytes)
         for source, destination, handler in self.make_handlers(whole, rows.data, layout):
@@ -88,18 +107,24 @@ class SimpleCPUOffloadWorker(CopyReports):
     def make_handlers(
         self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout
     ) -> Iterator[HandlerEntry]:
-        """The copies between ``kv_caches`` and the CPU blocks."""
+        """Yield the copy handlers between the KV cache and the CPU blocks.
+
+        Args:
+            kv_caches: the KV cache in canonical form.
+            rows: memory of the CPU blocks.
+            layout: layout of a block within its row.
+        """
         yield from make_handlers(kv_caches, rows, layout)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Before a step touches the KV cache: after a preemption, end the stores that run, so that their blocks come back."""
+        """Wait for running stores if a request was preempted, so that their blocks come back before the step begins."""
         if metadata.need_flush:
             self._worker.wait({2 * event for event in self._stores})
 
     def start_kv_transfers(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Start this step's loads.  The same metadata again does nothing."""
+        """Start this step's loads. A second call with the same metadata does nothing."""
         event = metadata.load_event
         if event <= self._started:
             return
@@ -116,7 +141,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._submit(2 * event + 1, (CPULoadStoreSpec([cpu for _, cpu in held]), gpu_spec))
 
     def prepare_store_kv(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Behind the forward pass: start this step's stores.  The same metadata again does nothing."""
+        """Start this step's stores, after the forward pass. A second call with the same metadata does nothing."""
         event = metadata.store_event
         if event <= self._prepared:
             return
@@ -128,7 +153,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         )
 
     def drain(self) -> None:
-        """End all copies: the memory of the KV cache is about to be taken away."""
+        """Wait for all copies, before the engine frees the memory of the KV cache."""
         self._worker.wait({2 * event for event in self._stores} | {2 * event + 1 for event in self._loads})
 
     def _submit(
@@ -140,9 +165,10 @@ class SimpleCPUOffloadWorker(CopyReports):
     # ---------------------------------------------------------------------------------------------------------- reports
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        """(sent, received): none is ever sent; received are those whose load has ended since the last call, filled or not.
+        """Collect the copies that have ended, also for the other reports of this step.
 
-        Collects what has ended for the other reports of this step.
+        Returns:
+            An empty set, and the ids of the requests whose load has ended since the last call, filled or not.
         """
         received: set[str] = set()
         over, self._over = self._over, []
@@ -162,14 +188,14 @@ class SimpleCPUOffloadWorker(CopyReports):
         return set(), received
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
-        """The store events that were collected since the last call, for the scheduler half, or None."""
+        """Return the store events collected since the last call, for the scheduler half; None if there are none."""
         if not self._report.completed_store_events:
             return None
         report, self._report = self._report, SimpleCPUOffloadWorkerMetadata()
         return report
 
     def shutdown(self) -> None:
-        """Wait for what is running, then release threads, pins and memory.  May be called twice."""
+        """Wait for running copies, then release threads, pins and memory. A second call does nothing."""
         self._worker.shutdown()
         if self._region is not None:
             self._region.close()
