@@ -20,15 +20,12 @@ class ConfigError(TieringError, ValueError):
 
 
 class NotReadableError(TieringError, KeyError):
-    """A load of keys that are not readable in the primary tier. No row was pinned.
-
-    Attributes:
-        keys: the keys that are not readable.
-    """
+    """A load of keys that are not readable in the primary tier. No row was pinned."""
 
     def __init__(self, keys: list[bytes]) -> None:
         super().__init__(f"{len(keys)} key(s) are not readable in the primary tier, first: {keys[0].hex()}")
         self.keys = keys
+        """The keys that are not readable."""
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -237,7 +237,7 @@ def test_a_type_that_cannot_be_imported_is_refused(kind):
 
 def test_what_a_tiers_own_validators_raise_is_a_problem_of_its_section():
     assert "secondary[0]: its options cannot be checked: ZeroDivisionError" in refusal(tier(divisor=0))
-    assert "secondary[0]: its place cannot be told: ZeroDivisionError" in refusal(tier(place_divisor=0))
+    assert "secondary[0]: its location cannot be determined: ZeroDivisionError" in refusal(tier(place_divisor=0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- paths

@@ -154,7 +154,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     holder = os.open(path, os.O_RDWR)
     try:
         assert region.try_lock(holder, 0, 0)  # so that it is not swept
-        with pytest.raises(RegionError, match="not ours alone"):
+        with pytest.raises(RegionError, match="not private"):
             open_side(tmp_path)
     finally:
         os.close(holder)

@@ -71,10 +71,15 @@ class OffloadingSpec(ABC):
     def __init__(self, engine: EngineConfig, extra_config: Mapping[str, Any] | None = None) -> None:
         extra = dict(extra_config or {})
         self.engine = engine
+        """The engine's configuration."""
         self.extra_config: Mapping[str, Any] = extra
+        """The user's extra configuration."""
         self.offload_prompt_only: bool = bool(extra.get("offload_prompt_only", True))
+        """True if generated tokens are not offloaded."""
         self.hash_block_size: int = engine.hash_block_size
+        """Number of tokens that one block hash covers."""
         self.gpu_block_size: tuple[int, ...] = tuple(size * engine.context_parallel_size for size in engine.block_sizes)
+        """Size of a GPU block in tokens, per KV-cache group, context-parallel factor included."""
         for group, size in enumerate(self.gpu_block_size):
             if size % self.hash_block_size:
                 raise ConfigError(
@@ -82,6 +87,7 @@ class OffloadingSpec(ABC):
                     f"{self.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
                 )
         self.block_size_factor: int = self._block_size_factor(extra.get("block_size"))
+        """Number of GPU blocks in one offloaded block."""
 
     def _block_size_factor(self, block_size: object) -> int:
         if block_size is None:

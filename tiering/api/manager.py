@@ -87,6 +87,10 @@ class OffloadingManager(ABC):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look up one block.
 
+        Args:
+            key: the key of the block.
+            req_context: the request for which the block is looked up.
+
         Returns:
             True if the block is readable in the primary tier now. False if no tier holds the block, or it cannot be
             promoted. None if the caller should look up again later: a store or promotion is in flight, or a tier is
@@ -114,6 +118,10 @@ class OffloadingManager(ABC):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ``keys`` until :meth:`complete_load` and return their rows.
 
+        Args:
+            keys: keys of readable blocks.
+            req_context: the request that loads the blocks.
+
         Raises:
             NotReadableError: some keys are not readable; no row was pinned.
         """
@@ -122,16 +130,29 @@ class OffloadingManager(ABC):
         """Mark the blocks of a prefix as recently used, its head more recently than its tail.
 
         Callers also touch blocks that the GPU already has. Unknown keys are ignored.
+
+        Args:
+            keys: the keys in the order of the prefix.
+            req_context: the request that uses the blocks.
         """
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted."""
+        """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted.
+
+        Args:
+            keys: keys whose load has ended, all or some of one :meth:`prepare_load`.
+            req_context: the request that loaded the blocks.
+        """
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve a row for each of ``keys`` that is not held yet.
 
         No key of this call is evicted to make room for another one.
+
+        Args:
+            keys: the keys in the order of the prefix.
+            req_context: the request that stores the blocks.
 
         Returns:
             The reserved rows; or None, with nothing changed, if the tier has no room for all of them.

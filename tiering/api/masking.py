@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 MASK = "***"
+"""Text that stands for a secret in messages."""
 
 _MASKED = re.compile(r"\*{3}|\*{10}|.*://\*{3}@.*")
 _SHOWN = 60

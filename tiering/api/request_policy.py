@@ -31,6 +31,7 @@ class RequestPolicy:
 
 
 DEFAULT_REQUEST_POLICY = RequestPolicy()
+"""The policy of a request without parameters: no restriction."""
 
 NEITHER = RequestPolicy(load=False, store=False, tiers=frozenset())
 """The policy of a request with invalid parameters."""

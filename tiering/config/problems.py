@@ -40,6 +40,7 @@ class Problems(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
+        """The problems, in the order in which they were found."""
         super().__init__("; ".join(f"{path_text(problem.path)}: {problem.text}" for problem in self.problems))
 
 

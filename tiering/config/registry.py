@@ -30,7 +30,7 @@ def tier_definition(kind: object) -> TierDefinition:
     Raises:
         ConfigError: the type is unknown, cannot be imported, or is not a tier; the message names the allowed types.
     """
-    allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a tier of one's own"
+    allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a custom tier"
     if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
         raise ConfigError(f"{shown(kind)} is not a type of tier; allowed are {allowed}")
     target, extra = TIER_TYPES.get(kind, (kind, ""))

@@ -171,7 +171,7 @@ class StackConfig(Strict):
             except Exception as error:  # a custom tier may raise anything
                 places.append(None)
                 problems.append(
-                    Problem(("secondary", index), f"its place cannot be told: {type(error).__name__}: {error}")
+                    Problem(("secondary", index), f"its location cannot be determined: {type(error).__name__}: {error}")
                 )
         problems += [
             Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
@@ -193,11 +193,13 @@ class StackConfig(Strict):
 
     def _check_mode(self) -> list[Problem]:
         if self.mode != "simple":
-            return [Problem(("lazy_offload",), "is for mode simple")] if self.lazy_offload else []
-        problems = [
-            Problem(
-                ("secondary", index), "there are no secondary tiers in mode simple; leave them out, or use mode tiering"
+            return (
+                [Problem(("lazy_offload",), "has a meaning in mode simple only; leave it out, or set mode: simple")]
+                if self.lazy_offload
+                else []
             )
+        problems = [
+            Problem(("secondary", index), "mode simple has no secondary tiers; leave them out, or use mode tiering")
             for index in range(len(self.secondary))
         ]
         unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}

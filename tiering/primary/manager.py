@@ -154,7 +154,16 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.finish_store(keys, req_context.req_id, success)
 
     def finish_store(self, keys: Sequence[OffloadKey], req_id: str, success: bool) -> tuple[Sequence[OffloadKey], Rows]:
-        """End the writes of a request; the keys that became readable, and their rows."""
+        """End the stores of a request.
+
+        Args:
+            keys: keys whose store has ended.
+            req_id: the request.
+            success: False if the copy failed; the rows are then freed.
+
+        Returns:
+            The keys that became readable, and their rows.
+        """
         done, written = self._stores.release(req_id, keys)
         if len(done) < len(keys):
             self._count_ignored(len(keys) - len(done), req_id)

@@ -16,10 +16,14 @@ _owners: weakref.WeakKeyDictionary[object, type] = weakref.WeakKeyDictionary()
 
 
 def inert_in_children(owner: object, inert: type) -> None:
-    """Replace the methods of ``owner`` by those of ``inert`` in every child that is forked from now on.
+    """Replace the methods of an object in every child that is forked from now on.
 
     The registration does not keep ``owner`` alive. Its class changes in the child only, so calls in this process have
     no extra cost.
+
+    Args:
+        owner: the object that owns resources of this process.
+        inert: class whose methods replace those of ``owner``.
     """
     _owners[owner] = inert
 

@@ -170,9 +170,13 @@ class BlockTable:
         self._release_to_free(rows)
 
     def disown(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """Quarantine the ``rows`` of pending ``keys`` until :meth:`end_writing`.
+        """Quarantine rows that are still being written until :meth:`end_writing`.
 
-        No request waits for these keys any more, but their writer still runs.
+        No request waits for these blocks any more.
+
+        Args:
+            keys: pending keys; they become unknown at once.
+            rows: row of each key.
         """
         deque(map(self.pending.__delitem__, keys), maxlen=0)
         self._quarantined.update(rows.tolist())
@@ -225,9 +229,11 @@ class BlockTable:
         self._release_to_free(rows)
 
     def adopt(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """Make ``keys`` readable in quarantined ``rows``, because their writers have succeeded.
+        """Make quarantined rows readable, because their writers have succeeded.
 
-        The keys are unknown at present.
+        Args:
+            keys: key of each row; all are unknown at present.
+            rows: the quarantined rows.
         """
         self._quarantined.difference_update(rows.tolist())
         self.keys[rows] = keys
@@ -237,9 +243,11 @@ class BlockTable:
         self.policy.insert(rows)
 
     def insert(self, keys: Sequence[bytes], rows: Rows) -> None:
-        """Make ``keys`` readable in rows that are in no list of this table, as the most recent blocks.
+        """Make blocks of a recovered medium readable, as the most recent ones.
 
-        Used when a medium is recovered: the rows contain the blocks already.
+        Args:
+            keys: key of each row.
+            rows: rows that are in no list of this table and contain the blocks already.
         """
         self.keys[rows] = keys
         self.readable.update(zip(keys, rows.tolist(), strict=True))
@@ -254,7 +262,12 @@ class BlockTable:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def pin(self, rows: Rows, times: int = 1) -> None:
-        """Add ``times`` readers to each of ``rows``, which are readable and distinct."""
+        """Add readers to rows.
+
+        Args:
+            rows: distinct rows that are readable.
+            times: number of readers to add to each row; default 1.
+        """
         refs = self.refs[rows]
         self.evictable -= len(rows) - int(np.count_nonzero(refs))
         self.refs[rows] = refs + times

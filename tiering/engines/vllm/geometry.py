@@ -176,7 +176,13 @@ def read_geometry(
 
 
 def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> tuple[EngineConfig, KVCacheConfig]:
-    """Return the engine and the KV cache of one worker in the form that the simple scheduler uses."""
+    """Return the engine and the KV cache of one worker in the form that the simple scheduler uses.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's KV-cache configuration.
+        geometry: shape of the KV cache.
+    """
     tensors = kv_cache_config.kv_cache_tensors
     if hasattr(tensors[0], "layers"):  # from vLLM 0.31: each tensor is a place in one allocation and names its size
         layers = tuple(layer for tensor in tensors for layer in tensor.layers)

@@ -68,6 +68,7 @@ class RequestWithParams:
     def __init__(self, request: Any, params: Mapping[str, Any] | None) -> None:
         self._request = request
         self.kv_transfer_params = params
+        """The parameters that replace those of the engine's request."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

@@ -41,7 +41,13 @@ def try_lock(fd: int, start: int, length: int) -> bool:
 
 
 def unlock(fd: int, start: int, length: int) -> None:
-    """Release the locks of this descriptor on ``length`` bytes from ``start``."""
+    """Release the locks of this descriptor.
+
+    Args:
+        fd: the file.
+        start: first byte.
+        length: number of bytes; 0: all bytes from ``start`` on.
+    """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
@@ -66,7 +72,8 @@ def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
     while not try_lock(fd, at, 1):
         if time.monotonic() > deadline:
             raise RegionError(
-                "another process holds the shared region's header and does not let go; is a start hanging?"
+                "another process holds the lock on the shared region's header and does not let go; "
+                "end the engine start that hangs"
             )
         time.sleep(_POLL_SECONDS)
     try:

@@ -56,7 +56,12 @@ def row_stride(row_bytes: int) -> int:
 
 
 def shared_path(name: str, directory: Path = SHM) -> Path:
-    """Return the path of the file that backs the region ``name`` until all sides have mapped it."""
+    """Return the path of the file that backs a region until all sides have mapped it.
+
+    Args:
+        name: name of the region.
+        directory: directory of the file; default /dev/shm.
+    """
     safe = name if re.fullmatch(r"[A-Za-z0-9_-]{1,128}", name) else hashlib.sha256(name.encode()).hexdigest()[:32]
     return directory / f"{FILE_PREFIX}{safe}"
 
@@ -300,11 +305,13 @@ def _open_exclusively_ours(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise RegionError(f"cannot create {path}: {error.strerror}; is it writable for this user?") from error
+        raise RegionError(
+            f"cannot create {path}: {error.strerror}; make the directory writable for this user"
+        ) from error
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(fd)
-        raise RegionError(f"{path} is there already and not ours alone; remove it")
+        raise RegionError(f"{path} exists and is not private to this user; remove the file")
     return fd
 
 

@@ -63,6 +63,10 @@ def cgroup_free_bytes(proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cg
     """Return the bytes that the memory cgroups (v2 and v1) still allow this process; None without a limit.
 
     Page cache counts as free.
+
+    Args:
+        proc: mount point of procfs.
+        sysfs: mount point of the cgroup file system.
     """
     free: int | None = None
     for directory, limit_name, usage_name in _memory_groups(proc, sysfs):

@@ -21,6 +21,7 @@ _CHUNK = 4096
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
 Stamps = NDArray[np.int64]
+"""Stamps: a one-dimensional int64 array."""
 
 _COUNTING: Stamps = np.arange(_CHUNK)
 
