@@ -93,8 +93,8 @@ class OffloadGroup:
     def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return a mask of the offloaded blocks at ``positions`` that a hit can use; None if all can be used.
 
-        Where a window is shorter than the distance between two possible ends of hits, no hit probes the blocks between
-        the first end and the window before the second.
+        A window may be shorter than the distance between two possible ends of hits. Then no hit probes the blocks
+        between the first end and the window before the second.
         """
         if not self.hit_ends:
             return None
@@ -116,7 +116,8 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     engine_groups = spec.engine.groups
     if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
         raise ConfigError(
-            f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}"
+            f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}; "
+            "describe one group per block size"
         )
     groups = tuple(
         _build_group(spec, idx, engine_groups[idx] if engine_groups else KVCacheGroup((), size))
@@ -144,7 +145,8 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
         )
     if any(word in kind for word in _FOREIGN_KINDS):
         raise ConfigError(
-            f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded"
+            f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded; "
+            "run the model without kv-tiering"
         )
     if "sliding" in kind and window is None:
         raise ConfigError(f"KV-cache group {idx} ({group.kind}): a sliding-window group needs its window in tokens")

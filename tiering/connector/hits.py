@@ -31,7 +31,12 @@ class Hit(NamedTuple):
 
 
 class HitSearch:
-    """Search for the longest prefix beyond the computed tokens that all groups hold."""
+    """Search for the longest prefix beyond the computed tokens that all groups hold.
+
+    Args:
+        groups: the KV-cache groups.
+        manager: probes the tiers.
+    """
 
     def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager) -> None:
         self._groups = groups
@@ -49,6 +54,7 @@ class HitSearch:
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:
+        """Return True if :attr:`tokens_to_leave` must be 1 because of ``group``."""
         if group.sliding_window is None or group.reach >= group.sliding_window:
             return False
         return group.reach % math.gcd(group.gpu_block_size, *self._ends) == 0

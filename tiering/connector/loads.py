@@ -42,6 +42,14 @@ class LoadPlanner:
     """Planner that turns hits into load jobs, and records which keys are being loaded.
 
     Load orders and unfilled blocks collect until :meth:`take` hands them over with the step's metadata.
+
+    Args:
+        groups: the KV-cache groups.
+        manager: pins the blocks in the primary tier.
+        search: determines the blocks that a hit needs.
+        jobs: the connector's jobs, shared with the store planner.
+        fences: fences of the GPU blocks, shared with the store planner.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -164,6 +172,7 @@ class LoadPlanner:
         self._loading.clear()
 
     def _part(self, state: RequestState, group: OffloadGroup, computed: int, end: int) -> _Part:
+        """Return the part of ``group`` in a load of the tokens from ``computed`` to ``end``."""
         factor, group_state = group.block_size_factor, state.groups[group.group_idx]
         table = group_state.block_ids
         last = min(-(-end // group.gpu_block_size), len(table))
@@ -201,6 +210,7 @@ class LoadPlanner:
     def _queue(
         self, state: RequestState, source: LoadStoreSpec, keys: list[OffloadKey], parts: Sequence[_Part], computed: int
     ) -> None:
+        """Open the job of a load, and queue its transfer order."""
         block_ids = list(chain.from_iterable(part.block_ids for part in parts))
         single = len(parts) == 1
         target = LoadTarget(

@@ -13,8 +13,8 @@ Three rules keep KV correct:
   (:mod:`tiering.connector.fences`).
 - The step's metadata lists the jobs that still use blocks which the step newly allocates. The workers end these jobs
   before the step touches the KV cache.
-- No store becomes readable if its blocks, or blocks before them, were not filled by a load of any connector, or date
-  from before a reset (:mod:`tiering.offload.suspects`).
+- A store does not become readable if a load of any connector failed to fill its blocks or blocks before them. The same
+  holds for blocks from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -404,6 +404,7 @@ class OffloadingConnectorScheduler:
     # -------------------------------------------------------------------------------------------------------- internals
 
     def _admit(self, request: EngineRequest) -> RequestState:
+        """Register a request with the manager; a request with invalid parameters neither loads nor stores."""
         params = getattr(request, "kv_transfer_params", None)
         try:
             policy = policy_of(request)
@@ -479,6 +480,7 @@ class OffloadingConnectorScheduler:
             self._warn_failed("a %s of %d blocks failed (request %s)", kind, len(job.keys), job.ctx.req_id)
 
     def _ended(self, job: Job) -> None:
+        """Release the fences of a job that has ended on all workers, and complete it in the manager."""
         self._fences.release(job.job_id)
         self._orphans.discard(job.job_id)
         if job.load is not None:
@@ -520,6 +522,7 @@ class OffloadingConnectorScheduler:
 
 
 def _sharer_wait(spec: OffloadingSpec) -> float:
+    """Return the option ``sharer_wait`` in seconds."""
     value = spec.extra_config.get("sharer_wait", DEFAULT_SHARER_WAIT)
     try:
         seconds = parse_duration(value)

@@ -50,6 +50,14 @@ class StorePlanner:
       left.
     - A hit can use the block.
     - Its hash exists: the cursor of a group never passes a missing hash.
+
+    Args:
+        groups: the KV-cache groups.
+        manager: accepts blocks and assigns rows.
+        jobs: the connector's jobs, shared with the load planner.
+        fences: fences of the GPU blocks, shared with the load planner.
+        events: tracker of KV events.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -169,6 +177,7 @@ class StorePlanner:
         return min(max(confirmed, 0) // group.offloaded_block_size, len(group_state.keys), blocks)
 
     def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> _Offer:
+        """Return the blocks of ``group`` before position ``end`` that are to be offered now."""
         group_state, factor = state.groups[group.group_idx], group.block_size_factor
         first = min(group_state.cursor, end)
         table = group_state.block_ids[first * factor : end * factor]
@@ -190,6 +199,7 @@ class StorePlanner:
         wanted: list[OffloadKey],
         destination: LoadStoreSpec,
     ) -> TransferOrder:
+        """Open the job of a store, fence its GPU blocks, and return its transfer order."""
         chosen: list[NDArray[np.bool_] | None] = [None] * len(offers)
         if wanted != offered:
             wanted, destination, chosen = _in_offered_order(offers, offered, wanted, destination)
@@ -238,7 +248,8 @@ def _in_offered_order(
         wanted = [wanted[index] for index in order]
         if not isinstance(destination, CPULoadStoreSpec):
             raise ConfigError(
-                f"the rows of a {destination.medium()} store cannot be reordered; answer keys in the order of the offer"
+                f"the rows of a {destination.medium()} store cannot be reordered; "
+                "return the keys in the order of the offer"
             )
         destination = CPULoadStoreSpec(destination.block_ids[order])
     mask = np.zeros(len(offered), np.bool_)

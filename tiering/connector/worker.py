@@ -104,7 +104,7 @@ class OffloadingConnectorWorker(CopyReports):
 
     def _register(self, kv_caches: CanonicalKVCaches) -> None:
         if self._registered:
-            raise ConfigError("the KV cache is registered already")
+            raise ConfigError("the KV cache is registered already; register it once per worker")
         for source, destination, handler in self._spec.get_handlers(kv_caches):
             self._worker.register_handler(source, destination, handler)
         self._registered = True
@@ -228,7 +228,7 @@ class OffloadingConnectorWorker(CopyReports):
     def shutdown(self) -> None:
         """Wait for running copies, then release threads, streams and pins; repeated calls are harmless."""
         if self._deferred:
-            logger.info("%d queued stores are dropped at shutdown", len(self._deferred))
+            logger.info("the worker dropped %d queued stores at shutdown", len(self._deferred))
             self._deferred = []
         self._worker.shutdown()
 

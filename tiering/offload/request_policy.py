@@ -1,4 +1,4 @@
-"""The policy of an engine's request: its parameters, restricted to what the kind of request allows."""
+"""The policy of an engine's request: its parameters, restricted by the kind of the request."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ other weights.
 
 A suspect is trusted again when the engine fills it again. This happens when the block is allocated to a request whose
 earlier blocks are all trusted, or when the engine has gone back and recomputes the block. A request that finds a
-suspect in the engine's cache is not stored from that block on, and the blocks that it computes behind the suspect are
-suspects too.
+suspect in the engine's cache is not stored from that block on. The blocks that the request computes behind the suspect
+are suspects too.
 """
 
 from __future__ import annotations
