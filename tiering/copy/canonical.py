@@ -1,10 +1,10 @@
 """The canonical form of an engine's KV-cache tensors: int8 tensors with the block as first dimension.
 
-Shapes and strides alone decide. Dimensions outside the block dimension in memory, such as the 2 of (2, num_blocks,
-...), are split into tensors of their own. Dimensions inside it make up a page: dense bytes in any order, or a few long
-pieces with pieces of other layers between them. Pieces of a group that are neighbours in every block are joined to one
-page; for an engine that keeps all layers of a block together, that page is the whole block. Bytes are never moved:
-every canonical tensor is a view of the engine's memory.
+Only shapes and strides determine this form. Dimensions outside the block dimension in memory, such as the 2 of (2,
+num_blocks, ...), are split into tensors of their own. Dimensions inside the block dimension make up a page. A page is
+dense bytes in any order, or a few long pieces with pieces of other layers between them. Pieces of a group that are
+neighbours in every block are joined to one page. For an engine that keeps all layers of a block together, that page is
+the whole block. Bytes are never moved: every canonical tensor is a view of the engine's memory.
 """
 
 from __future__ import annotations

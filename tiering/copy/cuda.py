@@ -1,8 +1,8 @@
 """Copies between a CUDA KV cache and pinned primary rows, on one side stream per direction.
 
-A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device that
-has the shape of the rows' segments; then it moves each row with a single copy. A load goes the other way. So a row
-costs one transfer over the bus, however many layers it has.
+A job is one submission. A store first gathers the job's pages, layer by layer, into a staging buffer on the device. The
+buffer has the shape of the rows' segments. Then a single copy moves each row. A load goes the other way. A row
+therefore costs one transfer over the bus, for any number of layers. CUDA events mark the end of a job.
 
 The side stream is ordered after the work that the compute stream had when the job was submitted. The compute stream
 waits for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in :meth:`CudaCopyHandler.wait`.

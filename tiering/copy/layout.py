@@ -1,8 +1,8 @@
 """The layout of a row, and the pairing of KV-cache pages with rows for one transfer.
 
 A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU
-blocks of the offloaded block in order; each GPU block is its layers' pages without padding, in the order of the group's
-refs.
+blocks of the offloaded block in order. Each GPU block consists of its layers' pages without padding, in the order of
+the group's refs.
 """
 
 from __future__ import annotations
