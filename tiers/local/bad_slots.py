@@ -1,9 +1,10 @@
-"""Slots at which the device has reported an error: out of use, remembered over restarts, and tried again rarely.
+"""Slots with device errors: they are out of use, also after restarts, and are tried again rarely.
 
-A trial writes a pattern over the whole slot, syncs it and reads it back.  A slot that passes is free again; one that
-does not is tried after twice the time.  The list is kept in a document of its own beside the blocks: a header, an entry
-per slot, and an xxh3-128 of both.  A document that is damaged is not used: its slots are found again by the errors that
-they give.
+A trial writes a pattern over the whole slot, syncs it and reads it back. A slot that passes is free again; a slot that
+fails is tried again after twice the time.
+
+The list is kept in a document beside the blocks: a header, an entry per slot, and an xxh3-128 of both. A damaged
+document is not used; new errors lead to its slots again.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from tiers.local.store import LocalStore
 logger = logging.getLogger("kv_tiering.local")
 
 FIRST_TRIAL_SECONDS = 3600.0
-"""How long after an error a slot is tried for the first time."""
+"""Seconds from an error of a slot to its first trial."""
 
 LONGEST_WAIT_SECONDS = 7 * 86400.0
-"""The longest wait between two trials of one slot."""
+"""Longest wait between two trials of one slot, in seconds."""
 
 TRIALS_AT_ONCE = 64
 """Slots tried in one task."""
@@ -49,21 +50,26 @@ _MAGIC = b"KVBADSL1"
 
 @dataclass(slots=True)
 class _BadSlot:
-    """``failures``: how often it has failed.  ``due``: when it is tried next, in monotonic seconds."""
+    """The state of one bad slot."""
 
     failures: int
+    """Number of failures of the slot."""
     due: float
+    """Time of the next trial, in monotonic seconds."""
 
 
 def encode(entries: Iterable[tuple[int, int, float]]) -> bytes:
-    """The document for ``entries``: slot, failures, and when it is tried next (seconds since 1970)."""
+    """Return the document for ``entries``.
+
+    An entry has the slot, its failures, and the time of the next trial (seconds since 1970).
+    """
     parts = [_ENTRY.pack(slot, failures, due) for slot, failures, due in entries]
     data = _HEADER.pack(_MAGIC, len(parts)) + b"".join(parts)
     return data + xxh3_128_digest(data)
 
 
 def decode(document: bytes) -> list[tuple[int, int, float]] | None:
-    """The entries of a document; None if it is not entirely right.  Never raises."""
+    """Return the entries of a document; None if the document is not entirely valid. Never raises."""
     data, digest = document[:-_DIGEST_BYTES], document[-_DIGEST_BYTES:]
     if len(data) < _HEADER.size or xxh3_128_digest(data) != digest:
         return None
@@ -74,9 +80,17 @@ def decode(document: bytes) -> list[tuple[int, int, float]] | None:
 
 
 class BadSlots:
-    """The bad slots of one local tier.  Owned by the scheduler's thread; trials and documents are tasks of the I/O side.
+    """The bad slots of one local tier.
 
-    ``stop``: set when the tier ends.  ``clock``: monotonic seconds.
+    The scheduler's thread owns this object; trials and writes of the document are tasks of the I/O side.
+
+    Args:
+        name: The tier's name, for log lines.
+        store: The tier's store.
+        index: The index that takes slots out of use.
+        io: Runs the tasks.
+        clock: Returns monotonic seconds.
+        stop: Set when the tier shuts down.
     """
 
     def __init__(
@@ -106,17 +120,23 @@ class BadSlots:
 
     @property
     def busy(self) -> bool:
-        """Whether a trial or a write of the document is under way."""
+        """True while a trial or a write of the document is running."""
         return self._saving or self._trying
 
     def load(self, document: bytes | None) -> None:
-        """Take ``document``, read when the store was opened, into account: its slots are not handed out when they are seen."""
+        """Take the slots in ``document`` out of use.
+
+        Args:
+            document: The document as it was when the store was opened; None if there is none.
+        """
         if document is None:
             return
         entries = decode(document)
         if entries is None:
             logger.warning(
-                "tier %s: document %s is damaged; bad slots have to be found again", self._name, self._document
+                "tier %s: document %s is damaged; bad slots are detected again by new errors",
+                self._name,
+                self._document,
             )
             return
         now, wall = self._clock(), time.time()
@@ -124,12 +144,15 @@ class BadSlots:
             self._slots[slot] = _BadSlot(failures, now + min(max(due - wall, 0.0), LONGEST_WAIT_SECONDS))
         self._index.mark_bad(list(self._slots))
         if entries:
-            logger.info("tier %s: %d slot(s) are out of use for earlier errors of the device", self._name, len(entries))
+            logger.info("tier %s: %d slot(s) are out of use because of earlier device errors", self._name, len(entries))
 
     def add(self, places: Sequence[Place], *, suspect: bool = False) -> None:
-        """The index has retired ``places`` for errors of the device.
+        """Record ``places``, which the index has retired because of errors of the device.
 
-        ``suspect``: one of them is bad, and it is not known which: they are tried at once.
+        Args:
+            places: The retired slots.
+            suspect: Only one of the slots is known to be bad, and not which one: all are tried at once (default:
+                False).
         """
         now = self._clock()
         slots = [place for place in places if isinstance(place, int)]
@@ -141,17 +164,18 @@ class BadSlots:
         self._look_due = now
         if count := self._lines.admit(len(slots)):
             logger.warning(
-                "tier %s: the device reported errors at %d slot(s), the last one slot %s: they are out of use; see the kernel's log",
+                "tier %s: the device reported errors at %d slot(s), the last one slot %s: "
+                "they are out of use; see the kernel's log",
                 self._name,
                 count,
                 slots[-1] if slots else "unknown",
             )
 
     def tick(self) -> None:
-        """Start what is due."""
+        """Start the trials and the write of the document that are due."""
         writable = self._io.breakers.writes.state is BreakerState.CLOSED
         if self._writes_failed and writable:
-            # An outage has ended; what failed only once failed because of it.
+            # An outage has ended. Slots that failed only once probably failed because of it.
             for entry in self._slots.values():
                 entry.due = min(entry.due, self._clock()) if entry.failures <= 1 else entry.due
             self._look_due = self._clock()
@@ -165,7 +189,7 @@ class BadSlots:
             self._try()
 
     def save(self) -> None:
-        """Write the document, unless nothing has changed."""
+        """Write the document if the list has changed."""
         if self._saving or not self._unsaved:
             return
         self._saving, self._unsaved = True, False
@@ -183,7 +207,9 @@ class BadSlots:
             self._unsaved = bool(self._slots)
             self._save_due = self._clock() + _RETRY_SECONDS
             if self._lines.admit():
-                logger.warning("tier %s: the list of bad slots cannot be written, and will be: %s", self._name, error)
+                logger.warning(
+                    "tier %s: the list of bad slots cannot be written yet; it is tried again: %s", self._name, error
+                )
 
     def _try(self) -> None:
         now = self._clock()
@@ -229,12 +255,12 @@ class BadSlots:
             )
 
     def clear(self) -> None:
-        """The directory is not the one that was opened: what is known of it does not hold for the one in its place."""
+        """Forget all bad slots, because another directory is in place of the opened one."""
         self._slots.clear()
         self._unsaved = False
 
     def forget(self, start: int, stop: int) -> None:
-        """Slots [start, stop) are gone with their segment; one that takes its place lies elsewhere on the device."""
+        """Forget slots [start, stop), whose segment is gone. A new segment lies elsewhere on the device."""
         gone = [slot for slot in self._slots if start <= slot < stop]
         for slot in gone:
             del self._slots[slot]

@@ -1,14 +1,16 @@
-"""The checkpoint: the table of a local tier as of a moment, in one file, so that a restart need not read a million headers.
+"""The checkpoint: a local tier's block table at one moment, in one file.
 
-The index is copied slice by slice while the tier works (:class:`CheckpointBuilder`); what changes meanwhile is covered,
-because every segment written after the generation began is marked (:mod:`tiers.local.marks`) and read again at a
-restart.  Slots that were being written at the moment of their copy are listed, and read again too.  So are segments
-that are not the files that they were: the checkpoint has the inode of each, and the time at which it was last written.
+With a checkpoint, a restart need not read a million headers. The index is copied slice by slice while the tier works
+(:class:`CheckpointBuilder`). Three kinds of slots are read again at a restart:
 
-The file: a header; the held blocks, least recently used first, as slots (4 bytes each), key lengths (2 each) and keys;
-the slots that were being written; the foreign slots; the segments (4 bytes each), with inode and time (8 each).  Its
-header has a version, the shape, the namespace and an xxh3-128 of everything.  A file that is not entirely right is not
-used.
+- slots in segments written after the generation began, which are marked (:mod:`tiers.local.marks`);
+- slots that were being written when they were copied, which the checkpoint lists;
+- slots in segments whose files have changed: the checkpoint has the inode of each and the time of its last write.
+
+The file has a header, then these parts. The held blocks come least recently used first, as slots (4 bytes each), key
+lengths (2 each) and keys. The slots that were being written, the foreign slots, and the segments (4 bytes each) follow.
+The last part is each segment's inode and time (8 bytes each). The header has a version, the shape, the namespace and an
+xxh3-128 of everything. A file that is not entirely valid is not used.
 """
 
 from __future__ import annotations
@@ -32,42 +34,54 @@ _MAGIC = b"KVTCKPT1"
 _HEADER = struct.Struct("<8sIQIQ16sQQQQQ")
 _DIGEST_BYTES = 16
 _MOST_PER_SLOT = 1024
-"""More bytes than a slot costs in a checkpoint, also one that was written with a far larger capacity; a longer file is refused."""
+"""Upper bound of a checkpoint's bytes per slot; a longer file is refused.
+
+It leaves room for checkpoints that were written with a far larger capacity.
+"""
 _MOST_BESIDE = 16 << 20
 _VERSION = 2
 
 Slots = NDArray[np.int32]
 FileState = tuple[int, int]
-"""Inode of a file, and when it was last written (nanoseconds since 1970)."""
+"""Inode of a file, and time of its last write (nanoseconds since 1970)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The content of a checkpoint.
-
-    ``generation``: marks from there on say what is out of date.  ``sequence``: frames written before have lower
-    numbers, frames written after higher ones.  ``slots[i]`` holds the block whose key is the i-th piece of ``keys``,
-    ``lengths[i]`` bytes long; the least recently used comes first.  ``written``: slots that were being written;
-    ``foreign``: slots with blocks of other namespaces. ``modified``: the segments, each with its inode and when it was
-    last written (nanoseconds since 1970).
-    """
+    """The content of a checkpoint."""
 
     geometry: Geometry
+    """Shape of the segments."""
     fingerprint: bytes
+    """Fingerprint of the namespace and epoch of the held blocks."""
     generation: int
+    """Generation of marks. Marks of this generation and later ones name the segments that are out of date."""
     sequence: int
+    """Sequence number of the checkpoint.
+
+    Frames written before have lower numbers, later frames higher ones.
+    """
     slots: Slots
+    """Slots of the held blocks, the least recently used first."""
     lengths: NDArray[np.uint16]
+    """Bytes of each held block's key, in the order of ``slots``."""
     keys: memoryview
+    """The keys of the held blocks, one after another, in the order of ``slots``."""
     written: Slots
+    """Slots that were being written."""
     foreign: Slots
+    """Slots with blocks of other namespaces."""
     modified: dict[int, FileState] = field(default_factory=dict)
+    """State of each segment's file."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def key_batches(self, size: int) -> Iterator[tuple[list[bytes], Slots]]:
-        """The held blocks in batches of ``size``, the least recently used batch first, each with its most recent block first."""
+        """Yield the held blocks in batches of ``size``.
+
+        The least recently used batch comes first; within a batch, the most recently used block comes first.
+        """
         ends = np.cumsum(self.lengths, dtype=np.int64)
         keys = self.keys
         for start in range(0, len(self.slots), size):
@@ -82,26 +96,33 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class CheckpointBuilder:
-    """Collects slices on the scheduler's thread; :meth:`finish`, on the I/O side, makes them a checkpoint."""
+    """A copy of the index in progress. Its result is a :class:`Checkpoint`.
+
+    The scheduler's thread adds slices; the I/O side calls :meth:`finish`.
+    """
 
     geometry: Geometry
     fingerprint: bytes
     generation: int
     sequence: int
     position: int = 0
-    """The first slot that is not copied yet."""
+    """First slot that is not copied yet."""
     slices: list[SlotsSlice] = field(default_factory=list)
+    """The slices copied so far."""
 
     def add(self, part: SlotsSlice) -> None:
-        """The next slice."""
+        """Add the next slice."""
         self.slices.append(part)
         self.position = part.start + len(part.keys)
 
     def finish(self, modified: dict[int, FileState] | None = None) -> Checkpoint:
-        """Sort and pack.  The slices are given up.  ``modified``: see :class:`Checkpoint`.
+        """Return the slices as a checkpoint, and drop them.
 
-        In pieces, and in numpy where there are millions of items: this runs beside the scheduler, which needs the
-        interpreter.
+        The work is done in pieces, and in numpy where there are millions of items: it runs beside the scheduler, which
+        needs the GIL.
+
+        Args:
+            modified: State of each segment's file (default: none).
         """
         keys: list[NDArray[np.uint8]] = []
         lengths: list[NDArray[np.uint16]] = []
@@ -142,7 +163,7 @@ class CheckpointBuilder:
 
 
 def _stack(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """The rows of ``parts`` one below the other, padded to one width."""
+    """Return the rows of ``parts`` in one array, padded to one width."""
     if not parts:
         return np.empty((0, 1), np.uint8)
     width = max(part.shape[1] for part in parts)
@@ -154,7 +175,11 @@ def _join(parts: list[NDArray[np.int64]]) -> Slots:
 
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> None:
-    """Put ``checkpoint`` in the place of the one before, atomically and durably.  Raises :class:`OSError`."""
+    """Replace the checkpoint in ``directory`` by ``checkpoint``, atomically and durably.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     geometry = checkpoint.geometry
     header = _HEADER.pack(
         _MAGIC,
@@ -181,7 +206,10 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> N
 
 
 def read_checkpoint(directory: Path, geometry: Geometry, files: Files | None = None) -> Checkpoint | str:
-    """The checkpoint in ``directory``, of whatever namespace, or why it cannot be used.  Never raises, whatever the file holds."""
+    """Return the checkpoint in ``directory``, or the reason why it cannot be used.
+
+    Never raises, whatever the file contains. The checkpoint may belong to any namespace.
+    """
     try:
         limit = _MOST_BESIDE + _MOST_PER_SLOT * geometry.num_slots
         data = (files or Files()).read_all(directory / CHECKPOINT_NAME, limit)

@@ -17,7 +17,7 @@ logger = logging.getLogger("kv_tiering.local")
 def remove_durably(files: Files, path: Path) -> None:
     """Make the content of ``path`` unreadable, also after a loss of power. An absent file needs nothing.
 
-    Three ways are tried in turn, none of which needs disk space: remove the file, overwrite it in place, rename its
+    Three ways without need of disk space are tried in turn: remove the file, overwrite it in place, rename its
     directory.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Recovery as the scheduler's thread sees it: batches come from the I/O side, and are merged into the index in bounded pieces per step.
+"""The merging of recovered blocks into a tier's index, on the scheduler's thread.
 
-A recovery that fails is tried again with growing waits, for as long as it takes: until then the slots that it has not
-told of stay unseen.
+Batches come from the I/O side and are merged in bounded pieces per step. A failed recovery is tried again, with growing
+waits, without a limit. Until it succeeds, the slots that recovery has not returned stay unused.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tiers.local.recovery import RecoveredBatch, without
 logger = logging.getLogger("kv_tiering.local")
 
 MERGE_BLOCKS = 4096
-"""Recovered blocks merged before the clock is looked at."""
+"""Recovered blocks that are merged before the clock is read."""
 
 MERGE_SECONDS = 0.003
-"""About how long merging may take in one step."""
+"""Approximate limit of the time for merging in one step, in seconds."""
 
 _BATCHES_AHEAD = 2
 
@@ -41,10 +41,18 @@ Recovery: TypeAlias = Generator[RecoveredBatch, None, None]
 
 
 class RecoveryFeed:
-    """Brings what a directory holds into the index of its tier.
+    """The recovery of one tier's directory into the tier's index.
 
-    ``announce``: called with keys that became held.  ``on_end``: called when everything is merged.  ``stop``: set when
-    the tier ends. ``stats``: where blocks are counted that checkpoints named and that are not there any more.
+    Args:
+        name: The tier's name, for log lines.
+        index: The index that receives the blocks.
+        io: Runs the recovery's tasks.
+        options: Waits between attempts.
+        clock: Returns monotonic seconds.
+        stop: Set when the tier shuts down.
+        stats: Counts the blocks that a checkpoint names and that are lost.
+        announce: Called with the keys that became held.
+        on_end: Called when everything is merged.
     """
 
     def __init__(
@@ -60,11 +68,11 @@ class RecoveryFeed:
         on_end: Callable[[], None],
     ) -> None:
         self.scanned = False
-        """Whether blocks were found in headers that the checkpoint does not have."""
+        """True if headers contained blocks that the checkpoint does not have."""
         self.fetching = False
-        """Whether a task is under way."""
+        """True while a task is running."""
         self.foreign = False
-        """Whether what is recovered is of an epoch that was left meanwhile: its slots are free."""
+        """True if the recovered blocks belong to an epoch that was left meanwhile. Their slots become free."""
         self._name = name
         self._index = index
         self._io = io
@@ -78,20 +86,25 @@ class RecoveryFeed:
         self._recovery: Recovery | None = None
         self._complete = False
         self._resumed = False
-        """Whether the recovery that runs follows one that ended with an error."""
+        """True if the running recovery follows one that ended with an error."""
         self._told: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        """Slots that recovery has told of."""
+        """Mask of the slots that recovery has returned."""
         self._batches: deque[RecoveredBatch] = deque()
         self._merged = 0
-        """Blocks of the first batch that are merged already."""
+        """Number of blocks of the first batch that are merged already."""
 
     @property
     def active(self) -> bool:
-        """Whether there is something that is not merged yet."""
+        """True until everything is merged."""
         return self._recovery is not None
 
     def begin(self, recover: Callable[[NDArray[np.bool_]], Recovery]) -> None:
-        """Begin what ``recover(told)`` makes; after an error it is called again, with the slots that were told of set in ``told``."""
+        """Begin a recovery.
+
+        Args:
+            recover: Returns the recovery's batches. It is called again after an error, with a mask of the slots that
+                were already returned.
+        """
         self._told = np.zeros(self._index.num_slots, np.bool_)
         self._begin_again = recover
         self._recovery = recover(self._told)
@@ -101,11 +114,14 @@ class RecoveryFeed:
 
     @property
     def failing(self) -> bool:
-        """Whether the last attempts ended with an error."""
+        """True if the last attempt ended with an error."""
         return self.active and self._backoff.failures > 0
 
     def abandon(self) -> None:
-        """Forget what is not merged: the directory is another one.  A task may still be under way (:attr:`fetching`)."""
+        """Drop the blocks that are not merged yet, because another directory is in place of the opened one.
+
+        A task may still be running (:attr:`fetching`).
+        """
         if not self.active:
             return
         self._recovery = self._begin_again = None
@@ -115,27 +131,27 @@ class RecoveryFeed:
         self._index.end_recovery()
 
     def tick(self) -> None:
-        """Merge what has come, and try again what failed, when it is time."""
+        """Merge the batches that have arrived, and repeat a failed fetch when it is due."""
         if self._batches:
             self._merge()
         if self._recovery is not None and self._backoff.failures and self._clock() >= self._backoff.due:
             self._fetch()
 
     def push(self) -> bool:
-        """Merge what has come; True when everything is merged."""
+        """Merge the batches that have arrived, and return True if everything is merged."""
         self._merge()
         return not self.active
 
     # --------------------------------------------------------------------------------------------------------- fetching
 
     def _fetch(self) -> None:
-        """Ask for the next batch, unless enough are waiting."""
+        """Request the next batch, unless enough batches are waiting."""
         if self._recovery is None or self._begin_again is None or self.fetching or self._stop.is_set():
             return
         if self._complete or len(self._batches) >= _BATCHES_AHEAD:
             return
         if getgeneratorstate(self._recovery) == GEN_CLOSED:
-            # It ended with an error; what it has told of already is left out of what the next one tells.
+            # The last recovery ended with an error. The next one leaves out the slots that were already returned.
             self._recovery = self._begin_again(self._told)
             self._resumed = True
         recovery = self._recovery
@@ -149,7 +165,7 @@ class RecoveryFeed:
         if error is not None:
             if not self._backoff.failures:
                 logger.warning(
-                    "tier %s: recovery is interrupted, what was not read yet stays unused meanwhile: %s",
+                    "tier %s: recovery is interrupted and is tried again; slots that were not read stay unused: %s",
                     self._name,
                     error,
                 )
@@ -158,8 +174,8 @@ class RecoveryFeed:
         if batch is not None:
             self._take(batch)
             return
-        # Told to stop, it may not have come to its end: then the rest stays unseen, and no checkpoint is written that
-        # leaves it out.
+        # A recovery that was stopped may be incomplete. The other slots stay unseen, and no checkpoint is written
+        # without them.
         if not self._stop.is_set():
             self._complete = True
             self._backoff.succeeded()
@@ -170,7 +186,7 @@ class RecoveryFeed:
             batch = without(batch, self._told)
         slots = (batch.slots, batch.free, batch.foreign)
         if self._backoff.failures and any(map(len, slots)):
-            logger.info("tier %s: recovery goes on after %d failed attempt(s)", self._name, self._backoff.failures)
+            logger.info("tier %s: recovery continues after %d failed attempt(s)", self._name, self._backoff.failures)
             self._backoff.succeeded()
         for told in slots:
             self._told[told] = True
@@ -181,7 +197,7 @@ class RecoveryFeed:
     # ---------------------------------------------------------------------------------------------------------- merging
 
     def _merge(self) -> None:
-        """Merge what was recovered, for a few milliseconds."""
+        """Merge arrived batches for a few milliseconds."""
         end = time.perf_counter() + MERGE_SECONDS
         while self._batches:
             batch = self._batches[0]
@@ -192,8 +208,8 @@ class RecoveryFeed:
                 SEQUENCE.advance_past(batch.seen)
                 self._index.add_free(batch.free)
                 self._index.add_foreign(batch.foreign)
-            # The batch has its most recent block first, and what is merged last counts as the most recent: so from its
-            # end.
+            # A batch has its most recent block first, and the index takes the last merged block for the most recent:
+            # merge from the end.
             last = len(batch.keys) - start
             first = max(0, len(batch.keys) - stop)
             if last > first:
@@ -217,7 +233,7 @@ class RecoveryFeed:
             self._announce(self._index.merge(batch.keys[first:last], slots, batch.sequences[first:last]))
 
     def _end(self) -> None:
-        """The last batch has come: recovery ends when it is merged."""
+        """End the recovery if all batches are merged. The last batch has arrived."""
         if self._batches:
             return
         self._recovery = self._begin_again = None

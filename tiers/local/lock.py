@@ -161,7 +161,7 @@ class DirectoryLock:
                 below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
                 if below and not below[0].startswith(REPLICA_PREFIX):
                     raise PermanentStoreError(
-                        f"{self._directory} is {real}, and two tiers of this process use {outer} and {inner}, of which one "
+                        f"{self._directory} is {real}; two tiers of this process use {outer} and {inner}, and one "
                         "contains the other; give each tier a path of its own, and mind symbolic links"
                     )
             self._real = real
@@ -173,9 +173,9 @@ class DirectoryLock:
         for other in list(_held):
             if other._directory_fd >= 0 and os.path.sameopenfile(other._directory_fd, self._directory_fd):
                 return (
-                    f"{directory} is in use by {describe_owner(directory)}: another tier of this process has opened it "
-                    f"as {other._directory}; give each tier a path (or each engine a data-parallel replica) of its own, "
-                    "and mind symbolic links"
+                    f"{directory} is in use by {describe_owner(directory)}: another tier of this process opened it "
+                    f"as {other._directory}; give each tier a path (or each engine a data-parallel replica) of its "
+                    "own, and mind symbolic links"
                 )
         return (
             f"{directory} is in use by {describe_owner(directory)}; "

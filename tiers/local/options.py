@@ -16,7 +16,7 @@ class LocalOptions(TierOptions):
         "compression": (
             "its slots have one size, so a block that shrinks gains nothing; compress in an object store tier"
         ),
-        "ttl": "its blocks are evicted when room is needed, and age alone does not make a block wrong; set capacity instead",
+        "ttl": "blocks leave by eviction when room is needed, and age alone makes no block wrong; set capacity instead",
         "lookup_deadline": "it answers lookups from memory, at once",
     }
 
@@ -28,9 +28,9 @@ class LocalOptions(TierOptions):
     capacity: Size
     """Bytes of everything in the directory, blocks of other namespaces included."""
     durability: Literal["none", "fsync"] = "none"
-    """Failure that a stored block survives:
+    """Failures that a stored block survives (default: "none").
 
-    "none": kill -9 of the engine (default); "fsync": also a loss of power.
+    "none" covers kill -9 of the engine; "fsync" also covers a loss of power.
     """
     segment_size: Size = 1 << 30
     """Bytes of one preallocated file of slots (default: 1 GiB).

@@ -1,7 +1,8 @@
-"""Finding out what a directory holds when it is opened: from a checkpoint and what was written since, or from every header.
+"""Recovery of a directory's blocks when the directory is opened.
 
-Everything here runs on the I/O side, in the background, and hands over :class:`RecoveredBatch` by batch; the
-scheduler's thread merges them into the index a few at a time.  A slot is in exactly one batch.
+Blocks are recovered from a checkpoint and the segments written since, or else from all headers. Everything here runs on
+the I/O side in the background and returns :class:`RecoveredBatch` objects. The scheduler's thread merges them into the
+index a few at a time. Each slot is in exactly one batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from tiers.local.segments import Segments
 logger = logging.getLogger("kv_tiering.local")
 
 BATCH_BLOCKS = 16384
+"""Blocks in one batch at most."""
 SCAN_THREADS = 8
+"""Threads that read headers at the same time."""
 
 _PIECE_SLOTS = 256
 _FREE_AT_ONCE = 65536
@@ -43,23 +46,31 @@ _NO_SLOTS: Rows = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class RecoveredBatch:
-    """What some slots hold: ``keys`` in ``slots`` (co-indexed with ``sequences``, each key once, the most recent first), ``free`` ones,
-    ``foreign`` ones.  ``seen``: the highest sequence number met.  ``scanned``: found in headers, not in the checkpoint.
-    ``lost``: how many blocks the checkpoint names that are not there any more.
-    """
+    """The recovered content of some slots."""
 
     keys: list[bytes] = field(default_factory=list)
+    """Keys of the blocks, each once, the most recent first."""
     slots: Rows = field(default_factory=lambda: _NO_SLOTS)
+    """Slots of the blocks, in the order of ``keys``."""
     sequences: Sequences = field(default_factory=lambda: np.empty(0, np.uint64))
+    """Sequence numbers of the blocks, in the order of ``keys``."""
     free: Rows = field(default_factory=lambda: _NO_SLOTS)
+    """Free slots."""
     foreign: Rows = field(default_factory=lambda: _NO_SLOTS)
+    """Slots with blocks of other namespaces."""
     seen: int = 0
+    """Highest sequence number found."""
     scanned: bool = False
+    """True if the blocks come from headers, not from the checkpoint."""
     lost: int = 0
+    """Number of blocks that the checkpoint names and that are gone."""
 
 
 def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
-    """``batch`` without what an earlier recovery, which ended with an error, has told of: the slots that are ``known``, and losses."""
+    """Return ``batch`` without the slots in the mask ``known``, and without its lost blocks.
+
+    An earlier recovery, which ended with an error, has already returned these slots and counted the lost blocks.
+    """
     fresh = ~known[batch.slots]
     return replace(
         batch,
@@ -74,23 +85,25 @@ def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What a directory says of itself when it is opened, before anything is written there.
-
-    ``segments``: their numbers.  ``checkpoint``: the last one, or why there is none.  ``marked``: the segments written
-    since, in which marking goes on; None if that is not known.  ``changed``: segments that are not the files that the
-    checkpoint knew, though nobody marked them.
-    """
+    """The state of a directory when it is opened, before the first write."""
 
     segments: tuple[int, ...] = ()
+    """Numbers of the segments."""
     checkpoint: Checkpoint | str = "there is none"
+    """The last checkpoint, or the reason why there is none."""
     marked: frozenset[int] | None = None
+    """Segments written since the checkpoint; None if they are unknown. Marking continues from here."""
     changed: frozenset[int] = frozenset()
+    """Segments that are not the files in the checkpoint, although no mark names them."""
 
 
 def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
-    """Read the checkpoint, and go on marking from there.  To be called before the first write; raises :class:`OSError`.
+    """Read the checkpoint, and continue its marks. Call this before the first write.
 
-    New frames have higher sequence numbers than the checkpoint from then on, also if the clock was set back.
+    From then on, new frames have higher sequence numbers than the checkpoint, even if the clock was set back.
+
+    Raises:
+        OSError: The directory or the marks cannot be read.
     """
     checkpoint = read_checkpoint(segments.directory, segments.geometry, segments.files)
     there = tuple(segments.existing())
@@ -117,11 +130,21 @@ def recover(
     stop: threading.Event,
     known: NDArray[np.bool_] | None = None,
 ) -> Generator[RecoveredBatch, None, None]:
-    """The blocks of the namespace ``fingerprint`` in the segments that were there when the directory was opened.
+    """Return the blocks of one namespace in the segments that existed when the directory was opened.
 
-    ``stop`` ends it early: what is left stays unseen.  ``known``: slots that an earlier recovery, which ended with an
-    error, has told of (default: none); those may be told of again.  A header that the device cannot read counts as
-    none; it raises :class:`tiering.errors.TemporaryStoreError` for what may pass, such as too many open files.
+    A header that the device cannot read counts as no block. Errors that may pass, such as too many open files, are
+    raised instead.
+
+    Args:
+        segments: The segment files.
+        remembered: The directory's state when it was opened.
+        fingerprint: Fingerprint of the namespace and epoch.
+        stop: Ends the recovery early; the remaining slots stay unseen.
+        known: Mask of slots that an earlier recovery, which ended with an error, has returned (default: none). They may
+            be returned again.
+
+    Raises:
+        TemporaryStoreError: Headers cannot be read for a reason that may pass.
     """
     recovery = _Recovery(segments, remembered.segments, fingerprint, stop, known)
     checkpoint = remembered.checkpoint
@@ -176,13 +199,13 @@ class _Recovery:
         if lost:
             directory = self._segments.directory
             logger.warning(
-                "%s: %d block(s) are lost: the segments that held them are gone, or beyond the capacity",
+                "%s: %d block(s) are lost: their segments are gone, or beyond the capacity",
                 directory,
                 lost,
             )
         if changed:
             logger.warning(
-                "%s: %d segment(s) are not the files that the checkpoint knew; reading their headers",
+                "%s: %d segment(s) are not the files in the checkpoint; reading their headers",
                 self._segments.directory,
                 len(changed),
             )
@@ -222,7 +245,11 @@ class _Recovery:
     # ------------------------------------------------------------------------------------------------------------- scan
 
     def scan_all(self) -> Generator[RecoveredBatch, None, None]:
-        """Everything, sorted within groups of segments, those written last coming last: the first blocks serve long before the end."""
+        """Yield all blocks, read from the headers of every segment.
+
+        Blocks are sorted within groups of segments; the segments written last come last. The first blocks are served
+        long before the end of the scan.
+        """
         found = _Found()
         modified = self._segments.modified()
         for number in sorted(self._numbers, key=lambda number: modified.get(number, (0, 0))[1]):
@@ -243,10 +270,10 @@ class _Recovery:
         yield from found.batches()
 
     def _scan(self, slots: Rows) -> list[FrameHeader | None]:
-        """The headers in ``slots``, in their order, None where there is no block of this format; short if it was told to stop.
+        """Return the headers in ``slots``, in their order; None where no block of this format is.
 
-        Several at a time, to keep the device busy.  The threads are daemons: one that hangs in the device must not hold
-        up the end of the process.
+        The result is shorter if the scan was stopped. Several threads keep the device busy. They are daemons: a thread
+        that hangs in the device must not delay the end of the process.
         """
         pieces = [slots[start : start + _PIECE_SLOTS] for start in range(0, len(slots), _PIECE_SLOTS)]
         found: list[list[FrameHeader | None]] = [[] for _ in pieces]
@@ -270,7 +297,7 @@ class _Recovery:
             try:
                 thread.start()
             except (RuntimeError, MemoryError):
-                # The process may have no more threads: those that run, or else this one, do all of it.
+                # The process may have no more threads. The running ones, or else this one, do all the work.
                 break
             threads.append(thread)
         if not threads:
@@ -293,7 +320,7 @@ class _Recovery:
             try:
                 complete = self._segments.read(segment, offset, [page]) == PAGE
             except OSError as error:
-                # What passes must not turn blocks into free slots: recovery ends here, and what was not read stays
+                # An error that may pass must not turn blocks into free slots. End the recovery; the slots not read stay
                 # unseen.
                 if store_error(error, "").temporary:
                     raise store_error(error, f"cannot read headers in {self._segments.directory}") from error
@@ -301,15 +328,17 @@ class _Recovery:
             header = parse_header(start) if complete else CorruptReason.LENGTH
             headers.append(None if isinstance(header, CorruptReason) else header)
         if unreadable is not None and self._lines.admit():
-            logger.warning("%s: headers cannot be read, the last because: %s", self._segments.directory, unreadable)
+            logger.warning("%s: headers cannot be read; the last error: %s", self._segments.directory, unreadable)
         return headers
 
 
 class _Found:
-    """What headers say, sorted out: of two blocks with one key the later written one counts, the other slot is free.
+    """The blocks found in headers.
 
-    ``checkpoint``: blocks that were written before it wait until :meth:`confirm` and :meth:`settle` say what the
-    checkpoint knows of them.
+    Of two blocks with one key, the later written one counts; the other slot is free.
+
+    Args:
+        checkpoint: Blocks written before this checkpoint wait for :meth:`confirm` and :meth:`settle` (default: none).
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
@@ -324,7 +353,10 @@ class _Found:
         self._seen = 0
 
     def add(self, slots: Rows, headers: Sequence[FrameHeader | None], fingerprint: bytes) -> None:
-        """The ``headers`` in ``slots`` (fewer if the scan was told to stop, and then nothing counts)."""
+        """Add the ``headers`` of ``slots``.
+
+        Nothing is added if there are fewer headers, because the scan was stopped.
+        """
         if len(headers) < len(slots):
             return
         self.slots += len(slots)
@@ -350,17 +382,20 @@ class _Found:
             self._free.append(other)
 
     def confirm(self, slot: int, key: bytes) -> bool:
-        """Whether ``slot`` holds the block of ``key`` that the checkpoint says it holds; it is the checkpoint's then."""
+        """Return True if ``slot`` holds the block of ``key``, as the checkpoint says.
+
+        The checkpoint's entry counts then.
+        """
         if self._old.get(slot, (None, 0))[0] != key:
             return False
         del self._old[slot]
         return True
 
     def settle(self, changed: NDArray[np.bool_]) -> None:
-        """Sort out old blocks that the checkpoint does not name where they are.
+        """Sort out old blocks at whose slots the checkpoint does not name them.
 
-        It had given them up, and their slots are free; but not in slots that it has for other blocks, nor in
-        ``changed`` segments: those hold what somebody has put there.
+        The tier had dropped these blocks, so their slots are free. Two cases are different, because another process put
+        the blocks there: slots that the checkpoint names for other blocks, and slots in ``changed`` segments.
         """
         named = set(self._named[np.isin(self._named, np.fromiter(self._old, np.int64, len(self._old)))].tolist())
         for slot, (key, sequence) in self._old.items():
@@ -371,8 +406,8 @@ class _Found:
         self._old.clear()
 
     def batches(self) -> Iterator[RecoveredBatch]:
-        """All that was added and not taken out, the block written last coming last."""
-        # Headers say when a block was written, not when it was used: the later, the more recent.
+        """Yield all blocks that were added and not confirmed. The block written last comes last."""
+        # Headers have the order of writes, not of uses. A later write stands for a more recent use.
         ordered = sorted(self._mine.items(), key=lambda item: item[1])
         yield RecoveredBatch(
             free=np.array(self._free, np.int64),
@@ -396,7 +431,7 @@ def _in_pieces(free: Rows) -> Iterator[RecoveredBatch]:
 
 
 def _within(slots: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which of ``slots`` are inside ``mask`` and set there."""
+    """Return a mask of the ``slots`` that are set in ``mask``; slots beyond its end are not."""
     inside = slots < len(mask)
     inside[inside] = mask[slots[inside]]
     return inside

@@ -1,4 +1,4 @@
-"""The segment files: open descriptors, reads and writes of runs of slots, and files made ahead of need."""
+"""The segment files: reads and writes of runs of slots, open descriptors, and creation ahead of need."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from tiers.local.syncs import SyncLedger
 logger = logging.getLogger("kv_tiering.local")
 
 MAX_OPEN = 256
-"""Segments whose descriptors are kept; the others are opened for each call (a few microseconds)."""
+"""Segments whose descriptors stay open.
+
+Others are opened for each call, which takes a few microseconds.
+"""
 
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Buffers that one vectored call may have."""
 
 FILL_BYTES = 4 << 20
-"""One piece of what is written ahead."""
+"""Bytes of one piece when a new segment is written ahead."""
 
 _DROP_AFTER = 64 << 20
 
@@ -38,17 +41,26 @@ _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What became of the file of a segment: its number, device and inode as they were, and the reason, for people."""
+    """The damage of one segment's file."""
 
     number: int
+    """Number of the segment."""
     identity: tuple[int, int]
+    """Device and inode of the file before the damage."""
     reason: str
+    """The damage as text for people; continues a sentence that begins with the file's name."""
 
 
 class Segments:
-    """The segment files of one directory and shape.  Reads and writes may come from any thread; they raise :class:`OSError`.
+    """The segment files of one directory and shape.
 
-    ``read_only``: on a medium that takes no writes.
+    Reads and writes may come from any thread. Methods raise :class:`OSError`.
+
+    Args:
+        directory: The tier's directory.
+        geometry: The shape of the segments.
+        files: File operations to use.
+        read_only: The file system takes no writes (default: False).
     """
 
     def __init__(self, directory: Path, geometry: Geometry, files: Files, *, read_only: bool = False) -> None:
@@ -56,7 +68,10 @@ class Segments:
         self.geometry = geometry
         self.read_only = read_only
         self.direct = False
-        """With O_DIRECT; otherwise through the page cache, which is dropped behind."""
+        """True with O_DIRECT. The default is False.
+
+        Without it, calls use the page cache and drop their pages afterwards.
+        """
         self.files = files
         self._lock = threading.Lock()
         self._room = threading.Lock()
@@ -64,7 +79,7 @@ class Segments:
         """Device and inode of each segment in use."""
         self._fds: dict[int, int] = {}
         self._unsynced: dict[int, list[tuple[int, int]]] = {}
-        """Offset and length of what was written to each segment through the page cache since its last sync."""
+        """Offset and length of the writes through the page cache to each segment since its last sync."""
         self._suspects: deque[tuple[int, int, int]] = deque()
         self._ledgers: dict[int, SyncLedger] = {}
         self._unreserved = False
@@ -88,7 +103,7 @@ class Segments:
             return
         passing = self._open(segment, self._flags, refused=reading)
         if passing is None:
-            # The file system was made read-only since this tier was opened: what it holds can be read all the same.
+            # The file system was made read-only since this tier was opened. Its blocks can still be read.
             passing = self._open(segment, os.O_RDONLY | self._flags & os.O_DIRECT)
         try:
             yield passing
@@ -102,9 +117,10 @@ class Segments:
     def _open(self, segment: int, flags: int, *, refused: bool) -> int | None: ...
 
     def _open(self, segment: int, flags: int, *, refused: bool = False) -> int | None:
-        """A descriptor of ``segment``; None if ``refused`` is true and the file system is read-only.
+        """Return a descriptor of ``segment``; None if ``refused`` is True and the file system is read-only.
 
-        Raises :class:`OSError`, with ENOENT if another file is in the segment's place.
+        Raises:
+            OSError: The file cannot be opened; with ENOENT if another file is in the segment's place.
         """
         path = self.directory / self.geometry.segment_name(segment)
         try:
@@ -116,11 +132,11 @@ class Segments:
         found = os.fstat(fd)
         if self._identities.get(segment) != (found.st_dev, found.st_ino):
             self.files.close(fd)
-            raise OSError(errno.ENOENT, "the segment is not the file that it was", str(path))
+            raise OSError(errno.ENOENT, "the segment's file was replaced by another file", str(path))
         return fd
 
     def close(self) -> None:
-        """Close all descriptors; no call is running."""
+        """Close all descriptors. No call may be running."""
         while self._fds:
             self.files.close(self._fds.popitem()[1])
 
@@ -133,12 +149,15 @@ class Segments:
         with self._descriptor(segment) as fd:
             written = self._move(self.files.pwritev, fd, list(buffers), offset)
             if written < sum(map(len, buffers)):
-                raise OSError(errno.EIO, "nothing more could be written")
+                raise OSError(errno.EIO, "only a part of the bytes could be written")
             if not self.direct:
                 self._drop_behind(segment, fd, offset, written)
 
     def read(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers``, whole pages, from ``offset`` on; fewer bytes than they have only at the end of the file."""
+        """Fill ``buffers``, whole pages, from ``offset`` on, and return the bytes read.
+
+        The result is less than the buffers' length only at the end of the file.
+        """
         with self._descriptor(segment, reading=True) as fd:
             done = self._move(self.files.preadv, fd, list(buffers), offset)
             if not self.direct:
@@ -146,23 +165,29 @@ class Segments:
             return done
 
     def sync(self, segment: int) -> None:
-        """Wait until what was written to ``segment`` is on the device.  Whose writes that covers is for :meth:`ledger` to say."""
+        """Wait until the writes to ``segment`` are on the device.
+
+        :meth:`ledger` decides which writes that covers.
+        """
         with self._descriptor(segment) as fd:
             self.files.fdatasync(fd)
 
     def forget_cached(self, segment: int, offset: int, length: int) -> None:
-        """Let the next read of a range come from the device."""
+        """Make the next read of a range come from the device."""
         if not self.direct:
             with self._descriptor(segment) as fd:
                 self.files.drop_cached(fd, offset, length)
 
     def ledger(self, segment: int) -> SyncLedger:
-        """Who has synced ``segment``, and how that ended."""
+        """Return the record of the syncs of ``segment``."""
         ledger = self._ledgers.get(segment)
         return ledger if ledger is not None else self._ledgers.setdefault(segment, SyncLedger())
 
     def _move(self, call: _Vectored, fd: int, buffers: list[memoryview], offset: int) -> int:
-        """Repeat ``call`` until all is moved or nothing moves; bytes moved.  A short call is taken up at the page it stopped in."""
+        """Repeat ``call`` until everything is moved or nothing moves, and return the bytes moved.
+
+        With O_DIRECT, a short call is continued at the start of the page in which it stopped.
+        """
         total = sum(map(len, buffers))
         done = call(fd, buffers, offset)
         if done == total:
@@ -176,10 +201,12 @@ class Segments:
         return done
 
     def _drop_behind(self, segment: int, fd: int, offset: int, count: int) -> None:
-        """Keep written pages from filling the page cache: only clean ones can be dropped, so write them out first.
+        """Keep written pages from filling the page cache.
 
-        Raises :class:`OSError` if that fails: all that was written since the last time is suspect then
-        (:meth:`take_suspects`).
+        Only clean pages can be dropped, so the pages are synced first.
+
+        Raises:
+            OSError: The sync failed. All writes since the last sync are suspect then (:meth:`take_suspects`).
         """
         with self._lock:
             written = self._unsynced.setdefault(segment, [])
@@ -195,7 +222,7 @@ class Segments:
         self.files.drop_cached(fd, 0, 0)
 
     def take_suspects(self) -> list[int]:
-        """Slots that were written through the page cache and may not have reached the device, each once."""
+        """Return the slots that were written through the page cache and may not be on the device, each once."""
         slots: list[int] = []
         while self._suspects:
             segment, offset, length = self._suspects.popleft()
@@ -206,7 +233,11 @@ class Segments:
     # ------------------------------------------------------------------------------------------------ files on the disk
 
     def adopt(self) -> list[int]:
-        """Take into use the complete segments that are there and that the capacity allows; their numbers."""
+        """Take the complete segments within the capacity into use.
+
+        Returns:
+            The numbers of all segments in use.
+        """
         for entry in _entries(self.directory):
             number = self.geometry.segment_number(entry.name)
             if number is None or number >= self.geometry.max_segments:
@@ -216,15 +247,18 @@ class Segments:
             if damage is None:
                 self._identities[number] = (found.st_dev, found.st_ino)
             else:
-                logger.warning("%s: %s %s and is not used; what it held is lost", self.directory, entry.name, damage)
+                logger.warning("%s: %s %s and is not used; its blocks are lost", self.directory, entry.name, damage)
         return self.existing()
 
     def existing(self) -> list[int]:
-        """The numbers of the segments in use."""
+        """Return the numbers of the segments in use."""
         return sorted(self._identities)
 
     def inspect(self) -> tuple[Damage, ...]:
-        """Segments in use that are no longer the files that they were.  They stay in use until :meth:`disown`."""
+        """Return the damage of segments in use whose files have changed.
+
+        They stay in use until :meth:`disown`.
+        """
         damaged: list[Damage] = []
         for number, identity in list(self._identities.items()):
             try:
@@ -239,9 +273,9 @@ class Segments:
         return tuple(damaged)
 
     def disown(self, damage: Damage) -> bool:
-        """Take a damaged segment out of use; False if that was done before.
+        """Take a damaged segment out of use. Return False if that was done before.
 
-        Its descriptor stays open until :meth:`create` or :meth:`close`: calls may be running.
+        Its descriptor stays open until :meth:`create` or :meth:`close`, because calls may be running.
         """
         with self._lock:
             if self._identities.get(damage.number) != damage.identity:
@@ -250,7 +284,7 @@ class Segments:
             return True
 
     def _repair(self, number: int, found: os.stat_result) -> str | None:
-        """What is wrong with segment ``number``; None if nothing is, or not any more."""
+        """Return the damage of segment ``number`` as text; None if there is none, or if it is repaired now."""
         if not stat.S_ISREG(found.st_mode):
             return "is not a regular file"
         if found.st_uid != os.geteuid():
@@ -259,7 +293,7 @@ class Segments:
         if found.st_size < size:
             return f"was cut to {found.st_size} of its {size} bytes"
         if found.st_size > size:
-            logger.warning("%s: %s was extended; it is cut to its %d bytes again", self.directory, path.name, size)
+            logger.warning("%s: %s was extended; it is truncated to its %d bytes", self.directory, path.name, size)
             fd = self.files.open(path, os.O_RDWR)
             try:
                 self.files.truncate(fd, size)
@@ -268,7 +302,10 @@ class Segments:
         return None
 
     def modified(self) -> dict[int, tuple[int, int]]:
-        """Inode of each segment in use, and when it was last written (nanoseconds since 1970); without those that are gone."""
+        """Return inode and time of the last write (nanoseconds since 1970) of each segment in use.
+
+        Segments whose files are gone are left out.
+        """
         states: dict[int, tuple[int, int]] = {}
         for number in self.existing():
             with contextlib.suppress(FileNotFoundError):
@@ -277,7 +314,11 @@ class Segments:
         return states
 
     def next_number(self, taken: Collection[int]) -> int | None:
-        """The lowest number that a new segment may have; None if the capacity allows no more.  ``taken``: numbers not to use."""
+        """Return the lowest number for a new segment; None if the capacity allows no more segments.
+
+        Args:
+            taken: Numbers not to use.
+        """
         for number in range(self.geometry.max_segments):
             if number in self._identities or number in taken:
                 continue
@@ -286,7 +327,10 @@ class Segments:
         return None
 
     def strangers(self) -> list[Path]:
-        """Files with the names of segments that are not in use: to be deleted when room is needed, oldest first."""
+        """Return the files with names of segments that are not in use, oldest first.
+
+        They are deleted when room is needed.
+        """
         mine = {self.geometry.segment_name(number) for number in self._identities}
         found: list[tuple[float, Path]] = []
         for entry in _entries(self.directory):
@@ -296,21 +340,24 @@ class Segments:
         return [path for _, path in sorted(found)]
 
     def make_room(self, capacity: int, needed: int) -> bool:
-        """Delete strangers until ``needed`` more bytes keep the directory within ``capacity``; whether they do.
+        """Delete strangers until ``needed`` more bytes fit into ``capacity``. Return True if they fit.
 
-        One caller at a time: what one of them deletes the other must not count.
+        One caller at a time: files that one caller deletes must not be counted by another.
         """
         with self._room:
             return self.delete_strangers(used_bytes(self.directory) + needed - capacity)
 
     def trim(self, capacity: int) -> None:
-        """Delete strangers until the segments alone are within ``capacity``: without a look at the other files, which may be many."""
+        """Delete strangers until the segments alone are within ``capacity``.
+
+        Other files are not counted, because there may be very many.
+        """
         used = len(self._identities) * self.geometry.segment_bytes
         used += sum(self.files.status(stranger).st_blocks * 512 for stranger in self.strangers())
         self.delete_strangers(used - capacity)
 
     def delete_strangers(self, excess: int) -> bool:
-        """Delete strangers of ``excess`` bytes or more; False if there are not so many."""
+        """Delete strangers of at least ``excess`` bytes. Return False if there are too few."""
         if excess <= 0:
             return True
         for stranger in self.strangers():
@@ -328,15 +375,22 @@ class Segments:
         return False
 
     def remove_leftovers(self) -> None:
-        """Delete what an interrupted process left half made."""
+        """Delete the incomplete files of an interrupted process."""
         for entry in _entries(self.directory):
             if entry.name.endswith(FRESH) and not entry.is_dir(follow_symlinks=False):
                 self.files.unlink(Path(entry.path))
 
     def create(self, segment: int, pace: Pace) -> None:
-        """Make ``segment``: reserved, and written once as far as ``pace`` says (the first write to an extent is slow).
+        """Create ``segment``: its space is reserved, and ``pace`` limits how much of it is written once.
 
-        The file has its name only when it is whole.  Raises :class:`OSError`, with nothing left behind.
+        The first write to an extent is slow, so it is done ahead. The file gets its name only when it is complete.
+
+        Args:
+            segment: Number of the new segment.
+            pace: Speed and amount of the writes.
+
+        Raises:
+            OSError: The file cannot be created. Nothing is left behind.
         """
         final = self.directory / self.geometry.segment_name(segment)
         fresh = final.with_name(final.name + FRESH)
@@ -359,7 +413,7 @@ class Segments:
 
     def _put_in_place(self, segment: int, fresh: Path, final: Path, identity: tuple[int, int]) -> None:
         if os.path.lexists(final):
-            logger.warning("%s: %s, which is not in use, gives way to a new segment", self.directory, final.name)
+            logger.warning("%s: %s, which is not in use, is replaced by a new segment", self.directory, final.name)
         self.files.rename(fresh, final)
         with self._lock:
             self._identities[segment] = identity
@@ -368,7 +422,10 @@ class Segments:
             self.files.close(before)
 
     def _reserve(self, fd: int, pace: Pace) -> None:
-        """Give the new file its bytes: reserved, and written as far as ``pace`` says; written wholly where nothing can be reserved."""
+        """Reserve the new file's space, and write as much of it as ``pace`` allows.
+
+        On file systems that reserve no space, the whole file is written.
+        """
         try:
             self.files.allocate(fd, self.geometry.segment_bytes)
         except OSError as error:
@@ -377,7 +434,8 @@ class Segments:
             if not self._unreserved:
                 self._unreserved = True
                 logger.warning(
-                    "%s: the file system reserves no space (fallocate); segments are written first", self.directory
+                    "%s: the file system reserves no space (fallocate); segments are written as a whole first",
+                    self.directory,
                 )
             self._fill(fd, pace, wholly=True)
         else:
@@ -395,13 +453,13 @@ class Segments:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """What is in ``directory``, without a look at each."""
+    """Yield the entries of ``directory`` without a look at each file."""
     with os.scandir(directory) as entries:
         yield from entries
 
 
 def _tail(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:
-    """``buffers`` without their first ``skip`` bytes."""
+    """Return ``buffers`` without their first ``skip`` bytes."""
     tail: list[memoryview] = []
     for buffer in buffers:
         if skip < len(buffer):
@@ -411,9 +469,11 @@ def _tail(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:
 
 
 class Pace:
-    """How fast a segment is written ahead: it takes at most ``share`` of the time, and stops when it is needed at once.
+    """The speed at which a new segment is written ahead.
 
-    ``pieces``: how many pieces are written at most (None: all).
+    Args:
+        share: Largest share of the time that writing may take (default: 0.5).
+        pieces: Pieces written at most (default: all).
     """
 
     def __init__(self, share: float = 0.5, pieces: int | None = None) -> None:
@@ -421,11 +481,11 @@ class Pace:
         self._pieces = pieces
         self._hurry = threading.Event()
         self.abandoned = False
-        """Nobody needs the segment any more."""
+        """True if the segment is not needed any more."""
         self._began: float | None = None
 
     def proceed(self) -> bool:
-        """Wait for one's turn before the next piece; False: leave the rest unwritten."""
+        """Wait until the next piece may be written. Return False if the rest stays unwritten."""
         if self._pieces is not None:
             self._pieces -= 1
             if self._pieces < 0:
@@ -436,10 +496,13 @@ class Pace:
         return not self._hurry.is_set()
 
     def hurry(self) -> None:
-        """The segment is needed now, written or not."""
+        """End the writing ahead, because the segment is needed now."""
         self._hurry.set()
 
     def abandon(self) -> None:
-        """The segment is not needed any more: a file that could not be reserved is not written to its end."""
+        """End the creation, because the segment is not needed any more.
+
+        A file whose space could not be reserved is not written to its end then.
+        """
         self.abandoned = True
         self._hurry.set()

@@ -1,7 +1,8 @@
 """The block store of the local tier: slots in segment files.
 
-A slot number is a block's place.  Header and row go in one vectored call straight between the primary row and the file;
-neighbouring slots go together.  A put is atomic because a torn one does not pass the frame's checksum.
+A block's place is its slot number. Header and row move in one vectored call between the primary row and the file,
+without a copy; neighbouring slots move together. A put is atomic, because a torn write does not pass the frame's
+checksum.
 """
 
 from __future__ import annotations
@@ -44,27 +45,32 @@ _DOCUMENT_BYTES = 1 << 20
 _PATTERN = 0x5A
 _COUNTED_AT_ONCE = 10_000
 _FIRST_BYTES = 256 << 20
-"""How much of a new directory is written before the tier serves."""
+"""Bytes of a new directory that are written before the tier serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """How the directory differs from what is open.
-
-    ``damaged``: segments that are no longer the files that they were.  ``moved``: why the directory as a whole
-    is not this store's any more; None if it is.  ``kept``: nothing is lost all the same.
-    """
+    """The differences between the directory and the open store."""
 
     damaged: tuple[Damage, ...] = ()
+    """Segments whose files have changed."""
     moved: str | None = None
+    """Reason why the directory as a whole is not this store's any more; None if it is."""
     kept: bool = False
+    """True if no block is lost although ``moved`` has a reason."""
 
 
 class LocalStore(BlockStore):
-    """Slots in segment files in ``directory``, which this process owns from :meth:`open` to :meth:`close`.
+    """Slots in segment files of a directory, which this process owns from :meth:`open` to :meth:`close`.
 
-    ``capacity``: bytes of everything in the directory.  ``durable``: a put is reported when it would survive a loss of
-    power; without it, when it survives the death of the process.  ``direct``: try O_DIRECT.
+    Args:
+        directory: The directory.
+        geometry: The shape of the segments.
+        capacity: Bytes of everything in the directory.
+        durable: A put ends when the block would survive a loss of power; without it, the death of the process (default:
+            False).
+        direct: Use O_DIRECT if the file system takes it (default: True).
+        files: Other file operations, for tests (default: the operating system's).
     """
 
     medium = "DISK"
@@ -87,15 +93,15 @@ class LocalStore(BlockStore):
         self.durable = durable
         self.files = files or Files()
         self.remembered = Remembered()
-        """What was there at :meth:`open`."""
+        """State of the directory at :meth:`open`."""
         self.fresh: list[int] = []
-        """Segments that :meth:`open` made."""
+        """Segments that :meth:`open` created."""
         self.bad_slots: bytes | None = None
-        """The document of bad slots as it was at :meth:`open`; None if there is none."""
+        """The document of bad slots as it was at :meth:`open`; None if there was none."""
         self._try_direct = direct
         self._warned_of_mode = False
         self._mount: Path | None = None
-        """Where the disk is mounted: in its absence the directory is not made again on the disk below."""
+        """Mount point of the disk. While it is not mounted, the directory is not created on the disk below."""
         self._lock = DirectoryLock(directory)
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
@@ -104,14 +110,14 @@ class LocalStore(BlockStore):
 
     @property
     def segments(self) -> Segments:
-        """The segment files.  Raises :class:`PermanentStoreError` unless the store is open."""
+        """The segment files. Raises :class:`PermanentStoreError` unless the store is open."""
         if self._segments is None:
             raise PermanentStoreError(f"{self.directory} is not open")
         return self._segments
 
     @property
     def marks(self) -> WrittenMarks:
-        """The marks of written segments.  Raises :class:`PermanentStoreError` unless the store is open."""
+        """The marks of written segments. Raises :class:`PermanentStoreError` unless the store is open."""
         if self._marks is None:
             raise PermanentStoreError(f"{self.directory} is not open")
         return self._marks
@@ -147,19 +153,19 @@ class LocalStore(BlockStore):
             raise
 
     def _compare_with_disk(self) -> None:
-        """Warn of a capacity that the file system can never hold: the tier fills the disk and stops growing there."""
+        """Warn of a capacity that the file system can never hold. The tier grows until the disk is full then."""
         size = self.files.size_of_disk(self.directory)
         if size < self.capacity:
             logger.warning(
-                "%s: the capacity of %d bytes is above the %d bytes of its file system: the disk will be full before eviction begins; "
-                "lower the capacity, or use a larger disk",
+                "%s: the capacity of %d bytes is above the %d bytes of its file system: "
+                "the disk will be full before eviction begins; lower the capacity, or use a larger disk",
                 self.directory,
                 self.capacity,
                 size,
             )
 
     def _make_directory(self, path: Path) -> None:
-        """Make ``path`` and what is missing above it, durably and for the owner only."""
+        """Create ``path`` and the missing directories above it, durably and for the owner only."""
         if path.is_dir():
             return
         self._make_directory(path.parent)
@@ -169,7 +175,7 @@ class LocalStore(BlockStore):
     def _warn_of_others(self) -> None:
         if self._lock.read_only:
             logger.warning(
-                "%s: the file system is read-only; what is there is served, and nothing is stored", self.directory
+                "%s: the file system is read-only; its blocks are served, and none are stored", self.directory
             )
         mode = stat.S_IMODE(self.directory.stat().st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not self._warned_of_mode:
@@ -197,18 +203,21 @@ class LocalStore(BlockStore):
         self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
         self.remembered, self.fresh = remember(segments, self._marks), []
         if not self.remembered.segments:
-            # Very many other files are counted in the background, before a segment is added to these first ones.
+            # Very many other files are counted in the background later, before further segments are added.
             used = used_bytes_of_few(self.directory, _COUNTED_AT_ONCE) or 0
             if not segments.delete_strangers(used + self.geometry.segment_bytes - self.capacity):
                 raise OutOfSpaceError(
-                    f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes does not fit into "
-                    f"the capacity of {self.capacity} beside them; remove them, or raise the capacity"
+                    f"{self.directory} holds other files, and a first segment of {self.geometry.segment_bytes} bytes "
+                    f"does not fit into the capacity of {self.capacity} beside them; remove them, or raise the capacity"
                 )
             self.fresh = self._create_first(segments)
         self._segments = segments
 
     def _create_first(self, segments: Segments) -> list[int]:
-        """Enough segments to begin with: one at least, all of a small directory; the others are added later."""
+        """Create the first segments, at least one, and return their numbers.
+
+        A small directory gets all of its segments now; the others are added later.
+        """
         segment_bytes = self.geometry.segment_bytes
         pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
         created: list[int] = []
@@ -235,12 +244,16 @@ class LocalStore(BlockStore):
     def _no_first_segment(self) -> str:
         room = os.statvfs(self.directory)
         return (
-            f"cannot make a first segment of {self.geometry.segment_bytes} bytes in {self.directory}, where "
+            f"cannot create a first segment of {self.geometry.segment_bytes} bytes in {self.directory}, where "
             f"{room.f_bavail * room.f_frsize} bytes are free; free some, or lower segment_size or the capacity"
         )
 
     def inspect(self) -> Inspection:
-        """Compare what is open with what is in the directory.  Raises :class:`StoreError` if that cannot be told."""
+        """Compare the directory with the open store.
+
+        Raises:
+            StoreError: The directory cannot be inspected.
+        """
         segments = self.segments
         try:
             moved = self._lock.lost()
@@ -253,7 +266,15 @@ class LocalStore(BlockStore):
             raise store_error(error, f"cannot look into {self.directory}") from error
 
     def prepare(self, pace: Pace, taken: Collection[int] = ()) -> int | None:
-        """Make one more segment; its number (none of ``taken``), or None if the capacity is used up.  Raises :class:`StoreError`."""
+        """Create one more segment and return its number; None if the capacity is used up.
+
+        Args:
+            pace: Speed and amount of the writes ahead.
+            taken: Numbers not to use (default: none).
+
+        Raises:
+            StoreError: The segment cannot be created.
+        """
         segments = self.segments
         try:
             number = segments.next_number(taken)
@@ -267,7 +288,11 @@ class LocalStore(BlockStore):
         return number
 
     def tidy(self) -> None:
-        """Delete segments that nobody here can use until the directory is within the capacity.  Raises :class:`StoreError`."""
+        """Delete segments that this engine cannot use until the directory is within the capacity.
+
+        Raises:
+            StoreError: The files in the directory cannot be counted or deleted.
+        """
         try:
             if not self.segments.read_only:
                 self.segments.make_room(self.capacity, 0)
@@ -344,15 +369,22 @@ class LocalStore(BlockStore):
                 outcomes[position] = failure
 
     def take_suspects(self) -> list[int]:
-        """Slots that were written and reported, and whose write-back failed since: nobody can say which are on the device."""
+        """Return the slots that were reported as stored and whose write-back failed since.
+
+        Some of their blocks are not on the device, and the kernel does not report which.
+        """
         return [] if self._segments is None else self._segments.take_suspects()
 
     def exercise(self, slot: int) -> None:
-        """Write a pattern over all of ``slot``, which nobody uses, sync it and read it back.  Raises :class:`StoreError`."""
+        """Write a pattern over the whole unused ``slot``, sync it and read it back.
+
+        Raises:
+            StoreError: The slot failed its trial.
+        """
         segment, offset = self.geometry.locate(slot)
         memory = memoryview(mmap.mmap(-1, 2 * self.geometry.slot_bytes))
         written, back = memory[: self.geometry.slot_bytes], memory[self.geometry.slot_bytes :]
-        # The header's page stays zero: what is in the slot afterwards is no block.
+        # The header's page stays zero, so that the slot holds no valid block afterwards.
         np.frombuffer(written[PAGE:], np.uint8).fill(_PATTERN)
         segments = self.segments
         ledger = segments.ledger(segment)
@@ -366,7 +398,7 @@ class LocalStore(BlockStore):
         except OSError as error:
             raise store_error(error, f"slot {slot} failed its trial") from error
         if not complete or not np.array_equal(np.frombuffer(written, np.uint8), np.frombuffer(back, np.uint8)):
-            raise DeviceError(f"slot {slot} failed its trial: what was written to it did not come back")
+            raise DeviceError(f"slot {slot} failed its trial: the bytes read differ from the bytes written")
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.ABSENT] * len(blocks)
@@ -399,7 +431,10 @@ class LocalStore(BlockStore):
                 outcomes[position] = Done.DONE
 
     def _runs(self, blocks: Sequence[BlockIO], outcomes: list[Outcome]) -> list[list[int]]:
-        """Positions in groups of neighbouring slots; what has no valid place gets its outcome."""
+        """Return positions in ``blocks`` in groups of neighbouring slots.
+
+        Blocks without a valid place get their outcome here and are in no group.
+        """
         row_bytes = self.geometry.slot_bytes - PAGE
         per_segment = self.geometry.slots_per_segment
         valid: list[int] = []
@@ -446,7 +481,8 @@ class LocalStore(BlockStore):
         path = self._document(name)
         try:
             if not self._documents.is_dir():
-                # Somebody has removed it.  If the tier's directory is gone too, this fails: that is another matter.
+                # Another process has removed the directory of documents. If the tier's directory is gone too, this call
+                # fails.
                 self._documents.mkdir(mode=DIRECTORY_MODE)
                 self.files.sync_directory(self.directory)
             self.files.replace(path, [data])
@@ -468,7 +504,7 @@ class LocalStore(BlockStore):
             raise store_error(error, f"cannot remove {path}") from error
 
     def delete(self, places: Sequence[Place]) -> None:
-        """Nothing to do: a slot is free when no index names it."""
+        """Do nothing: a slot is free when no index names it."""
 
 
 def _slot(block: BlockIO) -> int:

@@ -20,7 +20,7 @@ class UnsyncedError(DeviceError):
 class SyncLedger:
     """The syncs of one file, one at a time. Any thread may call.
 
-    After a failed sync, every write since the last successful sync is suspect, on whichever thread it ran.
+    After a failed sync, every write since the last successful sync is suspect, on all threads.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The local tier: the generic tier with a slot index, kept over restarts.
+"""The local tier: a block tier with a slot index, kept over restarts.
 
-Beside moving blocks it does four things in the background: it recovers what the directory holds, it compares the
-directory with what is open, it adds segments ahead of need, and it writes checkpoints.  Each runs on the I/O side as a
-task; what it finds is merged into the index here, in bounded pieces per step.
+Besides moving blocks, the tier does four things in the background. It recovers the directory's blocks, compares the
+directory with the open store, adds segments ahead of need, and writes checkpoints. Each runs as a task on the I/O side.
+The results are merged into the index here, in bounded pieces per step.
 """
 
 from __future__ import annotations
@@ -42,27 +42,37 @@ SLICE_SLOTS = 32768
 """Slots copied for a checkpoint in one step."""
 
 INSPECT_SECONDS = 10.0
-"""How long after a look at the directory another one is taken, if blocks were stored meanwhile."""
+"""Seconds between two inspections of the directory while blocks are stored."""
 
 INSPECT_AT_ONCE_SECONDS = 1.0
-"""The same after a store that failed."""
+"""Seconds from an inspection to the next one after a failed store."""
 
 RETRY_CHECKPOINT_SECONDS = 30.0
-"""How long after a checkpoint that could not be written another one is begun, at most."""
+"""Seconds from a failed checkpoint to the next one, at most."""
 
 RETRY_SPACE_SECONDS = 60.0
-"""How long after the disk was full room is looked for again."""
+"""Seconds from a full disk to the next attempt to add a segment."""
 
 _LOG_PERIOD = 30.0
 
 OPEN_WAIT_SECONDS = 2.0
-"""How long opening waits for recovery, so that the first requests after a restart find what is there; it goes on after that."""
+"""Seconds that opening waits for recovery, at most.
+
+The first requests after a restart find their blocks then. Recovery continues after that time.
+"""
 
 
 class LocalTier(BlockTier):
-    """A tier of slots on a local disk.  See the package for what it guarantees.
+    """A tier of slots on a local disk. The package's docstring lists its guarantees.
 
-    Raises :class:`ConfigError` if ``options`` do not fit the model's blocks.  ``files``: other file operations (tests).
+    Args:
+        context: The framework's context of the tier.
+        options: The tier's options.
+        files: Other file operations, for tests (default: the operating system's).
+        io: Another I/O side, for tests (default: one of its own).
+
+    Raises:
+        ConfigError: ``options`` do not fit the model's blocks.
     """
 
     store: LocalStore
@@ -105,17 +115,20 @@ class LocalTier(BlockTier):
         )
         self._recovery_began = 0.0
         self._seen: set[int] = set()
-        """Segments whose slots the index has; a number that comes again is not added again."""
+        """Segments whose slots are in the index. A number that is returned again is not added again."""
         self._inspecting = False
         self._inspected_at = float("-inf")
         self._inspect_due = float("inf")
         self._inspection_lines = RateLimit(_LOG_PERIOD, context.clock)
         self._tidy_due = float("inf")
         self._starting_over = False
-        """The directory is not the one that was opened: it is opened again when nothing uses it any more."""
+        """True if another directory is in place of the opened one.
+
+        It is opened once the old one is not used any more.
+        """
         self._closing_store = False
         self._open_is_due = False
-        """The store has not been closed since."""
+        """True if the store was not closed since."""
         self._pace: Pace | None = None
         self._complete = False
         self._no_space_until = float("-inf")
@@ -127,16 +140,16 @@ class LocalTier(BlockTier):
 
     @property
     def recovering(self) -> bool:
-        """Whether slots are still unseen because their content is not known yet."""
+        """True while slots are unseen because their content is not known yet."""
         return self._feed.active
 
     @property
     def checkpoint_pending(self) -> bool:
-        """Whether a checkpoint is being written, or is about to be."""
+        """True if a checkpoint is being written or about to be written."""
         return self._checkpointing or (self._changed and self.context.clock() >= self._checkpoint_due)
 
     def request_checkpoint(self) -> None:
-        """Write a checkpoint in the next steps rather than at the end of the interval."""
+        """Write a checkpoint in the next steps, without waiting for the end of the interval."""
         self._changed = True
         self._checkpoint_due = self.context.clock()
 
@@ -203,7 +216,10 @@ class LocalTier(BlockTier):
         self._bad_slots.add(places)
 
     def _suspect(self, places: Sequence[Place]) -> None:
-        """A sync failed: one of ``places`` is bad.  None of them counts as stored, and trials find out which it is."""
+        """Drop the blocks of ``places`` after a failed sync.
+
+        One of the slots is bad; trials find out which one.
+        """
         super().retire(places)
         self._bad_slots.add(places, suspect=True)
 
@@ -254,7 +270,7 @@ class LocalTier(BlockTier):
         return self._stop.is_set()
 
     def _recovered(self) -> None:
-        """Everything that the directory held is merged."""
+        """Note the end of recovery: all blocks of the directory are merged."""
         self._want_inspection(0.0)
         self._changed = self._changed or self._feed.scanned
         if self._changed:
@@ -271,7 +287,7 @@ class LocalTier(BlockTier):
     # --------------------------------------------------------------------------------------------------------- segments
 
     def _grow(self) -> None:
-        """See to it that there are slots that were written once, ahead of need."""
+        """Add a segment ahead of need, so that slots that were written once are free."""
         free = self.index.free
         if self._pace is not None:
             if not free:
@@ -314,7 +330,7 @@ class LocalTier(BlockTier):
         self.index.add_free(number * per_segment + np.arange(per_segment))
 
     def _tidy(self) -> None:
-        """See to it that the directory is within the capacity, in the background."""
+        """Bring the directory within the capacity, in the background."""
         self._tidy_due = float("inf")
         self.io.run(IoTask("tidy", self.store.tidy, self._tidied, background=True))
 
@@ -333,11 +349,11 @@ class LocalTier(BlockTier):
     # ------------------------------------------------------------------------------------------------------- inspection
 
     def _want_inspection(self, within: float) -> None:
-        """Look at the directory ``within`` seconds of the last look, or now if that is over."""
+        """Inspect the directory ``within`` seconds of the last inspection, or now if they have passed."""
         self._inspect_due = min(self._inspect_due, max(self.context.clock(), self._inspected_at + within))
 
     def _inspect(self) -> None:
-        """Compare the directory with what is open, unless that goes on."""
+        """Compare the directory with the open store, unless an inspection is running."""
         if self._inspecting:
             return
         self._inspecting = True
@@ -355,14 +371,14 @@ class LocalTier(BlockTier):
         if inspection.moved is not None:
             self._start_over(inspection.moved, kept=inspection.kept)
         if self._feed.active:
-            # Not all of a segment's slots have been seen: another look is taken when they have.
+            # Some slots of the damaged segments may be unseen. The directory is inspected again after recovery.
             return
         for damage in inspection.damaged:
             if self.store.segments.disown(damage):
                 self._lose_segment(damage)
 
     def _start_over(self, moved: str, *, kept: bool) -> None:
-        """Leave the directory as it was opened, and open what is in its place."""
+        """Leave the directory that was opened, and open the one in its place."""
         if self._starting_over:
             return
         self._starting_over = self._open_is_due = True
@@ -393,7 +409,7 @@ class LocalTier(BlockTier):
     def _store_closed(self, result: None, error: BaseException | None) -> None:
         self._closing_store = False
         if isinstance(error, TemporaryStoreError):
-            # No thread could be had to close it: it is still open, and is closed in one of the next steps.
+            # No thread was available for closing. The store is still open, and is closed in one of the next steps.
             return
         self._open_is_due = False
         if error is not None:
@@ -409,12 +425,13 @@ class LocalTier(BlockTier):
         self._complete = False
         self._changed = True
         if self._builder is not None:
-            # It has copied what is gone.
+            # The checkpoint's copy contains blocks that are gone.
             self._builder, self._checkpointing = None, False
         self.stats.blocks_lost += len(lost)
         self.announce_removed(lost)
         logger.error(
-            "tier %s: segment %s %s: its %d block(s) are lost, and it is replaced; nobody but this process may change files in %s",
+            "tier %s: segment %s %s: its %d block(s) are lost, and it is replaced; "
+            "no other process may change files in %s",
             self.name,
             self.store.geometry.segment_name(number),
             damage.reason,
@@ -459,7 +476,7 @@ class LocalTier(BlockTier):
         self.io.run(IoTask("checkpoint", begin, begun, background=True))
 
     def _copy_slice(self, builder: CheckpointBuilder) -> None:
-        """Copy the next slots; hand the copy over when it is complete."""
+        """Copy the next slots; after the last ones, write the checkpoint on the I/O side."""
         num_slots = self.store.geometry.num_slots
         builder.add(self.index.slice(builder.position, min(builder.position + SLICE_SLOTS, num_slots)))
         if builder.position < num_slots:
@@ -492,7 +509,10 @@ class LocalTier(BlockTier):
             logger.debug("tier %s: checkpoint of %d blocks", self.name, blocks)
 
     def _advance_checkpoint(self) -> bool:
-        """Push the checkpoint on, without sparing anybody (the end has come); True when it has ended."""
+        """Complete the checkpoint's copy at once, and return True when no checkpoint is being written.
+
+        It does not bound the time of a step. Used at the tier's shutdown only.
+        """
         while self._builder is not None:
             self._copy_slice(self._builder)
         return not self._checkpointing

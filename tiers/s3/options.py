@@ -44,16 +44,16 @@ class S3Options(TierOptions):
     prefix: str = ""
     """Begins every object's name, followed by a "/" (default: empty). Several stacks can share a bucket."""
     endpoint_url: str | None = None
-    """``http(s)://host[:port]`` of a service that is not AWS (default:
+    """``http(s)://host[:port]`` of a service that is not AWS.
 
-    AWS_ENDPOINT_URL_S3 of the environment, else AWS).
+    The default is AWS_ENDPOINT_URL_S3 of the environment, else AWS.
     """
     region: str | None = None
     """The service's region (default: that of the profile or the environment, else us-east-1)."""
     path_style: bool | None = None
-    """Use ``endpoint/bucket/name`` instead of ``bucket.endpoint/name`` (default:
+    """Use ``endpoint/bucket/name`` instead of ``bucket.endpoint/name``.
 
-    True if there is an endpoint).
+    The default is True if there is an endpoint.
     """
     profile: str | None = None
     """A profile of the AWS configuration files (default: boto3's choice)."""

@@ -26,7 +26,7 @@ def test_a_second_owner_is_told_who_holds_the_directory_and_what_to_do(tmp_path:
     with pytest.raises(PermanentStoreError) as refused:
         DirectoryLock(tmp_path).acquire()
     assert f"process {os.getpid()} on " in str(refused.value)
-    assert "another tier of this process has opened it" in str(refused.value)
+    assert "another tier of this process opened it" in str(refused.value)
     assert "path" in str(refused.value)
     first.release()
     second = DirectoryLock(tmp_path)

@@ -118,7 +118,7 @@ def test_segments_that_somebody_changed_are_read_again_though_nobody_marked_them
     with opened(tmp_path, segment_size="128KiB") as rig:
         assert rig.held(K[:20]) == K[:20]
         assert rig.load(K[:20]) == K[:20]
-    assert "are not the files that the checkpoint knew" in caplog.text
+    assert "are not the files in the checkpoint" in caplog.text
 
 
 def test_blocks_of_a_segment_that_is_gone_are_counted_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
