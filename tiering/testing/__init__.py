@@ -1,1 +1,1 @@
-"""What is shipped for testing: the conformance suite, faults, a fake clock."""
+"""Test support for tiers: the conformance suites, stores and devices with faults, and a fake clock."""

@@ -1,4 +1,4 @@
-"""Time for tests: a clock that moves when it is told to, and waiting for what other threads do."""
+"""Time for tests: a clock that moves on command, and waiting for other threads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Callable
 
 
 class FakeClock:
-    """Monotonic seconds that pass only when told.  Call it for the time; pass :meth:`sleep` where something sleeps.
+    """A clock of monotonic seconds that pass only on command. Any thread may use it.
 
-    ``slept`` are the lengths of all sleeps.  Any thread may use it.
+    Call the object for the time; pass :meth:`sleep` to code that sleeps.
+
+    Args:
+        now: The first time, in seconds (default: 1000).
     """
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now
         self._lock = threading.Lock()
         self.slept: list[float] = []
+        """Lengths of all sleeps, in seconds."""
 
     def __call__(self) -> float:
         return self._now
@@ -27,14 +31,22 @@ class FakeClock:
             self._now += seconds
 
     def sleep(self, seconds: float) -> None:
-        """Sleep: the time passes, and the caller goes on at once."""
+        """Let ``seconds`` pass, record them as a sleep, and return at once."""
         with self._lock:
             self._now += seconds
             self.slept.append(seconds)
 
 
 def until(predicate: Callable[[], object], timeout: float = 10.0) -> bool:
-    """Wait until ``predicate()`` holds, which another thread brings about; whether it did within ``timeout`` seconds of real time."""
+    """Wait until ``predicate()`` holds, which another thread must bring about.
+
+    Args:
+        predicate: The condition.
+        timeout: Seconds of real time to wait at most (default: 10).
+
+    Returns:
+        True if the condition held in time.
+    """
     end = time.monotonic() + timeout
     pause = threading.Event()
     while not predicate():

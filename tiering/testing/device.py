@@ -1,4 +1,4 @@
-"""Devices that fail: one that loses what was not synced, one that fails on command, and one with bad sectors."""
+"""Devices that fail: one loses writes that were not synced, one fails on command, one has bad sectors."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Overwritten:
-    """A page that was written and not synced, and what it held before (None: it was beyond the end of the file)."""
+    """A page that was written and not synced, and its content before."""
 
     path: Path
     offset: int
     before: bytes | None
+    """The bytes before the write; None if the page was beyond the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A change of a directory that was not synced: ``path`` had this content before (None: it was not there)."""
+    """A change of a directory that was not synced."""
 
     path: Path
     before: bytes | None
+    """Content of ``path`` before the change; None if there was no file."""
     moved_from: Path | None = None
+    """Source of a rename; None for other changes."""
 
 
 class UnsyncedDevice(Files):
-    """Real files whose unsynced changes :meth:`lose_power` undoes, as a device with a volatile cache would lose them.
+    """Real files that lose unsynced changes at :meth:`lose_power`, as a device with a volatile cache does.
 
-    Of the pages written since the file's last ``fdatasync`` a random choice survives; so does a random leading part of
-    the changes (creations, renames, removals) made in a directory since it was synced, in their order.  ``dropped``
-    counts what was undone.
+    A random choice of the pages written since the file's last ``fdatasync`` survives. So does a random leading part of
+    the changes (creations, renames, removals) made in a directory since its last sync, in their order.
+
+    Args:
+        seed: Seed of the random choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,6 +53,7 @@ class UnsyncedDevice(Files):
         self._pages: list[_Overwritten] = []
         self._entries: list[_Entry] = []
         self.dropped = 0
+        """Number of changes that were undone."""
 
     # ------------------------------------------------------------------------------------------------------- operations
 
@@ -103,7 +109,7 @@ class UnsyncedDevice(Files):
     # --------------------------------------------------------------------------------------------------- the power goes
 
     def lose_power(self) -> None:
-        """Undo what was not synced.  Nothing may be using the files."""
+        """Undo a random part of the unsynced changes. No thread may be using the files."""
         with self._lock:
             for page in reversed(self._pages):
                 if self._rng.random() < 0.5 and page.path.exists():
@@ -134,18 +140,20 @@ class UnsyncedDevice(Files):
 
 
 class FaultyDevice(Files):
-    """Real files that fail on command.
-
-    ``fail``: called before each operation with its name and path; it raises the :class:`OSError` that the operation
-    shall fail with. ``limit``: most bytes that one read or write moves (0: no limit).  ``direct``: whether files can be
-    opened with O_DIRECT. ``calls``: (operation, path) of all that were tried.
-    """
+    """Real files that fail on command."""
 
     def __init__(self) -> None:
         self.fail: Callable[[str, Path], None] = lambda operation, path: None
+        """Called before each operation with its name and path.
+
+        An :class:`OSError` that it raises fails the operation.
+        """
         self.limit = 0
+        """Bytes that one read or write moves at most (default: 0, no limit)."""
         self.direct = True
+        """True if files can be opened with O_DIRECT (default: True)."""
         self.calls: list[tuple[str, Path]] = []
+        """(operation, path) of every operation that was tried."""
         self._paths: dict[int, Path] = {}
 
     def open(self, path: Path, flags: int) -> int:
@@ -198,7 +206,7 @@ class FaultyDevice(Files):
 
 @dataclass(frozen=True, slots=True)
 class _BadRange:
-    """Bytes [start, stop) of a file that cannot be read, or not be written."""
+    """Bytes [start, stop) of a file that cannot be read or not be written."""
 
     path: Path
     start: int
@@ -210,9 +218,9 @@ class _BadRange:
 class BadSectorDevice(FaultyDevice):
     """Real files with bad sectors that stay bad until :meth:`heal`.
 
-    Direct reads and writes of a bad range fail with EIO.  A write through the page cache succeeds; its data is lost
-    when the page is written back (:meth:`write_back`, or a sync), and Linux tells so once per open descriptor: to the
-    next ``fdatasync`` on each.
+    Direct reads and writes of a bad range fail with EIO. A write through the page cache succeeds, but its data is lost
+    when the page is written back (:meth:`write_back`, or a sync). As in Linux, the next ``fdatasync`` on each open
+    descriptor then fails once.
     """
 
     def __init__(self) -> None:
@@ -222,17 +230,25 @@ class BadSectorDevice(FaultyDevice):
         self._doomed: set[Path] = set()
         """Files with written pages that cannot be written back."""
         self._errors: dict[Path, int] = {}
-        """How many failed write-backs each file has had ..."""
+        """Number of failed write-backs of each file."""
         self._told: dict[int, int] = {}
-        """... and of how many each descriptor has been told."""
+        """Number of failed write-backs that each descriptor has reported."""
         self._state = threading.Lock()
 
     def damage(self, path: Path, start: int, length: int, *, reads: bool = True, writes: bool = True) -> None:
-        """Make ``length`` bytes of ``path`` from ``start`` on bad, for reads, writes or both (default)."""
+        """Make a range of a file bad.
+
+        Args:
+            path: The file.
+            start: First bad byte.
+            length: Number of bad bytes.
+            reads: Reads of the range fail (default: True).
+            writes: Writes to the range fail (default: True).
+        """
         self._ranges.append(_BadRange(path, start, start + length, reads, writes))
 
     def heal(self) -> None:
-        """No sector is bad any more, as after the device has put others in their places."""
+        """Make every sector good again, as a device that remaps them does."""
         self._ranges.clear()
 
     def write_back(self) -> None:

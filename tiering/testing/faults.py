@@ -1,4 +1,4 @@
-"""Media for tests: one that lives in a dictionary, the same with faults, and damage done to files behind a store's back."""
+"""Stores for tests: one in a dictionary, the same with faults, and damage to a store's files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan
 
 
 class DictStore(BlockStore):
-    """Frames in a dictionary, place → bytes of header and payload.  Tests read and alter ``frames`` at will.
+    """A store whose frames are in a dictionary, which tests may read and change.
 
-    ``calls``: ("put" or "get", places) of each batch, in order.  Checks that what it is given is what the contract
-    says.
+    It raises :class:`PermanentStoreError` if buffers break the contract of stores.
+
+    Args:
+        header_bytes: Bytes of a header (default: 128).
+        alignment: Required alignment of buffers, in bytes (default: 1).
     """
 
     medium: ClassVar[str] = "MEMORY"
@@ -27,8 +30,11 @@ class DictStore(BlockStore):
         self.header_bytes = header_bytes
         self.alignment = alignment
         self.frames: dict[Place, bytearray] = {}
+        """Header and payload of each block, by place."""
         self.documents: dict[str, bytes] = {}
+        """The documents, by name."""
         self.calls: list[tuple[str, tuple[Place, ...]]] = []
+        """("put" or "get", places) of each batch, in order."""
         self._lock = threading.Lock()
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
@@ -102,7 +108,14 @@ class VariableDictStore(DictStore):
 
 
 class FaultyStore(ChaosLayer):
-    """A :class:`DictStore` with faults; ``medium_store`` is the dictionary underneath."""
+    """A :class:`DictStore` with faults.
+
+    Args:
+        seed: Seed of the random faults (default: 0).
+        plan: The faults and their probabilities (default: none).
+        sleep: Called for delays (default: a real sleep).
+        medium_store: The store underneath (default: a new one).
+    """
 
     def __init__(
         self,
@@ -113,6 +126,7 @@ class FaultyStore(ChaosLayer):
         medium_store: DictStore | None = None,
     ) -> None:
         self.medium_store = DictStore() if medium_store is None else medium_store
+        """The store underneath, without faults."""
         super().__init__(self.medium_store, seed=seed, plan=plan, sleep=sleep)
 
 
@@ -126,7 +140,7 @@ def flip_bit(path: Path, bit: int) -> None:
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
-    """Write ``data`` over what a file holds at ``offset``, in place."""
+    """Write ``data`` into a file at ``offset``, in place."""
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(data)

@@ -1,4 +1,7 @@
-"""Framed blocks in aligned memory, as the I/O side hands them to a store; for tests that call a store directly."""
+"""Framed blocks in aligned memory, for tests that call a store directly.
+
+The blocks are like those that the I/O side hands to a store.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,34 @@ __all__ = [
 ]
 
 FINGERPRINT = bytes(range(16))
-"""The namespace of these blocks."""
+"""Fingerprint of the namespace of these blocks."""
 
 
 def key_of(number: int, group: int = 0) -> bytes:
-    """A key of a 32-byte hash and a group, different for each ``number``."""
+    """Return a key of a 32-byte hash and a group, different for each ``number``."""
     return xxh3_128_digest(number.to_bytes(8, "big")) * 2 + group.to_bytes(4, "big")
 
 
 def random_bytes(size: int, seed: int) -> NDArray[np.uint8]:
-    """``size`` bytes that depend on ``seed`` only."""
+    """Return ``size`` bytes that depend on ``seed`` only."""
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 def aligned(size: int) -> memoryview:
-    """``size`` zeroed bytes that start on a page boundary."""
+    """Return ``size`` zeroed bytes that start on a page boundary."""
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 
 def block_to_put(store: BlockStore, place: Place, size: int, *, number: int = 0, version: int = 0) -> BlockIO:
-    """Block ``number`` with ``size`` payload bytes, ready to be put; its content depends on ``number`` and ``version``."""
+    """Return a block that is ready to be put.
+
+    Args:
+        store: The store, which determines the header's size.
+        place: The block's place.
+        size: Bytes of the payload.
+        number: Determines the key and the content (default: 0).
+        version: Determines the content, together with ``number`` (default: 0).
+    """
     payload = aligned(size)
     np.copyto(np.frombuffer(payload, np.uint8), random_bytes(size, number * 1000 + version))
     header = aligned(store.header_bytes)
@@ -60,7 +71,14 @@ def block_to_put(store: BlockStore, place: Place, size: int, *, number: int = 0,
 
 
 def block_to_get(store: BlockStore, place: Place, size: int, *, number: int = 0) -> BlockIO:
-    """Buffers for block ``number`` of ``size`` bytes, filled with what no block has in it."""
+    """Return buffers for a get of a block, filled with bytes that no block contains.
+
+    Args:
+        store: The store, which determines the header's size.
+        place: The block's place.
+        size: Bytes of the payload.
+        number: Number of the expected block (default: 0).
+    """
     header, payload = aligned(store.header_bytes), aligned(size)
     np.frombuffer(header, np.uint8).fill(0xA5)
     np.frombuffer(payload, np.uint8).fill(0x5A)
@@ -68,12 +86,18 @@ def block_to_get(store: BlockStore, place: Place, size: int, *, number: int = 0)
 
 
 def frame_bytes(block: BlockIO) -> bytes:
-    """What of ``block`` lands on a medium."""
+    """Return the bytes of ``block`` on a medium: header and payload."""
     return bytes(block.header) + bytes(block.payload)
 
 
 def is_verified(store: BlockStore, block: BlockIO, outcome: Outcome) -> bool:
-    """Whether a get brought ``block``; False if it is a miss: absent, an error, or bytes that the frame refuses."""
+    """Return True if a get returned ``block`` intact. Absent blocks, errors and damaged bytes are misses.
+
+    Args:
+        store: The store.
+        block: The block with the buffers of the get.
+        outcome: Outcome of the get.
+    """
     if outcome is not Done.DONE:
         return False
     if store.variable_size and block.filled != len(block.payload):

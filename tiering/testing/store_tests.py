@@ -1,12 +1,13 @@
-"""The conformance suite of block stores: what :mod:`tiering.block_store` promises, checked against the medium itself.
+"""The conformance suite of block stores: the guarantees of :mod:`tiering.block_store`.
 
-Subclass :class:`BlockStoreTests` in a test module of pytest, say how to make a store, and how to reach its medium without it::
+The suite checks a store against its medium. Subclass :class:`BlockStoreTests` in a pytest module, make the store there,
+and reach its medium without the store::
 
-    class TestMyStore(BlockStoreTests):
-        @pytest.fixture(autouse=True)
-        def _medium(self, tmp_path): self.path = tmp_path
-        def make_store(self): return MyStore(self.path)
-        def raw_read(self, place): ...
+   class TestMyStore(BlockStoreTests):
+       @pytest.fixture(autouse=True)
+       def _medium(self, tmp_path): self.path = tmp_path
+       def make_store(self): return MyStore(self.path)
+       def raw_read(self, place): ...
 """
 
 from __future__ import annotations
@@ -27,41 +28,49 @@ DOCUMENT = "conformance-1.json"
 
 
 class BlockStoreTests(ABC):
-    """What MUST hold of every store.
+    """The tests that every store must pass.
 
     The store is never checked against itself: :meth:`raw_read`, :meth:`raw_write` and :meth:`raw_delete` reach the
-    medium by other means.  ``block_bytes``: the largest payload.  ``shared``: the medium is shared with others (names,
-    probe, delete, reclaim); otherwise its places are slots.  ``persistent``: what was stored is there after the store
-    was closed and made again. ``documents``: whether it keeps them.
+    medium without it.
     """
 
     block_bytes: ClassVar[int] = 64 << 10
+    """Bytes of the largest payload (default: 64 KiB)."""
     shared: ClassVar[bool] = False
+    """True if several processes share the medium and places are names (default: False, places are slots).
+
+    Shared media are also tested for probe, delete and reclaim.
+    """
     persistent: ClassVar[bool] = True
+    """True if a store that is made later finds the blocks of a closed one (default: True)."""
     documents: ClassVar[bool] = True
+    """True if the store keeps documents (default: True)."""
 
     @abstractmethod
     def make_store(self) -> BlockStore:
-        """A store on this test's medium, not open; when called again, on the same medium."""
+        """Return a store that is not open. All calls in one test return stores on the same medium."""
 
     @abstractmethod
     def raw_read(self, place: Place) -> bytes | None:
-        """What the medium has at ``place``: the frame, header first (a slot may hold more after it); None if nothing."""
+        """Return the frame at ``place``, header first; None if there is none.
+
+        A slot may hold more bytes after it.
+        """
 
     @abstractmethod
     def raw_write(self, place: Place, data: bytes) -> None:
-        """Put ``data`` at ``place``, and nothing else there."""
+        """Replace the content of ``place`` by ``data``."""
 
     @abstractmethod
     def raw_delete(self, place: Place) -> None:
-        """Take away what is at ``place`` (wipe the slot)."""
+        """Remove the content of ``place``, or wipe the slot."""
 
     def place(self, number: int) -> Place:
-        """A place of its own for each number from 0 to 63."""
+        """Return a place of its own for each number from 0 to 63."""
         return f"conformance/{number:02x}/block-{number}" if self.shared else number
 
     def break_medium(self) -> Callable[[], None] | None:
-        """Make writes to the medium fail, and return what repairs it; None if this medium cannot fail."""
+        """Make writes to the medium fail, and return a function that repairs it; None if it cannot fail."""
         return None
 
     @pytest.fixture
@@ -117,7 +126,7 @@ class BlockStoreTests(ABC):
         assert frame_bytes(got) == frame_bytes(second)
 
     def _remove_if_put_is_conditional(self, store: BlockStore) -> None:
-        """Shared media may keep what is there already, since a name stands for one content: make room first."""
+        """Remove the block, because shared media may refuse to replace it: a name stands for one content."""
         if self.shared:
             self.raw_delete(self.place(0))
 

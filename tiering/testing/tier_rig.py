@@ -1,4 +1,7 @@
-"""A primary buffer and a secondary tier around it, for tests at the level of :class:`tiering.secondary.contract.SecondaryTierManager`."""
+"""A test rig: rows of a primary tier, and one secondary tier that stores and loads them.
+
+It calls the tier through :class:`tiering.secondary.contract.SecondaryTierManager`.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,33 @@ from tiering.secondary.contract import JobResult, SecondaryTierManager, TierCont
 from tiering.testing.frames import random_bytes
 
 REQUEST = ReqContext("conformance")
+"""The request in whose name all calls are made."""
 PATIENCE_SECONDS = 20.0
+"""Seconds that every wait may take at most."""
 
 
 def make_namespace(name: str, group_bytes: tuple[int, ...]) -> Namespace:
-    """The namespace of a model called ``name``."""
+    """Return the namespace of a model called ``name``.
+
+    Args:
+        name: The model's name.
+        group_bytes: Bytes of a block, per KV-cache group.
+    """
     return Namespace.build(ModelIdentity(name=name, weights="w1", dtype="bfloat16", layout="conformance"), group_bytes)
 
 
 class TierRig:
     """Rows, a tier, and jobs between them.
 
-    ``make_tier(context)`` is called once.  Blocks are stored from rows that hold bytes made of their keys, and loaded
-    into rows that hold something else.
+    Blocks are stored from rows whose bytes depend on the key, and loaded into rows with other bytes.
+
+    Args:
+        make_tier: Returns the tier for a context. Called once.
+        group_bytes: Bytes of a block, per KV-cache group.
+        model: Name of the model, which determines the namespace (default: "model-a").
+        num_rows: Number of rows (default: 64).
+        events: Events are enabled in the context (default: False).
+        revision: Revision of the weights in the context (default: none).
     """
 
     def __init__(
@@ -43,38 +60,47 @@ class TierRig:
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
+        """The rows, shape (num_rows, row bytes)."""
         self.group_bytes = group_bytes
+        """Bytes of a block, per KV-cache group."""
         namespace = make_namespace(model, group_bytes)
         self.context = TierContext(
             "conformance", self.rows.data, group_bytes, namespace, enable_events=events, revision=revision
         )
+        """The context that the tier was made with."""
         self.tier = make_tier(self.context)
+        """The tier under test."""
         self.results: list[JobResult] = []
+        """Results of all jobs so far."""
         self._jobs = 0
 
     def open(self) -> TierRig:
-        """Open the tier and wait until it stores blocks."""
+        """Open the tier, and return the rig once the tier stores blocks.
+
+        Raises:
+            TimeoutError: The tier does not serve in time.
+        """
         if not self.tier.open(time.monotonic() + PATIENCE_SECONDS):
             raise TimeoutError("the tier did not come into service")
         self.tier.on_new_request(REQUEST)
         return self
 
     def close(self) -> bool:
-        """Shut the tier down."""
+        """Shut the tier down, and return True if it ended in time."""
         return self.tier.shutdown(time.monotonic() + PATIENCE_SECONDS)
 
     def content(self, key: OffloadKey) -> bytes:
-        """What the block of ``key`` contains."""
+        """Return the content of the block of ``key``."""
         return random_bytes(self.size(key), int.from_bytes(key[:7], "big")).tobytes()
 
     def size(self, key: OffloadKey) -> int:
-        """Bytes of the block of ``key``."""
+        """Return the bytes of the block of ``key``."""
         return self.group_bytes[key[-1]]
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, keys: Sequence[OffloadKey], first_row: int = 0) -> int:
-        """Fill rows with the blocks of ``keys`` and submit them; returns the job's id."""
+        """Fill rows with the blocks of ``keys``, submit a store, and return the job's id."""
         rows = np.arange(first_row, first_row + len(keys))
         for row, key in zip(rows.tolist(), keys, strict=True):
             self.rows[row, : self.size(key)] = np.frombuffer(self.content(key), np.uint8)
@@ -83,7 +109,7 @@ class TierRig:
         return self._jobs
 
     def submit_load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> int:
-        """Wipe rows and submit a load of ``keys`` into them; returns the job's id."""
+        """Wipe rows, submit a load of ``keys`` into them, and return the job's id."""
         rows = np.arange(first_row, first_row + len(keys))
         self.rows[rows] = 0xEE
         self._jobs += 1
@@ -91,7 +117,11 @@ class TierRig:
         return self._jobs
 
     def wait(self, predicate: Callable[[], object]) -> None:
-        """Run steps until ``predicate()`` holds.  Raises :class:`TimeoutError`."""
+        """Run steps until ``predicate()`` holds.
+
+        Raises:
+            TimeoutError: The condition does not hold in time.
+        """
         end = time.monotonic() + PATIENCE_SECONDS
         while True:
             self.results += self.tier.get_finished()
@@ -99,7 +129,7 @@ class TierRig:
             if predicate():
                 return
             if time.monotonic() >= end:
-                raise TimeoutError("the tier did not get there in time")
+                raise TimeoutError("the condition did not hold in time")
             time.sleep(0.001)
 
     def result(self, job_id: int) -> JobResult:
@@ -109,11 +139,15 @@ class TierRig:
         return result
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store ``keys``; those that were."""
+        """Store ``keys``, and return those that were stored."""
         return self._succeeded(self.submit_store(keys), keys)
 
     def load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> list[OffloadKey]:
-        """Load ``keys``; those that arrived.  Raises :class:`AssertionError` if one of them arrived with other bytes."""
+        """Load ``keys``, and return those that were loaded.
+
+        Raises:
+            AssertionError: A block was loaded with other bytes than were stored.
+        """
         arrived = self._succeeded(self.submit_load(keys, first_row), keys)
         for row, key in enumerate(keys, start=first_row):
             if key in arrived and self.rows[row, : self.size(key)].tobytes() != self.content(key):
@@ -121,7 +155,7 @@ class TierRig:
         return arrived
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """How many leading ``keys`` are held, once the tier knows."""
+        """Return the number of leading ``keys`` that are held, once the tier knows."""
         answers = [self.tier.lookup_prefix(keys, REQUEST)]
 
         def decided() -> bool:
@@ -132,7 +166,7 @@ class TierRig:
         return answers[0].held
 
     def reports(self) -> Counter[int]:
-        """How often each job was reported."""
+        """Return the number of results of each job, by id."""
         return Counter(result.job_id for result in self.results)
 
     def _succeeded(self, job_id: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

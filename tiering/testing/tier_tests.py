@@ -1,4 +1,7 @@
-"""The conformance suite of secondary tiers: what :mod:`tiering.secondary.contract` promises, with the medium altered behind their back."""
+"""The conformance suite of secondary tiers.
+
+It tests the guarantees of :mod:`tiering.secondary.contract`, also while the medium is changed behind the tier's back.
+"""
 
 from __future__ import annotations
 
@@ -19,45 +22,49 @@ K = [key_of(number) for number in range(32)]
 
 
 class TierTests(ABC):
-    """What MUST hold of every tier.
+    """The tests that every tier must pass.
 
-    :meth:`make_tier` makes a tier on this test's medium, every time on the same; the raw methods reach that medium by
-    other means. ``persistent``: what was stored is found again by a tier made later.  ``shared``: several tiers use the
-    medium at the same time, so that a reset of one leaves the others theirs.  ``group_bytes``: bytes of a block per
-    group.
+    A subclass makes tiers in :meth:`make_tier`, all on this test's medium. Its raw methods reach that medium without
+    the tier.
     """
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
+    """Bytes of a block, per KV-cache group (default: 64 KiB and 16 KiB)."""
     persistent: ClassVar[bool] = True
+    """True if a tier that is made later finds the stored blocks (default: True)."""
     shared: ClassVar[bool] = False
+    """True if several tiers use the medium at the same time (default: False).
+
+    A reset of one of them leaves the others their blocks.
+    """
 
     @abstractmethod
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
-        """A tier, not open, with room for 32 blocks at least."""
+        """Return a tier that is not open, with room for at least 32 blocks."""
 
     @abstractmethod
     def raw_places(self) -> Sequence[Place]:
-        """Where the medium has blocks now, old and new."""
+        """Return the places at which the medium has blocks now, old and new."""
 
     @abstractmethod
     def raw_read(self, place: Place) -> bytes:
-        """The frame at ``place``, header first."""
+        """Return the frame at ``place``, header first."""
 
     @abstractmethod
     def raw_write(self, place: Place, data: bytes) -> None:
-        """Put ``data`` at ``place``, and nothing else there."""
+        """Replace the content of ``place`` by ``data``."""
 
     @abstractmethod
     def raw_delete(self, place: Place) -> None:
-        """Take away what is at ``place``."""
+        """Remove the content of ``place``."""
 
     def make_rig(self, model: str = "model-a") -> TierRig:
-        """A rig on this test's medium, not open."""
+        """Return a rig on this test's medium, not open."""
         return TierRig(self.make_tier, group_bytes=self.group_bytes, model=model)
 
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
-        """A tier in service."""
+        """A rig with an open tier."""
         rig = self.make_rig().open()
         yield rig
         rig.close()
@@ -167,7 +174,10 @@ class TierTests(ABC):
         assert rig.load(K[:4]) == K[2:4]
 
     def test_a_reset_holds_over_a_restart(self, rig: TierRig) -> None:
-        """Nor is what was stored after the reset served: only the process that was reset knows what computed it."""
+        """Blocks stored after the reset are not served either.
+
+        Only the process that was reset knows which weights computed them.
+        """
         if not self.shared:
             rig.store(K[:4])
         assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Waiting for a condition in a test, instead of for some time."""
+"""Waiting for a condition in a test, instead of for a fixed time."""
 
 from tiering.testing.clock import until
 
