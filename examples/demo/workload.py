@@ -1,4 +1,4 @@
-"""Who asks what: users who talk with the model about a document, in several turns, a few of them at a time."""
+"""The workload: users who talk with the model about a document, in several turns, a few of them at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.mini_engine import Engine, Output, Request, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the workload is.  Tokens, but for the counts."""
+    """The size of the workload, in tokens and counts."""
 
     documents: int = 8
     users: int = 10
@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """One user: who asks, and about which document."""
+    """One user and the document that the user asks about."""
 
     name: str
     document: Document
@@ -46,7 +46,7 @@ class Answered:
 
 
 class Workload:
-    """Builds the same conversations every time, in every process with the same interpreter."""
+    """The conversations, which are the same in every process with the same interpreter."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -70,11 +70,14 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """How many questions there are."""
+        """Number of questions."""
         return self.shape.users * self.shape.turns
 
     def play(self, engine: Engine, on_step: Callable[[], None]) -> Iterator[Answered]:
-        """Let all users ask; in each turn everybody comes once, in any order, ``at_once`` at the same time.  Yields answers as they come."""
+        """Let all users ask, and yield the answers as they come.
+
+        In each turn every user asks once, in any order, ``at_once`` of them at the same time.
+        """
         history = {user.name: list(user.opening) for user in self.users}
         for turn in range(self.shape.turns):
             coming = deque(random.Random(turn).sample(self.users, len(self.users)))

@@ -42,7 +42,10 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A request's result.  ``logit_digests`` has a hash of all logits behind each token.  Times in seconds, counts in tokens."""
+    """The result of a request; times are in seconds, counts in tokens.
+
+    ``logit_digests`` has a hash of all logits behind each token.
+    """
 
     request_id: str
     tokens: list[int]
@@ -138,7 +141,7 @@ class Engine:
         return True
 
     def load_weights(self, seed: int) -> bool:
-        """Go on with other weights: everything computed so far is forgotten, on all tiers.  True if every tier could promise that."""
+        """Load other weights and drop all KV on all tiers; return True if every tier has confirmed the reset."""
         self.worker.model.load_weights(seed)
         return self.reset()
 

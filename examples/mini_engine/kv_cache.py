@@ -26,7 +26,10 @@ class Block:
 
 
 class BlockPool:
-    """All blocks.  ``free`` holds those without users, the next to be reused first; named ones among them are the prefix cache."""
+    """All blocks of the GPU's pool.
+
+    ``free`` holds the blocks without users, the next to be reused first. Named blocks among them are the prefix cache.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.null = Block(0, users=1)
@@ -76,7 +79,10 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the GPU's cache holds of a request: ``tokens``, and for each group the blocks (null where a window has passed)."""
+    """The prefix of a request that the GPU's cache holds.
+
+    It has ``tokens``, and for each group the blocks (null where a window has passed).
+    """
 
     tokens: int
     blocks: tuple[list[Block], ...]
@@ -100,7 +106,10 @@ class _Tables:
 
 
 class KVCacheManager:
-    """Block tables of all requests, prefix caching and windows.  ``windows`` has one entry per group (None: full attention)."""
+    """The block tables of all requests, with prefix caching and windows.
+
+    ``windows`` has one entry per group; None means full attention.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, windows: Sequence[int | None], prefix_caching: bool = True
@@ -118,7 +127,7 @@ class KVCacheManager:
         return RequestBlocks(tables.blocks if tables else tuple([] for _ in self.windows))
 
     def can_ever_hold(self, tokens: int) -> bool:
-        """Whether a request of so many tokens fits into an otherwise empty pool."""
+        """Return True if a request of ``tokens`` tokens fits into an otherwise empty pool."""
         return -(-tokens // self.block_size) * len(self.windows) < self.num_blocks
 
     def find_prefix(self, request: Request) -> Prefix:
@@ -190,7 +199,7 @@ class KVCacheManager:
             self.pool.release([block for table in held.blocks for block in reversed(table)])
 
     def _full_hit(self, request: Request, limit: int) -> int:
-        """How many leading blocks every full-attention group has."""
+        """Return the number of leading blocks that every full-attention group has."""
         groups = [group for group, window in enumerate(self.windows) if window is None]
         for length in range(limit):
             if any((group, request.block_hashes[length]) not in self.pool.cached for group in groups):

@@ -138,7 +138,7 @@ class Transformer:
         self.head = matrix(config.hidden, config.vocabulary)
 
     def digest(self) -> str:
-        """What identifies the weights: a hash of the configuration and of every matrix."""
+        """Return a hash of the configuration and of every matrix, which identifies the weights."""
         state = hashlib.sha256(repr(asdict(self.config)).encode())
         matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         for matrix in (*matrices, self.embedding, self.head):
@@ -210,7 +210,10 @@ class Transformer:
         return turned[:, : config.heads], turned[:, config.heads :], value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """(tile, heads, dim) over (context, kv_heads, dim) → (tile, heads · dim); ``mask`` True hides a key from a query."""
+        """Attend (tile, heads, dim) over (context, kv_heads, dim), and return (tile, heads · dim).
+
+        True in ``mask`` hides a key from a query.
+        """
         config = self.config
         share = config.heads // config.kv_heads
         grouped = query.view(len(query), config.kv_heads, share, -1).permute(1, 2, 0, 3).flatten(1, 2)

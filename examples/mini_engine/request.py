@@ -20,11 +20,11 @@ def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class Status(enum.Enum):
-    """Where a request is on its way."""
+    """The state of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
-    """Its blocks are allocated and being filled from the tiers; it computes nothing meanwhile."""
+    """The request's blocks are allocated and being filled from the tiers; it computes no tokens meanwhile."""
     RUNNING = "running"
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -32,7 +32,7 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and what became of it.  Attributes that a connector reads have vLLM's names."""
+    """One prompt and its output. Attributes that a connector reads have vLLM's names."""
 
     request_id: str
     prompt: Sequence[int]
@@ -52,9 +52,9 @@ class Request:
     loaded_tokens: int = 0
     preemptions: int = 0
     load_start: int = 0
-    """Where the tokens being loaded begin; those before were in the GPU's cache."""
+    """First token that is being loaded; the tokens before it were in the GPU's cache."""
     discard_load: bool = False
-    """What is being loaded must not be used (the cache was reset meanwhile)."""
+    """True if the loaded KV must not be used, because the cache was reset meanwhile."""
     may_load: bool = True
     """False once a load has failed: the rest is computed."""
 

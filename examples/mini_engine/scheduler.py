@@ -63,7 +63,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOutput:
-    """What the worker half of the connector reported in a step."""
+    """The reports of the connector's worker half in a step."""
 
     finished_sending: Collection[str] | None = None
     finished_recving: Collection[str] | None = None
@@ -116,12 +116,16 @@ class Scheduler:
             self._finish(request, Status.ABORTED)
 
     def has_work(self) -> bool:
-        """Whether another step has something to do; true also while the connector's jobs are in flight."""
+        """Return True if another step has work, also while the connector's jobs are in flight."""
         busy = bool(self.requests or self._delayed or self._finished_ids)
         return busy or (self.connector is not None and self.connector.has_pending_work())
 
     def reset(self) -> bool:
-        """Nothing computed so far is used again: running requests start over, tiers are reset.  True if every tier could promise it."""
+        """Drop all KV: running requests start over, and tiers are reset.
+
+        Returns:
+            True if every tier has confirmed the reset.
+        """
         for request in reversed(self.running):
             self._preempt(request)
         self.running.clear()
@@ -246,7 +250,10 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, int, float]], connector_output: ConnectorOutput
     ) -> list[Request]:
-        """Take in what the step did; returns the requests that ended.  ``sampled``: token, digest of the logits, time."""
+        """Process the results of a step, and return the requests that ended.
+
+        ``sampled`` has the token, the digest of its logits and the time, by request id.
+        """
         self._handle_failed_loads(frozenset(connector_output.invalid_block_ids))
         ended: list[Request] = []
         for request_id in output.num_scheduled_tokens:
@@ -282,7 +289,7 @@ class Scheduler:
             self.kv.free(request)
 
     def _load_ended(self, request: Request) -> bool:
-        """Whether the load of ``request`` has ended; if so the request is ready to be scheduled with what arrived."""
+        """Return True if the load of ``request`` has ended; the request can then be scheduled with the loaded KV."""
         if request.request_id not in self._arrived:
             return False
         self._arrived.discard(request.request_id)

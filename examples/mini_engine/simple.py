@@ -136,7 +136,7 @@ class MirroredPool:
 
 
 class SimpleWorkerHalf(SimpleCPUOffloadWorker):
-    """The worker half; ``replace_loads`` lets a negative control put something else in the place of the load handler."""
+    """The worker half of the simple scheduler; ``replace_loads`` replaces the load handler, for negative controls."""
 
     replace_loads: ReplaceLoads | None = None
 

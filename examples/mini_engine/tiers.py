@@ -28,7 +28,7 @@ class Tiers:
     worker_half: OffloadingConnectorWorker
     block_bytes: tuple[int, ...]
     bytes_moved: dict[str, int] = field(default_factory=dict)
-    """What the copies really moved: "gpu_to_cpu" and "cpu_to_gpu", in bytes."""
+    """Bytes that the copies moved, under ``gpu_to_cpu`` and ``cpu_to_gpu``."""
 
     def collect(self, stats: Any) -> None:
         """Add up the connector's statistics of a step."""
@@ -59,7 +59,11 @@ def connect(
     max_batch_tokens: int,
     replace_loads: ReplaceLoads | None = None,
 ) -> Tiers:
-    """Open ``stack`` for the engine of ``worker``.  Raises :class:`tiering.errors.ConfigError` for a stack that cannot be."""
+    """Open ``stack`` for the engine of ``worker``.
+
+    Raises:
+        ConfigError: the stack is invalid.
+    """
     config, cache = worker.model.config, worker.cache
     groups = tuple(
         KVCacheGroup(
@@ -89,7 +93,7 @@ def connect(
 def describe(
     worker: Worker, groups: tuple[KVCacheGroup, ...], factor: int, block_bytes: tuple[int, ...]
 ) -> ModelIdentity:
-    """What the engine's KV is: everything that changes the bytes of a block, or their meaning."""
+    """Return the identity of the engine's KV: all parameters that change the bytes of a block, or their meaning."""
     config, cache = worker.model.config, worker.cache
     heads = f"{config.kv_heads} KV heads of {config.head_dim}"
     layout = KVLayout(
@@ -111,7 +115,7 @@ def describe(
 
 
 class _Spec(TieringOffloadingSpec):
-    """The stack's spec; ``replace_loads`` lets a negative control put something else in the place of the load handler."""
+    """The spec of the stack; ``replace_loads`` replaces the load handler, for negative controls."""
 
     def __init__(
         self, engine: EngineConfig, extra: Mapping[str, Any], model: ModelIdentity, replace_loads: ReplaceLoads | None
@@ -129,7 +133,7 @@ class _Spec(TieringOffloadingSpec):
 
 
 class CopyNothing(OffloadingHandler):
-    """Claims every load and moves nothing.  With it, whoever checks outputs must find that they are wrong."""
+    """A load handler that reports success and copies no bytes. A check of the outputs must then find wrong ones."""
 
     def __init__(self) -> None:
         self._claimed: list[TransferResult] = []

@@ -19,7 +19,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-        """The tokenizer of the ``vocabulary - 256`` most frequent words of ``texts``; the same texts give the same tokenizer."""
+        """Return the tokenizer of the ``vocabulary - 256`` most frequent words of ``texts``.
+
+        The same texts give the same tokenizer.
+        """
         counts = Counter(piece for text in texts for piece in _PIECE.findall(text))
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         return cls([word for word, _ in ranked[: vocabulary - _BYTES]])

@@ -44,9 +44,11 @@ class Worker:
     def execute(
         self, output: SchedulerOutput, requests: Mapping[str, Request], kv: KVCacheManager
     ) -> tuple[dict[str, tuple[int, int, float]], ConnectorOutput]:
-        """One step.  Returns, for each request that got a token, the token, a digest of its logits and the time, and what the connector reports.
+        """Run one step. A step without tokens leaves out the layers, but copies go on and are collected.
 
-        A step with no tokens does all but the layers: copies go on and are collected.
+        Returns:
+            For each request that got a token, the token, a digest of its logits and the time; and the connector's
+            report.
         """
         connector, metadata = self.connector, output.connector_metadata
         if connector is not None:
@@ -76,5 +78,5 @@ class Worker:
 
 
 def layer_name(layer: int) -> str:
-    """What ``layer`` is called in the connector and in the namespace."""
+    """Return the name of ``layer`` in the connector and in the namespace."""
     return f"layers.{layer}.attention"
