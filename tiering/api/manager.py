@@ -78,9 +78,12 @@ class OffloadingEvent:
 class OffloadingManager(ABC):
     """The index of offloaded blocks. Runs in the scheduler process, on the scheduler's thread.
 
-    No method blocks except :meth:`reset_cache` and :meth:`shutdown`, which block up to a deadline. The reference count
-    of a row is -1 while the row is written (neither readable nor evictable), 0 if it is readable and evictable, and n >
-    0 if n loads read it. Keys are unique within a call.
+    No method blocks except :meth:`reset_cache` and :meth:`shutdown`, which block up to a deadline. Keys are unique
+    within a call. A row has a reference count:
+
+    - -1: the row is being written, so it is neither readable nor evictable.
+    - 0: the row is readable and evictable.
+    - n > 0: n loads read the row, so it is not evictable.
     """
 
     @abstractmethod

@@ -27,8 +27,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     """A CPU cache of blocks.
 
     The class is a complete :class:`OffloadingManager` by itself. Under a tiering manager, all other tiers exchange
-    their blocks with the GPU through its rows. Claims (the loads and stores of a request) are kept per request, so a
-    completion that arrives after a reset frees exactly the rows of its own request.
+    their blocks with the GPU through its rows. Claims (the loads and stores of a request) are kept per request. A
+    completion that arrives after a reset thus frees exactly the rows of its own request.
 
     Args:
         buffer: the shared region, or a writable memoryview of shape (num_rows, row_stride_bytes), format "B".

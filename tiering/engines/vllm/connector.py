@@ -4,9 +4,9 @@
       "kv_connector_module_path": "tiering.engines.vllm", "kv_connector_extra_config": {"config": "stack.yaml"}}'
 
 vLLM builds one connector in each worker and one in the scheduler. They may live in different processes of one host:
-the CPU tier's rows are shared memory named after vLLM's engine id, unlinked as soon as all sides have mapped it. With
-``mode: simple`` in the stack, the halves are those of :mod:`tiering.simple`: each worker has its own CPU memory, and
-the scheduler half uses vLLM's block pool.
+the CPU tier's rows are shared memory named after vLLM's engine id. The name is unlinked as soon as all sides have
+mapped the memory. With ``mode: simple`` in the stack, the halves are those of :mod:`tiering.simple`. Each worker then
+has its own CPU memory, and the scheduler half uses vLLM's block pool.
 
 This is the only module that imports vLLM, 0.29 to 0.33. The import raises
 :class:`~tiering.engines.vllm.lookup.StartupError` if the installed vLLM has another connector interface. The import
