@@ -561,6 +561,22 @@ def test_after_a_reset_nothing_old_is_served_and_late_loads_are_worthless() -> N
     assert rig.stat("rows_quarantined") == 0
 
 
+def test_a_reset_of_the_primary_tier_alone_ends_the_promotions_into_it() -> None:
+    keys = make_keys(0, 2)
+    tier = FakeTier(held=set(keys))
+    rig = Rig(4, [tier])
+    rig.manager.match_prefix(keys, rig.ctx)
+    rig.step()
+    assert rig.manager.primary_tier.reset_cache()
+    tier.finish_all()
+    rig.step()
+    assert rig.stat("rows_free") == 4
+    rig.manager.match_prefix(keys, rig.ctx)
+    rig.step()
+    tier.finish_all()
+    assert rig.manager.match_prefix(keys, rig.ctx) == PrefixMatch(2, False)
+
+
 def test_rows_of_what_is_still_busy_at_a_reset_stay_quarantined_until_it_ends() -> None:
     tier = FakeTier()
     rig = Rig(2, [tier])

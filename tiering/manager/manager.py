@@ -104,6 +104,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
         self._owner = OwnerThread(enabled=one_thread)
         self.primary_tier = primary_tier
+        primary_tier.before_reset = self._end_promotions
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._table = primary_tier.table
         self._readable = self._table.readable
@@ -172,9 +173,13 @@ class TieringOffloadingManager(OffloadingManager):
         return Counter(filter(None, map(request.brought.get, keys)))
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         self.primary_tier.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         readable, rows = self._table.touch(keys)
         for state in self._tiers_of(req_context):
             if state.in_service:
@@ -218,6 +223,8 @@ class TieringOffloadingManager(OffloadingManager):
         return output
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
         if stored:
             self._refilled(rows)
@@ -296,6 +303,8 @@ class TieringOffloadingManager(OffloadingManager):
         return self._states if request is None else request.tiers
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         request = self._requests.get(req_context.req_id)
         if request is None or request.finished:
             return
@@ -435,12 +444,16 @@ class TieringOffloadingManager(OffloadingManager):
 
         Jobs that hang beyond their tier's deadline do not count: an idle engine need not step for them.
         """
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if self._promotions.queued:
             return True
         now = self._clock()
         return any(job.state.in_service and now < job.deadline for job in self._jobs.values())
 
     def take_events(self) -> list[OffloadingEvent]:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if not self._enable_events:
             return []
         events = self.primary_tier.take_events()
@@ -486,13 +499,6 @@ class TieringOffloadingManager(OffloadingManager):
         if revision is not None:
             revision_digest(revision)
         self._stats.resets += 1
-        self._promotions.drop_queued()
-        self._collect()
-        self._promotions.reset([job.promotion for job in self._jobs.values() if job.promotion is not None])
-        for request in self._requests.values():
-            request.refused.clear()
-            request.failed.clear()
-            request.asked.clear()
         self.primary_tier.reset_cache()
         if self._keep_secondary:
             return True
@@ -500,6 +506,16 @@ class TieringOffloadingManager(OffloadingManager):
         # The slowest tier comes first: shared media need no time, and leave their share to the disks.
         promised = [self._reset_tier(state, shares.next_deadline(), revision) for state in reversed(self._states)]
         return all(promised)
+
+    def _end_promotions(self) -> None:
+        """Let no promotion bring a block into the primary table, which is about to be emptied."""
+        self._promotions.drop_queued()
+        self._collect()
+        self._promotions.reset([job.promotion for job in self._jobs.values() if job.promotion is not None])
+        for request in self._requests.values():
+            request.refused.clear()
+            request.failed.clear()
+            request.asked.clear()
 
     def _reset_tier(self, state: TierState, deadline: float, revision: str | None) -> bool:
         if self._call(state, state.tier.reset, deadline, revision):
@@ -516,6 +532,8 @@ class TieringOffloadingManager(OffloadingManager):
         return False
 
     def shutdown(self) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if self._shut_down:
             return
         self._shut_down = True

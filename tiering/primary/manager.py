@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -55,6 +55,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """The table of rows. Only this class and the tiering manager use it."""
         self.ignored_completions = 0
         """Number of completed keys that were unknown, for example after a reset."""
+        self.before_reset: Callable[[], None] | None = None
+        """Function that :meth:`reset_cache` calls first; a tiering manager ends its promotions in it."""
         self._events: list[OffloadingEvent] = []
         self._enable_events = enable_events
         self._loads = Claims()
@@ -222,6 +224,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return events
 
     def reset_cache(self, revision: str | None = None) -> bool:
+        if self.before_reset is not None:
+            self.before_reset()
         forgotten = self.table.clear()
         if forgotten and self._enable_events:
             self._events.append(_event(forgotten, removed=True))
