@@ -36,6 +36,32 @@ def test_every_stored_block_is_offered_to_all_tiers_and_pinned_until_each_has_re
     assert rig.manager.prepare_store(make_keys(10), rig.ctx) is not None
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_a_key_that_is_named_twice_has_one_row_and_leaks_none(success: bool) -> None:
+    rig = Rig(4)
+    (key,) = make_keys(0)
+    output = rig.manager.prepare_store([key, key], rig.ctx)
+    assert output is not None
+    assert output.keys_to_store == [key]
+    assert len(output.store_spec.block_ids) == 1
+    rig.manager.complete_store([key, key], rig.ctx, success)
+    assert rig.manager.lookup(key, rig.ctx) is success
+    assert rig.stat("rows_free") == 4 - success
+
+
+def test_a_key_that_is_named_twice_is_promoted_once() -> None:
+    (key,) = make_keys(0)
+    tier = FakeTier(held={key})
+    rig = Rig(4, [tier])
+    assert rig.manager.match_prefix([key, key], rig.ctx).pending
+    rig.step()
+    (job,) = tier.loads
+    assert list(job.keys) == [key]
+    tier.finish_all()
+    assert rig.manager.match_prefix([key, key], rig.ctx) == PrefixMatch(2, False)
+    assert rig.stat("rows_free") == 3
+
+
 def test_a_failed_store_cascades_nothing() -> None:
     tier = FakeTier()
     rig = Rig(4, [tier])

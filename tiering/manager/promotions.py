@@ -124,7 +124,7 @@ class Promotions:
             request.refused.add(keys[max(count, 0)])
         if count <= 0:
             return 0
-        chosen = list(keys[:count])
+        chosen = list(dict.fromkeys(keys[:count]))  # a key that is named twice has one row
         taken = self._primary.allocate(chosen)
         if taken is None:
             request.refused.add(keys[0])
@@ -139,8 +139,8 @@ class Promotions:
         promotion.rows += rows.tolist()
         self._in_flight.update(dict.fromkeys(chosen, promotion))
         request.asked.update(chosen)
-        self.rows_promoting += count
-        state.loading_rows += count
+        self.rows_promoting += len(chosen)
+        state.loading_rows += len(chosen)
         return count
 
     # --------------------------------------------------------------------------------------------------------- run, end

@@ -143,6 +143,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         held = None
         if len(new) < len(keys):
             held = self._pin_held(keys)
+        if len(set(new)) < len(new):  # a key that is named twice has one row
+            new = list(dict.fromkeys(new))
         taken = self.allocate(new)
         if held is not None:
             self.table.unpin(held)
