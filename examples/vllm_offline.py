@@ -1,4 +1,4 @@
-"""vLLM offline with a stack of tiers: two questions about a long document, with vLLM's own cache emptied in between.
+"""vLLM offline with a stack of tiers: two questions, with vLLM's own cache emptied in between.
 
     KV_CPU_CAPACITY=4GiB KV_DISK_PATH=/var/tmp/kv KV_DISK_CAPACITY=16GiB \\
         python examples/vllm_offline.py org/model --stack configs/cpu-nvme.yaml

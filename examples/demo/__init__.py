@@ -1,1 +1,1 @@
-"""The demonstration: one workload on real text, in four acts and two negative controls; run it with ``make demo``."""
+"""The demonstration of ``make demo``: one workload on real text, four acts, two negative controls."""

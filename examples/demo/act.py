@@ -24,7 +24,7 @@ from examples.mini_engine.tiers import copy_nothing
 
 @dataclass(slots=True)
 class ActSettings:
-    """What an act's process is told.
+    """The arguments of an act's process.
 
     ``seen``: the file of block names that were computed before (read, and extended).  ``broken_loads``: loads copy
     nothing and claim success.  ``log``: where the act's log goes.

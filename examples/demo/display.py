@@ -1,4 +1,4 @@
-"""What one sees: live progress on a terminal, plain lines in a pipe, and a table at the end."""
+"""The output: live progress on a terminal, plain lines in a pipe, and a table at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEBI = 1024**2
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
-    """How far an act has come."""
+    """The progress of an act."""
 
     def update(self, sign: dict[str, Any]) -> None:
         """Take in one sign of progress of the act's process."""
@@ -92,7 +92,7 @@ class Display:
         print("(TTFT in seconds; tokens computed, computed again, and hit per tier; MiB moved)", flush=True)
 
     def checks(self, checks: list[Check]) -> None:
-        """What was claimed, and whether it held."""
+        """The claims and the results of their checks."""
         for check in checks:
             mark = "ok  " if check.held else "FAIL"
             if self._console is not None:

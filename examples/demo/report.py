@@ -1,4 +1,4 @@
-"""What an act leaves behind, and what the demonstration makes of it."""
+"""The results of an act, and their use in the demonstration's report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ActResult:
         return statistics.quantiles(self.ttft_s, n=100, method="inclusive")[round(share * 100) - 1]
 
     def same_as(self, other: ActResult) -> bool:
-        """Whether every token of every answer, and the logits behind it to the last bit, are the same."""
+        """Return True if every token of every answer, and the logits behind it to the last bit, are the same."""
         return bool(self.answers) and self.answers == other.answers and self.digests == other.digests
 
     def different_answers(self, other: ActResult) -> list[str]:
@@ -63,7 +63,7 @@ class ActResult:
         return cls(**json.loads(path.read_text()))
 
     def summary(self) -> dict[str, Any]:
-        """What the report says of this act."""
+        """Return the entry of this act in the report."""
         return {
             "name": self.name,
             "ttft_p50_s": self.ttft(0.50),

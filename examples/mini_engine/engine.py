@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine is built.
+    """The options of an engine.
 
     ``num_blocks`` GPU blocks of ``block_size`` tokens; ``kv_first``: layout of the KV tensors (see :class:`PagedKV`);
     ``stack``: a stack file or its content, None for no tiers; ``offload``: further extra configuration of the connector

@@ -1,4 +1,4 @@
-"""How the engine is connected to a stack of tiers: what it says about itself, and the two halves of the connector."""
+"""The engine's connection to a stack of tiers: its identity, and the two halves of the connector."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Job:
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """The manager of a primary tier and its secondary tiers: it cascades stores and promotes missing blocks.
+    """A manager of a primary and secondary tiers that cascades stored blocks and promotes missing ones.
 
     Without secondary tiers, the manager is a CPU cache. A tier that breaks its contract (it raises, or reports a job id
     that is not its own) is logged, counted and taken out of service; the engine goes on.
@@ -188,7 +188,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._tell_used(readable, rows, req_context)
 
     def _tell_used(self, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
-        """Report the use of readable ``keys``, so that a tier that lacks some can ask for them at the step's end."""
+        """Report the use of readable ``keys``; a tier that lacks some may ask for them at the step's end."""
         request = self._requests.get(ctx.req_id)
         if not self._states or (request is not None and not request.policy.store):
             return

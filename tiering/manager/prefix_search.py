@@ -141,7 +141,7 @@ class PrefixSearch:
     def _run_to_promote(
         self, state: TierState, request: Request, walk: _Walk, position: int, end: int
     ) -> list[OffloadKey]:
-        """Return the leading keys that one load should promote: held by the tier, and missing in the primary tier.
+        """Return the leading keys to promote by one load: the tier holds them, the primary tier does not.
 
         Args:
             state: the tier.

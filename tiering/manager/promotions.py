@@ -1,4 +1,4 @@
-"""Promotions: loads of blocks from secondary tiers into primary rows, for the requests that asked for them.
+"""Promotions: loads of blocks from secondary tiers into primary rows, on behalf of requests.
 
 A promotion takes its rows at once, so that a second request finds the block in flight. It is submitted at the end of
 the step, as one job per tier and request. The first request that asks owns the promotion; if that request finishes,
@@ -218,7 +218,7 @@ class Promotions:
                 request.asked.discard(key)
 
     def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
-        """Note that the tier failed to load ``keys``, so that the requests that asked do not ask it for them again."""
+        """Note that the tier failed to load ``keys``; its requests do not ask it for them again."""
         rank = promotion.state.rank
         promotion.owner.failed.setdefault(rank, set()).update(keys)
         for key in keys:
@@ -313,14 +313,14 @@ class Promotions:
         self._table.disown(promotion.keys, as_rows(promotion.rows))
 
     def leave(self, request: Request) -> None:
-        """End the reservations of a finished request; its queued promotions pass to other requests or are dropped."""
+        """End a finished request's reservations; its queued promotions pass to other requests or are dropped."""
         self.release(request)
         for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
             self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
 
     def _pass_on(self, promotion: Promotion) -> None:
-        """Give each key of a queued promotion to the first other request that asked for it and has not finished."""
+        """Give each key of a queued promotion to the first other unfinished request that asked for it."""
         heirs: dict[Request, list[int]] = {}
         dropped: list[int] = []
         for index, key in enumerate(promotion.keys):

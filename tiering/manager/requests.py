@@ -127,7 +127,7 @@ class Request:
     brought: dict[OffloadKey, str] = field(default_factory=dict)
     """Key → medium from which a block was promoted for the request."""
     decide_by: float | None = None
-    """Time until which tiers may leave the request's lookups undecided; None before the first undecided lookup."""
+    """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
 
     def may_wait(self, now: float, patience: float) -> bool:
         """Return True if an undecided lookup may stay undecided.

@@ -22,7 +22,7 @@ class ManagerStats:
     promotions_overdue: int = 0
     """Blocks whose promotion passed its tier's deadline."""
     promotions_dropped: int = 0
-    """Blocks whose promotion was dropped before it was submitted, because no request waited for it any more."""
+    """Blocks whose promotion was dropped before it was submitted: after a reset, or without a request."""
     promotions_adopted: int = 0
     """Blocks that arrived after their promotion was given up, and were kept."""
     reservations_expired: int = 0

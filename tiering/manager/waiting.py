@@ -20,7 +20,7 @@ from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
 
 LONGEST_SLEEP = 0.05
-"""Longest sleep between two steps, in seconds. Deadlines pass without an announcement, so the sleep is bounded."""
+"""Longest sleep between two steps, in seconds; deadlines pass without an announcement."""
 
 SILENT_SLEEP = 0.005
 """Longest sleep, in seconds, if at least one tier does not announce its finished jobs."""
@@ -59,7 +59,7 @@ async def wait_for_prefix_async(
 
 
 def wait_until_idle(manager: TieringOffloadingManager, timeout: float | None = 30.0) -> bool:
-    """Wait until no tier has a job of this manager left, e.g. until stored blocks are on the slower tiers too.
+    """Wait until no tier has a job of this manager left, e.g. until the slower tiers have all stores.
 
     Args:
         manager: the manager; its steps are ended on the caller's behalf.

@@ -184,7 +184,7 @@ class CPUBlockPool:
                 self._evictable[block] = key
 
     def refresh(self, keys: Iterable[OffloadKey]) -> None:
-        """Mark the evictable blocks of ``keys`` as recently used, the head of the prefix more recently than the tail.
+        """Mark evictable blocks of ``keys`` as recently used, the prefix's head more recently than its tail.
 
         Args:
             keys: names of a prefix's blocks, in their order; unknown names are ignored.

@@ -11,7 +11,7 @@ STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention
 """Kinds of groups that keep one state per sequence; only the last block of a prefix matters."""
 
 FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of groups in which every token reads all earlier tokens, so that all blocks of a prefix matter."""
+"""Kinds of groups in which every token reads all earlier tokens: all blocks of a prefix matter."""
 
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 """Kinds of groups in which a token reads the last ``sliding_window`` tokens."""

@@ -20,7 +20,7 @@ class Load:
     gpu_blocks: list[int]
     """GPU blocks to fill."""
     cpu_blocks: list[int]
-    """CPU blocks, co-indexed with ``gpu_blocks``; ``NOT_HELD`` for blocks that were evicted after the match."""
+    """CPU blocks, co-indexed with ``gpu_blocks``; ``NOT_HELD`` for blocks evicted after the match."""
     issued: bool = False
     """True if a step's metadata has carried the load to the workers."""
 

@@ -1,4 +1,4 @@
-"""The eager mode: every confirmed block is stored once, soon after it was computed, while its request runs."""
+"""The eager mode: every confirmed block is stored once, soon after it was computed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class EagerStores:
         Nearly all blocks have one owner, and need no set of their own.
         """
         self._places: dict[OffloadKey, int] = {}
-        """Name → the block's index, which is the same in all groups: a name covers all tokens before its block."""
+        """Name → the block's index, the same in all groups: a name covers all tokens before its block."""
         self._left_over: list[_LeftOver] = []
         self.restored = 0
         """Blocks that were offered again after an eviction."""
@@ -78,7 +78,7 @@ class EagerStores:
         """Blocks of finished requests that could not be stored any more."""
 
     def offers(self, state: RequestState, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """Return the new blocks of a request to store now; blocks that find no room are offered again next time.
+        """Return a request's new blocks to store now; blocks without room are offered again next time.
 
         Args:
             state: the request.
@@ -233,7 +233,7 @@ class EagerStores:
         blocks: Sequence[int],
         pool: GPUBlockPool,
     ) -> list[int]:
-        """Return ``blocks`` with the null block in place of every block that may not have its content any more.
+        """Return ``blocks`` with the null block in place of each block that may have lost its content.
 
         The engine takes back blocks that a window or a state has passed, and overwrites a running state in place. A
         block whose name in the engine's prefix cache is its key still has its content.

@@ -1,4 +1,4 @@
-"""The search for the longest prefix in the CPU pool, over full-attention, sliding-window and state-space groups."""
+"""The search for the longest prefix that the CPU pool holds, over KV-cache groups of all kinds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class GroupNeeds:
         self.window = 0 if self.is_full or self.is_state else (group.sliding_window or 0) + group.retained_tokens
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first block that the token after ``tokens`` tokens reads; earlier blocks are never read again."""
+        """Return the first block that the token after ``tokens`` tokens reads.
+
+        Earlier blocks are never read again.
+        """
         if self.is_full:
             return 0
         if self.is_state:

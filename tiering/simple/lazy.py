@@ -39,7 +39,7 @@ def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
 
 
 class LazyStores:
-    """A walk through the GPU's free queue from a cursor; all blocks before the cursor are free or offloaded.
+    """A walk through the GPU's free queue; all blocks before its cursor are free or offloaded.
 
     The cursor is a block of the queue. If the engine has used that block since, its place means nothing any more: it
     may be at the other end of the queue. The walk then starts over, which costs some lookups.
@@ -94,7 +94,7 @@ class LazyStores:
             self._offloaded.pop(block, None)
 
     def offers(self, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """Return the blocks to store now; the caller references each at once, so that it leaves the free queue.
+        """Return the blocks to store now; the caller must reference each at once, to take it off the queue.
 
         Args:
             pool: the engine's pool.

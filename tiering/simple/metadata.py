@@ -9,7 +9,7 @@ NO_EVENT = -1
 """Number of the load or store event of a step that has none."""
 
 NOT_HELD = -1
-"""Entry of ``load_cpu_blocks`` for a block that was evicted after the match; no copy fills its GPU block."""
+"""Entry of ``load_cpu_blocks`` for a block evicted after the match; no copy fills its GPU block."""
 
 
 @dataclass(slots=True)

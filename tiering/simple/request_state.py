@@ -40,7 +40,7 @@ class RequestState:
     next_store_at: int = 0
     """Number of confirmed tokens below which there is no new block to store."""
     found_tokens: int | None = None
-    """Tokens found in the engine's prefix cache by the last match; None if the present blocks came without a match."""
+    """Tokens in the engine's prefix cache at the last match; None if the blocks came without a match."""
     matched_at: int = 0
     """Computed tokens at the last match that found a hit."""
     touched: bool = False
@@ -52,7 +52,7 @@ class RequestState:
     allocated_at_step: int = -1
     """Step for which the request got its first blocks; -1: none."""
     scheduled: bool = False
-    """True if the request has computed tokens on its present blocks; before, another connector may load into them."""
+    """True if tokens were computed on the present blocks; before, another connector may load into them."""
     invalid_from: int | None = None
     """First token whose KV may not be stored; None: all KV may be stored.
 
@@ -91,7 +91,7 @@ class RequestState:
         return self.request.num_computed_tokens - int(getattr(self.request, "num_output_placeholders", 0))
 
     def extend_keys(self, hashes_per_block: Sequence[int]) -> None:
-        """Name the blocks whose hashes are new since the last call, and rename those whose tokens were replaced.
+        """Name the blocks whose hashes are new, and rename the blocks whose tokens were replaced.
 
         Args:
             hashes_per_block: number of hashes that make up a block, per group.

@@ -1,4 +1,4 @@
-"""The scheduler half: it matches prefixes, orders loads and stores, and holds references while copies run.
+"""The scheduler half of the simple mode: it matches prefixes and orders loads and stores.
 
 References keep the KV correct; the simple mode needs no fences. Every copy holds a reference on its GPU blocks and on
 its CPU blocks from the moment it is ordered until all workers have reported it. Neither pool hands out a block with
@@ -145,7 +145,7 @@ class SimpleCPUOffloadScheduler:
             self._admit(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond ``num_computed_tokens`` can be loaded: the longest hit without the last token.
+        """Return how many tokens beyond ``num_computed_tokens`` can be loaded; never the last token.
 
         A repeated call changes nothing.
 
@@ -416,7 +416,7 @@ class SimpleCPUOffloadScheduler:
         return [(gpu_blocks, cpu_blocks)]
 
     def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Keep the tokens and names that events need of blocks that are stored now, while their request is known."""
+        """Keep the tokens that events need of the blocks stored now, while their request is known."""
         self._events.record_stores(request, self._event_groups[group], indexes, keys)
 
     def _store_ended(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""The choice between the simple scheduler and the tiering mode, from the connector's extra configuration."""
+"""The choice between the simple and the tiering mode, from the connector's extra configuration."""
 
 from __future__ import annotations
 

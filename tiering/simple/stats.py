@@ -16,7 +16,7 @@ class SimpleCounters:
     hit_tokens: int = 0
     """Tokens whose load was ordered."""
     queried_blocks: int = 0
-    """Blocks of the first full-attention group that were looked up by the first match of a request that may load."""
+    """Blocks of the first full-attention group in the first matches of requests that may load."""
     hit_blocks: int = 0
     """Those of ``queried_blocks`` that the CPU pool held."""
     loaded_blocks: int = 0
@@ -28,7 +28,7 @@ class SimpleCounters:
     restored_blocks: int = 0
     """Blocks that were stored again because the CPU pool had evicted them while their request ran."""
     dropped_blocks: int = 0
-    """Blocks of finished requests whose GPU blocks were reused, or became suspects, before they could be stored."""
+    """Blocks of finished requests that were reused, or became suspects, before they could be stored."""
     evicted_blocks: int = 0
     """Blocks that the CPU pool has evicted."""
     failed_stores: int = 0

@@ -1,4 +1,4 @@
-"""The GPU blocks of each request, kept up to date through the engine's steps, and the KV that must not be stored."""
+"""The GPU blocks of each request through the engine's steps, and the KV that must not be stored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BlockTables:
         self._assign(state, block_ids)
 
     def given_up(self, state: RequestState) -> None:
-        """Take away the blocks of a request that ends or starts over; steps in flight may still fail to fill them."""
+        """Take a request's blocks when it ends or starts over; steps in flight may leave them unfilled."""
         self._suspects.give_up(state.tables, self._step)
         state.lose_blocks()
 

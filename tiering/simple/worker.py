@@ -1,4 +1,4 @@
-"""The worker half of the simple scheduler: one worker's CPU memory, and the copies between it and the KV cache.
+"""The worker half of the simple mode: one worker's CPU memory and its copies from and to the GPU.
 
 The engine calls it like :class:`tiering.connector.worker.OffloadingConnectorWorker`. Each block is copied whole, over
 all tensors, whatever its group. No other worker shares the memory. The loads of a step start with the step. Its stores
@@ -119,7 +119,7 @@ class SimpleCPUOffloadWorker(CopyReports):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Wait for running stores if a request was preempted, so that their blocks come back before the step begins."""
+        """Wait for running stores after a preemption, so that their blocks come back before the step begins."""
         if metadata.need_flush:
             self._worker.wait({2 * event for event in self._stores})
 
@@ -188,7 +188,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         return set(), received
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
-        """Return the store events collected since the last call, for the scheduler half; None if there are none."""
+        """Return the store events since the last call, for the scheduler half; None if there are none."""
         if not self._report.completed_store_events:
             return None
         report, self._report = self._report, SimpleCPUOffloadWorkerMetadata()
