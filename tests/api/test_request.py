@@ -10,6 +10,7 @@ import pytest
 
 from tests.connector.fakes import make_spec, prompt, run_prompt
 from tests.manager.fakes import FakeTier, Rig, make_keys
+from tiering.api import masking
 from tiering.api.namespace import ModelIdentity
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
@@ -122,3 +123,50 @@ def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
     rig.store(keys[:1], other)
     assert not [entry for entry in tier.log if entry[0] == "submit_store"]
     assert rig.manager.lookup(keys[1], rig.request("r3", tiers=["local"])) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"a\nERROR forged\x1b[31m": 1},
+        {"://" * 350_000: 1},
+        {"load": "://" * 350_000},
+        {"load": ["://" * 1000] * 1000},
+        {"tiers": {"://" * 350_000: 1}},
+        {"tiers": [["://" * 1000] * 1000]},
+        {"max_load_tokens": [[[["://" * 1000] * 10] * 10] * 10]},
+    ],
+)
+def test_the_text_of_a_request_makes_no_long_or_forged_log_line(
+    words: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    mask = masking.mask_text
+    monkeypatch.setattr(masking, "mask_text", lambda text: searched.append(len(text)) or mask(text))
+    stack = load_stack({"primary": {"capacity": 16 * PAGE}})
+    with open_manager(stack, 1000, MODEL) as manager:
+        searched.clear()
+        caplog.clear()
+        manager.on_new_request(ReqContext("r\nERROR forged\x1b[31m" + "x" * 1_000_000, {"kv_tiering": words}))
+    (record,) = (record for record in caplog.records if "kv_transfer_params" in record.message)
+    assert record.message.isprintable()
+    assert len(record.message) < 500
+    assert sum(searched) < 5000
+
+
+def test_a_log_line_of_any_length_is_masked_in_bounded_time_and_keeps_its_secrets(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    mask = masking.mask_text
+    monkeypatch.setattr(masking, "mask_text", lambda text: searched.append(len(text)) or mask(text))
+    masking.learn("password", "hunter2-hunter2")
+    logger = logging.getLogger("kv_tiering.long")
+    masking.guard_logs()
+    for begin in (0, masking._LONGEST_LINE - 5, masking._LONGEST_LINE + masking._LONGEST_SECRET - 5):
+        searched.clear()
+        caplog.clear()
+        logger.warning("%s", "x" * begin + "hunter2-hunter2" + "y" * 1_000_000)
+        (record,) = caplog.records
+        assert "hunter" not in record.message
+        assert len(record.message) <= max(searched) <= 30_000

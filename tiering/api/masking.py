@@ -10,7 +10,8 @@ import base64
 import logging
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from itertools import takewhile
 from pathlib import PurePath
 from urllib.parse import quote, unquote
 
@@ -21,6 +22,15 @@ MASK = "***"
 
 _MASKED = re.compile(r"\*{3}|\*{10}|.*://\*{3}@.*")
 _SHOWN = 60
+_READ = 4 * _SHOWN
+_PER_VALUE = 8  # characters that a value inside of a list or mapping counts for, besides its own
+"""Characters of a value that :func:`shown` looks at; the texts inside of a list or mapping share twice as many."""
+
+_LONGEST_LINE = 16_384
+"""Characters of a log record that are searched for secrets and logged; the rest is left out."""
+
+_LONGEST_SECRET = 4096
+"""Characters before the cut of a long log record that are left out too: a secret could begin there."""
 
 _SECRET_WORD = re.compile(
     r"secret|passw|pwd|token|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
@@ -114,13 +124,36 @@ def is_masked(text: str) -> bool:
 
 def shown(value: object) -> str:
     """Return ``value`` as error messages quote it: masked, on one line, and short."""
-    if isinstance(value, (str, bytes)):
-        value = value[: 4 * _SHOWN]
     try:
-        text = repr(masked("", value))
+        text = repr(masked("", _cut(value, [2 * _READ])))
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__} with a number of very many digits"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def shown_name(name: object) -> str:
+    """Return ``name``, such as a request's id, as messages show it: as it is if it is short and printable."""
+    return name if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN else shown(name)
+
+
+def _cut(value: object, left: list[int]) -> object:
+    """Return the beginning of a text or of nested plain data; values of other types are returned as they are.
+
+    Args:
+        value: the value.
+        left: one number, the characters that may still be read; each value takes its part.
+    """
+    left[0] -= _PER_VALUE
+    if isinstance(value, (str, bytes)):
+        text = value[: max(min(_READ, left[0]), 0)]
+        left[0] -= len(text)
+        return text
+    if isinstance(value, Mapping):
+        items = takewhile(lambda _: left[0] > 0, value.items())
+        return {_cut(key, left) if isinstance(key, str) else key: _cut(item, left) for key, item in items}
+    if isinstance(value, (list, tuple, Set)):
+        return [_cut(item, left) for item in takewhile(lambda _: left[0] > 0, value)]
+    return value
 
 
 # ------------------------------------------------------------------------------------------------------------- by value
@@ -174,21 +207,32 @@ def safe_cause(error: Exception) -> Exception | None:
     return None if shows_secret(error) else error
 
 
+class _MaskedLine:
+    """The text of a log record, masked and of bounded length."""
+
+    def __init__(self, text: str) -> None:
+        self.text = mask_text(text[: _LONGEST_LINE + _LONGEST_SECRET])
+        if len(text) > _LONGEST_LINE + _LONGEST_SECRET:
+            # The cut may have split a secret, which is not masked then.
+            self.text = f"{self.text[:-_LONGEST_SECRET]}... ({len(text)} characters)"
+        self.changed = self.text != text
+
+
 class _SecretFilter(logging.Filter):
     """A filter that masks the text of a log record and of its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
-            message = record.getMessage()
+            message = _MaskedLine(record.getMessage())
         except (TypeError, ValueError, KeyError):
             return True  # the arguments do not fit the format; the handlers report such a record themselves
-        safe = mask_text(message)
-        if safe != message:
-            record.msg, record.args = safe, None
+        if message.changed:
+            record.msg, record.args = message.text, None
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None and shows_secret(error):
-            record.exc_text = mask_text("".join(traceback.format_exception(error))).rstrip()
-            record.exc_info = None
+        if error is not None:
+            shown_error = _MaskedLine("".join(traceback.format_exception(error)))
+            if shown_error.changed:
+                record.exc_text, record.exc_info = shown_error.text.rstrip(), None
         return True
 
 

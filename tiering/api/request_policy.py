@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tiering.api.masking import shown, shown_name
 from tiering.errors import ConfigError
 
 
@@ -56,22 +57,24 @@ def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> Reques
     if kv_transfer_params is None:
         return DEFAULT_REQUEST_POLICY
     if not isinstance(kv_transfer_params, Mapping):
-        raise ConfigError(f"kv_transfer_params: {kv_transfer_params!r} is not a mapping")
+        raise ConfigError(f"kv_transfer_params: {shown(kv_transfer_params)} is not a mapping")
     max_load = _limit(kv_transfer_params, "max_load_tokens", "max_load_tokens")
     max_store = _limit(kv_transfer_params, "max_offload_tokens", "max_offload_tokens")
     params = kv_transfer_params.get(_KEY)
     if params is None:
         return RequestPolicy(max_load_tokens=max_load, max_store_tokens=max_store)
     if not isinstance(params, Mapping):
-        raise ConfigError(f"kv_transfer_params.{_KEY}: {params!r} is not a mapping of {', '.join(_ALLOWED)}")
+        raise ConfigError(f"kv_transfer_params.{_KEY}: {shown(params)} is not a mapping of {', '.join(_ALLOWED)}")
     for word in params:
         if word not in _ALLOWED:
-            raise ConfigError(f"kv_transfer_params.{_KEY}.{word}: unknown; allowed are {', '.join(_ALLOWED)}")
+            raise ConfigError(
+                f"kv_transfer_params.{_KEY}.{shown_name(word)}: unknown; allowed are {', '.join(_ALLOWED)}"
+            )
     tiers = params.get("tiers")
     if tiers is not None and not (
         isinstance(tiers, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in tiers)
     ):
-        raise ConfigError(f"kv_transfer_params.{_KEY}.tiers: {tiers!r} is not a list of tier names")
+        raise ConfigError(f"kv_transfer_params.{_KEY}.tiers: {shown(tiers)} is not a list of tier names")
     return RequestPolicy(
         load=_flag(params, "load"),
         store=_flag(params, "store"),
@@ -86,7 +89,7 @@ def _limit(params: Mapping[str, Any], word: str, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"kv_transfer_params.{where}: {value!r} is not a number of tokens (an integer >= 0)")
+        raise ConfigError(f"kv_transfer_params.{where}: {shown(value)} is not a number of tokens (an integer >= 0)")
     return value
 
 
@@ -97,5 +100,5 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 def _flag(params: Mapping[str, Any], word: str) -> bool:
     value = params.get(word, True)
     if not isinstance(value, bool):
-        raise ConfigError(f"kv_transfer_params.{_KEY}.{word}: {value!r} is not true or false")
+        raise ConfigError(f"kv_transfer_params.{_KEY}.{word}: {shown(value)} is not true or false")
     return value

@@ -29,6 +29,7 @@ from typing import Any
 from tiering.api.engine import OffloadingSpec
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.manager import MEDIUM_CPU
+from tiering.api.masking import shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
 from tiering.api.units import parse_duration
@@ -409,7 +410,7 @@ class OffloadingConnectorScheduler:
         try:
             policy = policy_of(request)
         except ConfigError as error:
-            self._warn_policy("request %s neither loads nor stores KV: %s", request.request_id, error)
+            self._warn_policy("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
             policy, params = NEITHER, NEITHER_PARAMS
         ctx = ReqContext(request.request_id, params)
         answer = self._manager.on_new_request(ctx)
@@ -477,7 +478,7 @@ class OffloadingConnectorScheduler:
                     target.state.load_failed(target.invalid_from(invalid))
             else:
                 self._counters.stores_failed += 1
-            self._warn_failed("a %s of %d blocks failed (request %s)", kind, len(job.keys), job.ctx.req_id)
+            self._warn_failed("a %s of %d blocks failed (request %s)", kind, len(job.keys), shown_name(job.ctx.req_id))
 
     def _ended(self, job: Job) -> None:
         """Release the fences of a job that has ended on all workers, and complete it in the manager."""
@@ -491,7 +492,7 @@ class OffloadingConnectorScheduler:
             self._events.store_failed(job.keys)
         success = not (job.failed or job.orphan)
         self._manager.complete_store(job.keys, job.ctx, success=success)
-        state = self._states.get(job.ctx.req_id)
+        state = self._states.get(shown_name(job.ctx.req_id))
         if job.distrusted and state is not None and state.ctx is job.ctx:
             state.rewind()
         elif success and state is not None and state.ctx is job.ctx and state.note_stored(len(job.keys)):

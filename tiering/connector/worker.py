@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tiering.api.engine import CanonicalKVCaches, OffloadingSpec
+from tiering.api.masking import shown_name
 from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
@@ -206,7 +207,10 @@ class OffloadingConnectorWorker(CopyReports):
         else:
             self._report.failed.add(result.job_id)
             logger.warning(
-                "a %s of request %s failed (job %d)", "store" if job.load is None else "load", job.req_id, result.job_id
+                "a %s of request %s failed (job %d)",
+                "store" if job.load is None else "load",
+                shown_name(job.req_id),
+                result.job_id,
             )
         if job.load is None:
             return

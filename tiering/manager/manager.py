@@ -22,6 +22,7 @@ import numpy as np
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.masking import shown_name
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.request_policy import NEITHER, parse_request_policy
@@ -279,7 +280,7 @@ class TieringOffloadingManager(OffloadingManager):
         try:
             policy = parse_request_policy(ctx.kv_transfer_params)
         except ConfigError as error:
-            _log.warning("request %s neither loads nor stores KV: %s", ctx.req_id, error)
+            _log.warning("request %s neither loads nor stores KV: %s", shown_name(ctx.req_id), error)
             policy = NEITHER
         names, tiers = policy.tiers, self._states
         if names is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
-from tiering.api.masking import shown
+from tiering.api.masking import shown, shown_name
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
 from tiering.secondary.contract import SecondaryTierManager
@@ -70,7 +70,7 @@ class UnknownNames:
                 _log.warning(
                     "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); "
                     "the tiers are %s",
-                    req_id,
+                    shown_name(req_id),
                     shown(name),
                     ", ".join(self._known),
                 )

@@ -11,6 +11,7 @@ import numpy as np
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.masking import shown_name
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.errors import ConfigError, NotReadableError
@@ -255,7 +256,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def _count_ignored(self, count: int, req_id: str) -> None:
         self.ignored_completions += count
-        _log.debug("ignored %d completions of %s: not known (any more)", count, req_id)
+        _log.debug("ignored %d completions of %s: not known (any more)", count, shown_name(req_id))
 
 
 def _event(keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:

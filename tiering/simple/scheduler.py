@@ -20,6 +20,7 @@ from typing import Any
 
 from tiering.api.engine import EngineConfig
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.masking import shown_name
 from tiering.api.request_policy import NEITHER
 from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
@@ -378,7 +379,7 @@ class SimpleCPUOffloadScheduler:
         try:
             policy = policy_of(request)
         except ConfigError as error:
-            self._warn("request %s neither loads nor stores KV: %s", request.request_id, error)
+            self._warn("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
             policy = NEITHER
         state = RequestState(request, policy, [GroupState() for _ in self._needs])
         self._states[request.request_id] = state
