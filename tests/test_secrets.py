@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 import pytest
+import yaml
 from pydantic import SecretStr, field_validator
 
 import tiering
@@ -137,6 +138,24 @@ PASSWORDS = [
     "colon:colon",
     "ünï¢ode",
 ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"namespace": "t-${KV_TOKEN}"},
+        {"salt": "${KV_TOKEN}"},
+        {"secondary": [{"type": "local", "path": "/data/${KV_TOKEN}/kv", "capacity": "1MiB"}]},
+        {"secondary": [{"type": "tests.test_secrets:LEAKY", "endpoint": "https://host/x?token=${KV_TOKEN}"}]},
+        {"secondary": [{"type": "tests.test_secrets:LEAKY", "dsn": "host=db password=${KV_TOKEN} user=kv"}]},
+    ],
+)
+def test_a_printed_stack_never_reads_as_another_stack(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TOKEN", SENTINEL)
+    printed = tiering.load_stack({"primary": PRIMARY, **words}).describe()
+    assert SENTINEL not in printed
+    with pytest.raises(tiering.ConfigError, match=r"holds \*\*\*, which stands for a secret"):
+        tiering.load_stack(yaml.safe_load(printed))
 
 
 @pytest.mark.parametrize("password", PASSWORDS)

@@ -20,7 +20,6 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 MASK = "***"
 """Text that stands for a secret in messages."""
 
-_MASKED = re.compile(r"\*{3}|\*{10}|.*://\*{3}@.*")
 _SHOWN = 60
 _READ = 4 * _SHOWN
 _PER_VALUE = 8  # characters that a value inside of a list or mapping counts for, besides its own
@@ -117,9 +116,12 @@ def masked(word: object, value: object) -> object:
     return value
 
 
-def is_masked(text: str) -> bool:
-    """Return True if ``text`` is the mask of a secret in a printed configuration, ours or pydantic's."""
-    return _MASKED.fullmatch(text) is not None
+def holds_mask(text: str) -> bool:
+    """Return True if a secret in ``text``, or a part of one, was masked in a printed configuration, ours or pydantic's.
+
+    Such a text must not be read as a value: two different secrets would become one.
+    """
+    return MASK in text
 
 
 def shown(value: object) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tiering.api.masking import is_masked, is_secret, learn, shown
+from tiering.api.masking import MASK, holds_mask, is_secret, learn, shown
 from tiering.config.problems import FieldPath, Problem
 from tiering.config.yaml_text import MAX_DEPTH, MAX_NODES, Carried, parse_yaml, read_text
 from tiering.errors import ConfigError
@@ -113,10 +113,10 @@ def _expand_text(source: Source, text: str, path: FieldPath) -> str:
             return whole
         return value
 
-    if is_masked(text):
+    if holds_mask(text):
         problem(
-            f"{shown(text)} stands for a secret that was masked when this stack was printed; "
-            "write it as ${NAME} instead"
+            f"{shown(text)} holds {MASK}, which stands for a secret that was masked when this stack was printed; "
+            "write the secret as ${NAME} instead"
         )
     expanded = _REFERENCE.sub(resolve, text)
     learn(next((part for part in path if is_secret(part)), None), expanded)
