@@ -19,6 +19,9 @@ class AwaitedBlocks:
         self._table = table
         self._awaited: dict[Request, dict[OffloadKey, None]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._awaited)
+
     def __contains__(self, request: object) -> bool:
         return request in self._awaited
 
@@ -44,8 +47,6 @@ class AwaitedBlocks:
             Each request with at least one such block, and those of its blocks that became readable. The list is empty
             if all of them failed. Failed blocks are not awaited any longer.
         """
-        if not self._awaited:
-            return []
         readable, pending = self._table.readable, self._table.pending
         decided = []
         for request, keys in list(self._awaited.items()):

@@ -195,7 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
             return
         now = self._clock()
         for state in self._states if request is None else request.tiers:
-            due = state.settled_until[rows] <= now
+            due = state.settled_until.take(rows) <= now
             count = np.count_nonzero(due)
             if count and state.in_service:
                 asked = keys if count == len(keys) else list(compress(keys, due.tolist()))
@@ -230,7 +230,8 @@ class TieringOffloadingManager(OffloadingManager):
         if stored:
             self._refilled(rows)
             self._cascade(self._tiers_of(req_context), stored, rows, req_context)
-        self._cascade_awaited()
+        if self._awaited:
+            self._cascade_awaited()
         request = self._requests.get(req_context.req_id)
         if request is not None and request.finished:
             self._close_if_done(request)
@@ -247,7 +248,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._close_if_done(request)
 
     def _cascade_held(self, states: Sequence[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        held = [key for key in keys if key in self._readable]
+        held = [key for key in dict.fromkeys(keys) if key in self._readable]
         if held:
             rows = np.fromiter(map(self._readable.__getitem__, held), np.int64, len(held))
             self._cascade(states, held, rows, ctx)
@@ -426,7 +427,8 @@ class TieringOffloadingManager(OffloadingManager):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._collect()
-        self._cascade_awaited()
+        if self._awaited:
+            self._cascade_awaited()
         if self._promotions.queued:
             self._flush_promotions()
         for state in self._states:

@@ -124,12 +124,14 @@ class Promotions:
             request.refused.add(keys[max(count, 0)])
         if count <= 0:
             return 0
-        chosen = list(dict.fromkeys(keys[:count]))  # a key that is named twice has one row
+        chosen = list(keys[:count])
         taken = self._primary.allocate(chosen)
         if taken is None:
             request.refused.add(keys[0])
             return 0
         rows, evicted = taken
+        if len(rows) < count:
+            chosen = list(dict.fromkeys(chosen))
         self._stats.evicted_blocks += len(evicted)
         queue_key = (state.rank, request.ctx.req_id)
         promotion = self._queued.get(queue_key)

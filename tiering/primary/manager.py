@@ -144,14 +144,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         held = None
         if len(new) < len(keys):
             held = self._pin_held(keys)
-        if len(set(new)) < len(new):  # a key that is named twice has one row
-            new = list(dict.fromkeys(new))
         taken = self.allocate(new)
         if held is not None:
             self.table.unpin(held)
         if taken is None:
             return None
         rows, evicted = taken
+        if len(rows) < len(new):
+            new = list(dict.fromkeys(new))
         self._stores.add(req_context.req_id, new, rows)
         return PrepareStoreOutput(new, CPULoadStoreSpec(rows), evicted)
 
@@ -194,7 +194,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Reserve rows for unknown ``keys``, which are pending from now on.
 
         Returns:
-            The rows and the keys evicted for them; or None, with nothing changed, if there is no room for all.
+            The rows, one for each distinct key, and the keys evicted for them; or None, with nothing changed, if there is no room for all.
         """
         taken = self.table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:

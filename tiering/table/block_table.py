@@ -132,7 +132,7 @@ class BlockTable:
         """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
 
         Returns:
-            The rows and the keys evicted to make room; or None, with nothing changed, if there is no room for all.
+            The rows, one for each distinct key, and the keys evicted to make room; or None, with nothing changed, if there is no room for all.
         """
         count = len(keys)
         if count > self._free_count + self.evictable:
@@ -150,8 +150,19 @@ class BlockTable:
         self.refs[rows] = WRITING
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
+        known = len(self.pending)
         self.pending.update(zip(keys, rows.tolist(), strict=True))
+        if len(self.pending) - known < count:
+            rows = self._keep_first_rows(keys, rows)
         return rows, evicted
+
+    def _keep_first_rows(self, keys: Sequence[bytes], rows: Rows) -> Rows:
+        """Free all rows but the first of each key, and return the rows that are kept."""
+        _, first = np.unique(np.fromiter(keys, object, len(keys)), return_index=True)
+        kept = rows[np.sort(first)]
+        self.pending.update(zip(dict.fromkeys(keys), kept.tolist(), strict=True))
+        self._release_to_free(np.setdiff1d(rows, kept))
+        return kept
 
     def commit(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Make pending ``keys`` readable, because their ``rows`` are written.
