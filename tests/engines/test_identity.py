@@ -5,6 +5,7 @@ No vLLM is needed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -36,12 +37,22 @@ def write_model(directory: Path, weights: bytes = b"weights", **config: Any) -> 
 
 def write_snapshot(cache: Path, name: str = "org--model", commit: str = COMMIT) -> Path:
     """A model as the Hugging Face cache lays it out: files are links to blobs.  Returns the directory of the commit."""
-    blobs, snapshot = cache / f"models--{name}" / "blobs", cache / f"models--{name}" / "snapshots" / commit
-    write_model(blobs)
+    written, snapshot = write_model(cache / "written"), cache / f"models--{name}" / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    for file in blobs.iterdir():
-        (snapshot / file.name).symlink_to(file)
+    for file in written.iterdir():
+        link_to_blob(snapshot / file.name, file.read_bytes())
+    shutil.rmtree(written)
     return snapshot
+
+
+def link_to_blob(link: Path, content: bytes) -> None:
+    """Write ``content`` as a blob of the cache, and link to it from a snapshot."""
+    blobs = next(parent for parent in link.parents if parent.name == "snapshots").parent / "blobs"
+    blobs.mkdir(exist_ok=True)
+    link.parent.mkdir(exist_ok=True)
+    blob = blobs / hashlib.sha256(content).hexdigest()
+    blob.write_bytes(content)
+    link.symlink_to(blob)
 
 
 def model(path: object, **words: Any) -> Any:
@@ -85,8 +96,8 @@ def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_
 
 def test_parts_of_one_commit_are_different_models(tmp_path):
     snapshot = write_snapshot(tmp_path / "cache")
-    write_model(snapshot / "small")
-    write_model(snapshot / "large")
+    link_to_blob(snapshot / "small" / "model.safetensors", b"small")
+    link_to_blob(snapshot / "large" / "model.safetensors", b"large")
     (snapshot / "q4.gguf").symlink_to(snapshot / "model.safetensors")
     (snapshot / "q8.gguf").symlink_to(snapshot / "model.safetensors")
     parts = [snapshot, snapshot / "small", snapshot / "large", snapshot / "q4.gguf", snapshot / "q8.gguf"]
@@ -153,6 +164,123 @@ def test_a_loader_that_may_find_weights_elsewhere_is_refused(tmp_path):
         weights_identity(model(path), SimpleNamespace(load_format="tensorizer"))
 
 
+# ----------------------------------------------------------------------------------------- the choice among the files
+
+
+def read_as(path: object, load_format: str = "auto", **words: Any) -> str:
+    return weights_identity(model(path), SimpleNamespace(load_format=load_format, **words))
+
+
+def test_the_index_that_chooses_the_weight_files_belongs_to_the_model_without_its_sizes(tmp_path):
+    path = write_model(tmp_path / "model")
+    (path / "tuned.safetensors").write_bytes(b"tuned")
+    index = path / "model.safetensors.index.json"
+
+    def chosen(file: str, size: int = 1) -> str:
+        index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": {"w": file}}))
+        return identity(path)
+
+    assert chosen("model.safetensors") == chosen("model.safetensors", size=2)
+    assert len({chosen("model.safetensors"), chosen("tuned.safetensors")}) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["consolidated.safetensors.index.json", "adapter_config.json", "quantization_config.json", "my_quant_config.json"],
+)
+def test_every_configuration_file_counts(tmp_path, name):
+    path = write_model(tmp_path / "model")
+    found = {identity(path)}
+    for content in ("[1]", "[2]"):
+        (path / name).write_text(content)
+        found.add(identity(path))
+    assert len(found) == 3
+
+
+def test_files_that_only_change_tokens_or_sampling_do_not_count(tmp_path):
+    path = write_model(tmp_path / "model")
+    before = identity(path)
+    for name in ("generation_config.json", "tokenizer.json", "README.md"):
+        (path / name).write_text("{}")
+    assert identity(path) == before
+
+
+def test_load_formats_that_read_other_files_are_other_models(tmp_path):
+    path = write_model(tmp_path / "model")
+    for name in ("pytorch_model.bin", "model.pt"):
+        (path / name).write_bytes(b"other")
+    formats = ["auto", "pt", "npcache", "mistral", "runai_streamer", "sharded_state"]
+    assert len({read_as(path, each) for each in formats}) == len(formats)
+    same = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor"]
+    assert len({read_as(path, each) for each in same}) == 1
+
+
+def test_auto_prefers_the_files_of_the_mistral_format(tmp_path):
+    path = write_model(tmp_path / "model")
+    (path / "consolidated.safetensors").write_bytes(b"mistral")
+    assert read_as(path, "auto") == read_as(path, "mistral") != read_as(path, "safetensors")
+    assert read_as(path, "hf") == read_as(path, "safetensors")
+
+
+def test_a_format_of_one_commit_is_the_same_by_name_and_by_path(tmp_path):
+    snapshot = write_snapshot(tmp_path)
+    by_name = weights_identity(model("org/model", revision=COMMIT), SimpleNamespace(load_format="pt"))
+    assert by_name == read_as(snapshot, "pt") != read_as(snapshot, "auto")
+
+
+def test_the_copies_that_npcache_reads_count_for_it_alone(tmp_path):
+    path = write_model(tmp_path / "model")
+    (path / "pytorch_model.bin").write_bytes(b"weights")
+    auto, cached = read_as(path), read_as(path, "npcache")
+    (path / "np").mkdir()
+    (path / "np" / "weight_names.json").write_text('["w"]')
+    (path / "np" / "w").write_bytes(b"older weights")
+    assert read_as(path) == auto
+    assert read_as(path, "npcache") != cached
+
+
+def test_settings_of_the_loader_that_choose_files_count_and_its_speed_does_not(tmp_path):
+    path = write_model(tmp_path / "model")
+
+    def sharded(**extra: Any) -> str:
+        return read_as(path, "sharded_state", model_loader_extra_config=extra)
+
+    patterns = [{}, {"pattern": "a-{rank}-{part}.safetensors"}, {"pattern": "b-{rank}-{part}.safetensors"}]
+    assert len({sharded(**each) for each in patterns}) == len(patterns)
+    assert sharded(pattern=None) == sharded()
+    assert read_as(path, model_loader_extra_config={"num_threads": 4}) == identity(path)
+    assert read_as(path, ignore_patterns=["original/**/*"]) == identity(path)
+    assert read_as(path, ignore_patterns=["*.safetensors"]) != identity(path)
+
+
+@pytest.mark.parametrize("pattern", ["/other/{rank}-{part}.safetensors", "../{rank}.safetensors", "{rank}-{part}.st"])
+def test_a_pattern_of_files_that_are_not_identified_is_refused(tmp_path, pattern):
+    path = write_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="pattern"):
+        read_as(path, "sharded_state", model_loader_extra_config={"pattern": pattern})
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
+def test_weights_that_another_process_holds_are_refused(tmp_path, load_format):
+    with pytest.raises(ConfigError, match="another place"):
+        read_as(write_model(tmp_path / "model"), load_format)
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path, by_link):
+    snapshot = write_snapshot(tmp_path / "cache")
+    assert identity(snapshot) == f"commit {COMMIT}"
+    weights = snapshot / "model.safetensors"
+    weights.unlink()
+    if by_link:
+        (tmp_path / "mine").write_bytes(b"mine")
+        weights.symlink_to(tmp_path / "mine")
+    else:
+        weights.write_bytes(b"mine")
+    mine = write_model(tmp_path / "copy", b"mine")
+    assert identity(snapshot) == identity(mine)
+
+
 # ----------------------------------------------------------------------------------------------------- draft, overrides
 
 
@@ -199,3 +327,24 @@ def test_what_changes_results_is_in_the_overrides():
     assert said("org/model", CONFIG, num_hash_lookahead_tokens=1) != said(
         "org/model", CONFIG, num_hash_lookahead_tokens=0
     )
+
+
+def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path):
+    file = tmp_path / "quantization.json"
+
+    def with_file(content: str) -> dict[str, Any]:
+        file.write_text(content)
+        config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+        named = {"quantization_config_file": str(file)}
+        return overrides(SimpleNamespace(model_config=model("/a", hf_config=config, hf_overrides=named)), "0.33")
+
+    assert with_file("{}") == with_file("{}") != with_file('{"bits": 4}')
+    file.unlink()
+    config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+    with pytest.raises(ConfigError, match="quantization_config_file"):
+        overrides(
+            SimpleNamespace(
+                model_config=model("/a", hf_config=config, hf_overrides={"quantization_config_file": str(file)})
+            ),
+            "0.33",
+        )

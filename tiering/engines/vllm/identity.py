@@ -11,9 +11,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tiering.engines.vllm.weights import meaning, plain
+from tiering.errors import ConfigError
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
@@ -22,6 +24,9 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     Args:
         vllm_config: vLLM's configuration.
         engine_version: vLLM's version, major and minor.
+
+    Raises:
+        ConfigError: the file that hf_overrides names as quantization_config_file cannot be read.
     """
     model = vllm_config.model_config
     hf_config = meaning(plain(model.hf_config.to_dict()))
@@ -38,6 +43,12 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
         "model_impl": str(getattr(model, "model_impl", "auto")),
     }
+    changed = getattr(model, "hf_overrides", None)
+    if isinstance(changed, Mapping) and (file := changed.get("quantization_config_file")):
+        try:
+            found["quantization_config_file"] = hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"hf_overrides.quantization_config_file cannot be read: {error}") from error
     if _rope_is_scaled(hf_config):
         found["max_model_len"] = int(model.max_model_len)  # some scalings derive their factors from this length
     if getattr(model, "trust_remote_code", False) and getattr(model, "code_revision", None):

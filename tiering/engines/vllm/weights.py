@@ -23,28 +23,39 @@ from tiering.errors import ConfigError
 logger = logging.getLogger("kv_tiering.vllm")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
-_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_OTHER_JSON = frozenset(
+    {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        *("generation_config.json", "chat_template.json"),
+    }
+)
+"""JSON files that change tokens or sampling only, which block hashes cover or KV does not depend on.
+
+All other JSON files count: they choose the files that are read (``*.index.json``), or say how to use them.
+"""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$")
 """A path in the Hugging Face cache: the commit, and the path within its snapshot."""
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""The name of a blob in the Hugging Face cache: the hash of its content."""
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
 _OWN_FILES = (
-    *(
-        "auto",
-        "hf",
-        "safetensors",
-        "pt",
-        "npcache",
-        "mistral",
-        "fastsafetensors",
-        "instanttensor",
-        "ipc_cache",
-        "modelexpress",
-    ),
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
     *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
 )
-"""The load formats that read the weights of the named model, and no other weights."""
+"""The load formats that read the files of the named model, and no other weights."""
+_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor")
+"""The load formats that read ``*.safetensors``, as far as ``model.safetensors.index.json`` names them."""
+_SPEED = frozenset(
+    {
+        *("enable_multithread_load", "num_threads", "enable_weights_track"),
+        *("distributed", "concurrency", "memory_limit"),
+    }
+)
+"""Words of ``model_loader_extra_config`` that affect how fast weights are read, and not which ones."""
+_IGNORED = ["original/**/*"]
+"""vLLM's default of ``ignore_patterns``."""
 _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
 """Words of a model's configuration that record its origin and do not affect its results."""
 
@@ -53,8 +64,12 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
     """Return a commit of the model's repository, or a digest of its files' names and whole contents.
 
     The result does not depend on the spelling of the model's path. A directory of the Hugging Face cache and the
-    repository's name give the same commit. All weight files of a local model without a commit are read; the worker has
-    just read them too.
+    repository's name give the same commit, as long as the directory's files are the links that the hub library made.
+    All weight files of a local model without a commit are read; the worker has just read them too.
+
+    The settings that choose among the files are appended: a load format other than ``auto`` (unless it reads the same
+    files of a local directory as ``auto``), ``model_loader_extra_config`` and ``ignore_patterns``. The files of one
+    commit among which ``auto`` chooses are taken for the same weights in several formats.
 
     Args:
         model_config: vLLM's model configuration.
@@ -72,7 +87,51 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
             "their content cannot be identified, and may change: "
             "use a load format that reads the model's own files (auto)"
         )
-    return _identity(model_config)
+    chosen = _choice_of_files(load_config)
+    identity, directory = _identity(model_config, load_format)
+    if _files_read(load_format, directory) != _files_read("auto", directory):
+        chosen["load_format"] = _files_read(load_format, directory)
+    return f"{identity}, {json.dumps(chosen, sort_keys=True)}" if chosen else identity
+
+
+def _choice_of_files(load_config: Any) -> dict[str, Any]:
+    """Return the settings other than the load format that choose which weights are read.
+
+    Raises:
+        ConfigError: a pattern may name files that the identity does not cover.
+    """
+    chosen: dict[str, Any] = {}
+    given = plain(getattr(load_config, "model_loader_extra_config", None) or {})
+    words = given if isinstance(given, dict) else {"value": given}
+    extra = {word: value for word, value in words.items() if word not in _SPEED and value is not None}
+    pattern = extra.get("pattern")
+    if pattern is not None and (Path(str(pattern)).name != pattern or Path(str(pattern)).suffix not in _WEIGHTS):
+        raise ConfigError(
+            f"model_loader_extra_config.pattern {pattern} may name files that the model's identity does not cover: "
+            f"use a file name without a directory that ends in one of {', '.join(_WEIGHTS)}"
+        )
+    if extra:
+        chosen["model_loader_extra_config"] = extra
+    ignored = getattr(load_config, "ignore_patterns", _IGNORED)
+    if ignored != _IGNORED:
+        chosen["ignore_patterns"] = plain(ignored)
+    return chosen
+
+
+def _files_read(load_format: str, directory: Path | None) -> str:
+    """Return a name of the files that a load format reads, by the rules of vLLM's default loader.
+
+    Args:
+        load_format: vLLM's load format.
+        directory: the model's directory if its files identify it; None if the files are not known.
+    """
+    if load_format in _SAFETENSORS:
+        return "safetensors"
+    if directory is None:
+        return load_format
+    if load_format == "auto":
+        load_format = "mistral" if any(directory.rglob("consolidated*.safetensors")) else "hf"
+    return "safetensors" if load_format == "hf" and any(directory.glob("*.safetensors")) else load_format
 
 
 def draft_identity(vllm_config: Any) -> str | None:
@@ -98,7 +157,8 @@ def draft_identity(vllm_config: Any) -> str | None:
         return named
 
 
-def _identity(model_config: Any) -> str:
+def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
+    """Return the identity of the model's files, and its directory if its files identify it."""
     model, revision = str(model_config.model), getattr(model_config, "revision", None)
     elsewhere = str(getattr(model_config, "model_weights", "") or model)
     if elsewhere != model and not Path(elsewhere).exists():
@@ -110,12 +170,15 @@ def _identity(model_config: Any) -> str:
     if path.exists():
         # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
         place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
-        if snapshot := _SNAPSHOT.search(place.as_posix()):
+        code, copies = bool(getattr(model_config, "trust_remote_code", False)), load_format == "npcache"
+        snapshot = _SNAPSHOT.search(place.as_posix())
+        if snapshot and _is_as_downloaded(place, code=code, copies=copies):
             commit, part = snapshot.groups()
-            return f"commit {commit}" if part is None else f"commit {commit}, {part}"
-        return f"files {digest_of_files(place, code=bool(getattr(model_config, 'trust_remote_code', False)))}"
+            return (f"commit {commit}" if part is None else f"commit {commit}, {part}"), None
+        digest = digest_of_files(place, code=code, copies=copies)
+        return f"files {digest}", place if place.is_dir() else None
     if isinstance(revision, str) and _COMMIT.fullmatch(revision):
-        return f"commit {revision}"
+        return f"commit {revision}", None
     own_config = getattr(model_config, "hf_config_path", None) in (None, "", model)
     commit = getattr(model_config.hf_config, "_commit_hash", None) if own_config else None
     if not isinstance(commit, str) or not commit:
@@ -123,10 +186,24 @@ def _identity(model_config: Any) -> str:
             f"the weights of {model} cannot be identified (neither a local path nor a known commit), "
             "and weights change under a name: set --revision to a commit hash, or use a local copy of the model"
         )
-    return f"commit {commit}"
+    return f"commit {commit}", None
 
 
-def digest_of_files(path: Path, *, code: bool = False) -> str:
+def _is_as_downloaded(place: Path, *, code: bool, copies: bool) -> bool:
+    """Return True if all files are the hub library's links to blobs, which are named by their content's hash.
+
+    A regular file, or a link to another place, was put there by hand, and the commit does not describe it.
+    """
+    snapshots = next(parent for parent in place.parents if parent.name == "snapshots")
+    blobs = (snapshots.parent / "blobs").resolve()
+    files = _files(place, code=code, copies=copies)
+    targets = [file.resolve() for file in files if file.is_symlink()]
+    return len(targets) == len(files) and all(
+        target.parent == blobs and _BLOB.fullmatch(target.name) for target in targets
+    )
+
+
+def digest_of_files(path: Path, *, code: bool = False, copies: bool = False) -> str:
     """Return the digest of a model's configuration and weight files: 32 hex digits.
 
     The digest covers names, sizes and contents. Words of a JSON file that only record its origin do not count.
@@ -134,12 +211,14 @@ def digest_of_files(path: Path, *, code: bool = False) -> str:
     Args:
         path: directory of the model, or its single file.
         code: True to include Python files, because the engine runs them; default False.
+        copies: True to include the directory ``np``, whose copies of the weights load format npcache reads; default
+            False.
 
     Raises:
         ConfigError: there are no weight files.
     """
     started = time.monotonic()
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _counts(file, code=code))
+    files = _files(path, code=code, copies=copies)
     if not path.is_file() and not any(file.suffix in _WEIGHTS for file in files):
         raise ConfigError(f"{path} holds no weight files ({', '.join(_WEIGHTS)}): the model cannot be identified")
     with ThreadPoolExecutor(4, thread_name_prefix="kv-tiering-digest") as pool:
@@ -158,14 +237,29 @@ def digest_of_files(path: Path, *, code: bool = False) -> str:
     return total.hexdigest()[:32]
 
 
-def _counts(file: Path, *, code: bool) -> bool:
-    return file.is_file() and (file.suffix in _WEIGHTS or file.name in _CONFIGS or (code and file.suffix == ".py"))
+def _files(path: Path, *, code: bool, copies: bool) -> list[Path]:
+    """Return the files that belong to a model, sorted."""
+    if path.is_file():
+        return [path]
+    suffixes = (*_WEIGHTS, ".py") if code else _WEIGHTS
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and (
+            file.suffix in suffixes
+            or (copies if path / "np" in file.parents else file.suffix == ".json" and file.name not in _OTHER_JSON)
+        )
+    )
 
 
 def _digest(file: Path) -> str:
     if file.suffix == ".json":
         try:
-            content = json.dumps(meaning(json.loads(file.read_bytes())), sort_keys=True)
+            value = meaning(json.loads(file.read_bytes()))
+            if file.name.endswith(".index.json") and isinstance(value, dict):
+                value = value.get("weight_map", value)  # the other words describe sizes
+            content = json.dumps(value, sort_keys=True)
         except ValueError:
             logger.info("%s is not JSON; its bytes identify it", file)
         else:
