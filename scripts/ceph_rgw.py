@@ -51,8 +51,10 @@ def install() -> None:
 
 @dataclass(slots=True)
 class CephRgw:
-    """A monitor, a store in memory and a gateway, in ``directory``.  :meth:`start`, use ``endpoint`` and the keys,
-    :meth:`stop`."""
+    """A monitor, a store in memory and a gateway, in ``directory``.
+
+    Call :meth:`start`, use ``endpoint`` and the keys, then call :meth:`stop`.
+    """
 
     directory: Path
     access_key: str = field(default_factory=lambda: secrets.token_hex(10).upper())
@@ -61,8 +63,9 @@ class CephRgw:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, timeout: float = 120.0) -> None:
-        """Start everything and return when the gateway answers.  Raises RuntimeError with the log's end; nothing is
-        left running.
+        """Start everything and return when the gateway answers.
+
+        Raises RuntimeError with the end of the log; then no process is left running.
 
         A start that fails is tried again from scratch: now and then the object store ends at its first contact with the
         monitor.

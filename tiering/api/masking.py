@@ -22,8 +22,10 @@ MASK = "***"
 
 _SHOWN = 60
 _READ = 4 * _SHOWN
-_PER_VALUE = 8  # characters that a value inside of a list or mapping counts for, besides its own
-"""Characters of a value that :func:`shown` looks at; the texts inside of a list or mapping share twice as many."""
+"""Characters of a value that :func:`shown` reads; the texts inside a list or mapping share twice as many."""
+
+_PER_VALUE = 8
+"""Characters that a value inside a list or mapping counts for, besides its own."""
 
 _LONGEST_LINE = 16_384
 """Characters of a log record that are searched for secrets and logged; the rest is left out."""
@@ -117,7 +119,7 @@ def masked(word: object, value: object) -> object:
 
 
 def holds_mask(text: str) -> bool:
-    """Return True if a secret in ``text``, or a part of one, was masked in a printed configuration, ours or pydantic's.
+    """Return True if ``text`` holds the mask of a printed configuration, ours or pydantic's.
 
     Such a text must not be read as a value: two different secrets would become one.
     """
@@ -139,7 +141,7 @@ def shown_name(name: object) -> str:
 
 
 def _cut(value: object, left: list[int]) -> object:
-    """Return the beginning of a text or of nested plain data; values of other types are returned as they are.
+    """Return the beginning of a text or of nested plain data, and other values as they are.
 
     Args:
         value: the value.

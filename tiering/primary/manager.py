@@ -194,7 +194,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Reserve rows for unknown ``keys``, which are pending from now on.
 
         Returns:
-            The rows, one for each distinct key, and the keys evicted for them; or None, with nothing changed, if there is no room for all.
+            The rows, one for each distinct key, and the keys evicted for them; or None, with nothing changed, if there
+            is no room for all.
         """
         taken = self.table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:

@@ -132,7 +132,8 @@ class BlockTable:
         """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
 
         Returns:
-            The rows, one for each distinct key, and the keys evicted to make room; or None, with nothing changed, if there is no room for all.
+            The rows, one for each distinct key, and the keys evicted to make room; or None, with nothing changed, if
+            there is no room for all.
         """
         count = len(keys)
         if count > self._free_count + self.evictable:
