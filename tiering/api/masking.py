@@ -22,7 +22,7 @@ MASK = "***"
 
 _SHOWN = 60
 _READ = 4 * _SHOWN
-"""Characters of a value that :func:`shown` reads; the texts inside a list or mapping share twice as many."""
+"""Characters of a value that :func:`shown` reads. The texts inside a list share twice as many."""
 
 _PER_VALUE = 8
 """Characters that a value inside a list or mapping counts for, besides its own."""
