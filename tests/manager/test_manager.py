@@ -666,6 +666,15 @@ def test_a_tier_that_cannot_promise_the_reset_is_out_of_service_until_it_can() -
     assert rig.manager.lookup(keys[0], rig.ctx) is None
 
 
+def test_a_tier_that_has_not_completed_its_reset_gets_every_step() -> None:
+    tier = FakeTier(resets=False)
+    rig = Rig(4, [tier])
+    assert rig.manager.reset_cache() is False
+    before = len([name for name, _ in tier.log if name == "on_schedule_end"])
+    rig.step()
+    assert len([name for name, _ in tier.log if name == "on_schedule_end"]) == before + 1
+
+
 def test_running_requests_go_on_after_a_reset() -> None:
     rig = Rig(4, [FakeTier()])
     rig.store(make_keys(0))

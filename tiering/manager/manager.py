@@ -437,7 +437,11 @@ class TieringOffloadingManager(OffloadingManager):
                 if wanted:
                     self._cascade_held((state,), wanted, NOBODY)
                 self._call(state, state.tier.on_schedule_end)
-            elif state.resetting and self._call(state, state.tier.reset_done):
+            elif state.resetting:
+                # A tier may need steps to complete its reset, for example to find that its directory is gone.
+                self._call(state, state.tier.on_schedule_end)
+                if not (state.resetting and self._call(state, state.tier.reset_done)):
+                    continue
                 state.in_service, state.resetting = True, False
                 _log.warning("tier %s has completed its reset and is in service again", state.tier.name)
         self._collected = False

@@ -122,13 +122,9 @@ class DirectoryLock:
         Raises:
             OSError: The directory cannot be inspected.
         """
-        if self._fd < 0:
-            return "is not locked"
+        if (moved := self.moved()) is not None:
+            return moved
         try:
-            if not self._directory.exists():
-                return "was removed, or its disk is not mounted"
-            if not _is_linked(self._directory_fd, self._directory):
-                return "is not the directory that was opened (was a disk replaced, or the directory made again?)"
             if _is_linked(self._fd, self._path):
                 return None
             self._lock_file()
@@ -138,6 +134,20 @@ class DirectoryLock:
             if _is_held_elsewhere(error):
                 return f"lost its lock file, and is in use by {describe_owner(self._directory)} now"
             raise
+        return None
+
+    def moved(self) -> str | None:
+        """Return the reason why the path does not lead to the locked directory; None if it does.
+
+        Raises:
+            OSError: The directory cannot be inspected.
+        """
+        if self._fd < 0:
+            return "is not locked"
+        if not self._directory.exists():
+            return "was removed, or its disk is not mounted"
+        if not _is_linked(self._directory_fd, self._directory):
+            return "is not the directory that was opened (was a disk replaced, or the directory made again?)"
         return None
 
     def release(self) -> None:

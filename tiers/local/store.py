@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,10 @@ class LocalStore(BlockStore):
         self._mount: Path | None = None
         """Mount point of the disk. While it is not mounted, the directory is not created on the disk below."""
         self._lock = DirectoryLock(directory)
+        self._documents_opened: tuple[int, int] | None = None
+        """Device and inode of the directory of documents that :meth:`open` found or this store made."""
+        self._documents_guard = threading.Lock()
+        """Held while the directory of documents is made, so that no inspection takes it for a stranger's."""
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
 
@@ -144,6 +149,7 @@ class LocalStore(BlockStore):
             self._warn_of_others()
             self._open_segments()
             self._mount = mount_point(self.directory)
+            self._documents_opened = self._documents_found()
             self.bad_slots = self.read_document(self.geometry.bad_slots_document)
         except OSError as error:
             self.close()
@@ -256,7 +262,7 @@ class LocalStore(BlockStore):
         """
         segments = self.segments
         try:
-            moved = self._lock.lost()
+            moved = self._lock.lost() or self._documents_moved()
             if moved is not None:
                 return Inspection(moved=moved)
             if segments.read_only and os.access(self.directory, os.W_OK):
@@ -480,10 +486,13 @@ class LocalStore(BlockStore):
     def write_document(self, name: str, data: bytes) -> None:
         path = self._document(name)
         try:
+            self._require_opened()
             if not self._documents.is_dir():
                 # Another process has removed the directory of documents. If the tier's directory is gone too, this call
                 # fails.
-                self._documents.mkdir(mode=DIRECTORY_MODE)
+                with self._documents_guard:
+                    self._documents.mkdir(mode=DIRECTORY_MODE)
+                    self._documents_opened = self._documents_found()
                 self.files.sync_directory(self.directory)
             self.files.replace(path, [data])
         except OSError as error:
@@ -499,9 +508,37 @@ class LocalStore(BlockStore):
     def remove_document(self, name: str) -> None:
         path = self._document(name)
         try:
+            # Also afterwards: the directory may be taken away in between.
+            self._require_opened()
             remove_durably(self.files, path)
+            self._require_opened()
         except OSError as error:
             raise store_error(error, f"cannot remove {path}") from error
+
+    def _require_opened(self) -> None:
+        """Raise TemporaryStoreError unless documents are still in the directory that was opened.
+
+        Another directory at the path may give way to the opened one again, with the documents that it held.
+        """
+        moved = self._lock.moved() or self._documents_moved()
+        if moved is not None:
+            raise TemporaryStoreError(f"{self.directory} {moved}")
+
+    def _documents_found(self) -> tuple[int, int] | None:
+        """Return the device and inode of the directory of documents; None if it is missing."""
+        try:
+            found = self._documents.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _documents_moved(self) -> str | None:
+        """Return the reason why the documents are not those that were opened; None if they are, or are missing."""
+        with self._documents_guard:
+            found = self._documents_found()
+            if found is None or found == self._documents_opened:
+                return None
+        return f"holds another directory {self._documents.name} than the one that was opened"
 
     def delete(self, places: Sequence[Place]) -> None:
         """Do nothing: a slot is free when no index names it."""

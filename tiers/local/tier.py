@@ -196,7 +196,14 @@ class LocalTier(BlockTier):
         self._feed.tick()
         if self._starting_over:
             self._reopen()
-        if self.namespace is None or self._closing_down:
+        if self._closing_down:
+            return
+        if self.namespace is None:
+            if self._opened and not self._starting_over:
+                # A reset cannot succeed in a directory that is not there any more.
+                self._want_inspection(INSPECT_SECONDS)
+                if self.context.clock() >= self._inspect_due:
+                    self._inspect()
             return
         self._bad_slots.tick()
         if self.context.clock() >= self._tidy_due:

@@ -9,10 +9,13 @@ import time
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.service.epoch import PARAMETERS, EpochDocument, Target, epoch_document, parameters_document
 from tiering.secondary.service.nearest import tell_nearest
 
 logger = logging.getLogger("kv_tiering.tier")
+
+_LOG_PERIOD = 30.0
 
 _MAX_DAMAGED = 100
 """Maximum number of damaged epoch documents that are skipped on a shared medium before opening fails."""
@@ -51,6 +54,8 @@ class Medium:
         self._writes = writes
         self._opened = False
         self._common_epoch: bytes | None = None
+        self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
+        self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
         self.shared = shared
         """True if other processes use the medium too."""
 
@@ -158,18 +163,28 @@ class Medium:
             self._store.remove_document(document)
         except StoreError as error:
             removed = False
-            logger.warning("tier %s: document %s could not be removed for a reset: %s", self._name, document, error)
+            if count := self._refusals.admit():
+                logger.warning(
+                    "tier %s: document %s could not be removed for a reset: %s (%d such failure(s)); it is tried again",
+                    self._name,
+                    document,
+                    error,
+                    count,
+                )
         content = EpochDocument.of(target.namespace, target.revision, private=target.revision is None).pack()
         try:
             self._store.write_document(document, content)
         except StoreError as error:
             if not removed:
                 raise
-            logger.warning(
-                "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s",
-                self._name,
-                error,
-            )
+            if count := self._unwritten.admit():
+                logger.warning(
+                    "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s "
+                    "(%d such failure(s))",
+                    self._name,
+                    error,
+                    count,
+                )
 
     # -------------------------------------------------------------------------------------------------- a shared medium
 

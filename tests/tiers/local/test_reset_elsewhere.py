@@ -1,0 +1,67 @@
+"""Resets of a local tier whose directory is not at its path any more."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.local.rig import LocalRig, opened
+from tiering.testing.frames import key_of
+from tiers.local import tier as tier_module
+
+K = [key_of(number) for number in range(32)]
+PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
+
+
+@pytest.fixture(autouse=True)
+def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("part", ["kv", "kv/documents"])
+@pytest.mark.parametrize("revision", [None, "A"])
+def test_a_reset_in_another_directory_at_the_path_is_not_certain(
+    tmp_path: Path, part: str, revision: str | None
+) -> None:
+    path, moved, kept = tmp_path / "kv", tmp_path / part, tmp_path / "kept"
+    rig = LocalRig(path).open()
+    assert rig.store(K[:8]) == K[:8]
+    rig.checkpoint()
+    moved.rename(kept)
+    (path / "documents").mkdir(mode=0o700, parents=True)
+    done = rig.tier.reset(rig.context.clock() + 20, revision)
+    rig.abandon()
+    shutil.rmtree(moved)
+    kept.rename(moved)
+    with opened(path) as later:
+        served = later.held(K[:8])
+    assert not done or served == []
+    assert not done
+
+
+@pytest.mark.parametrize("part", ["kv", "kv/documents"])
+@pytest.mark.parametrize("gone", ["removed", "replaced"])
+def test_a_tier_whose_directory_went_away_before_a_reset_comes_back(
+    tmp_path: Path, part: str, gone: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, moved = tmp_path / "kv", tmp_path / part
+    caplog.set_level(logging.WARNING)
+    with opened(path, **PROBES) as rig:
+        assert rig.store(K[:8]) == K[:8]
+        moved.rename(tmp_path / "kept")
+        if gone == "replaced":
+            moved.mkdir(mode=0o700)
+        done = rig.tier.reset(rig.context.clock() + 20)
+        # Missing documents are as good as removed ones, if their directory is the one that was opened.
+        assert done is ((part, gone) == ("kv/documents", "removed"))
+        rig.wait(lambda: rig.tier.reset_done() and rig.store(K[8:16]) == K[8:16])
+        assert rig.load(K[8:16]) == K[8:16]
+        assert rig.held(K[:8]) == []
+    assert "the reset holds" not in caplog.text
+    assert caplog.text.count("could not be removed for a reset") <= 1
+    with opened(path) as later:
+        assert later.held(K[:8]) == []
