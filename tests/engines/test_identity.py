@@ -104,6 +104,15 @@ def test_parts_of_one_commit_are_different_models(tmp_path):
     assert len({identity(path) for path in parts}) == len(parts)
 
 
+def test_files_below_a_linked_directory_belong_to_the_model(tmp_path):
+    path, part = write_model(tmp_path / "model"), write_model(tmp_path / "part", b"part")
+    (path / "part").symlink_to(part)
+    (path / "loop").symlink_to(path)
+    before = identity(path)
+    (part / "model.safetensors").write_bytes(b"other")
+    assert identity(path) != before
+
+
 def test_a_path_that_only_looks_like_a_commit_is_known_by_its_files(tmp_path):
     mine = write_model(tmp_path / "snapshots" / COMMIT)
     assert identity(mine) == f"files {digest_of_files(mine)}"

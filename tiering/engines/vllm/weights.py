@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -244,13 +245,21 @@ def _files(path: Path, *, code: bool, copies: bool) -> list[Path]:
     suffixes = (*_WEIGHTS, ".py") if code else _WEIGHTS
     return sorted(
         file
-        for file in path.rglob("*")
+        for file in _walk(path)
         if file.is_file()
         and (
             file.suffix in suffixes
             or (copies if path / "np" in file.parents else file.suffix == ".json" and file.name not in _OTHER_JSON)
         )
     )
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    """Yield all files below a directory, also below links to directories; a link to a directory above ends there."""
+    for place, names, files in os.walk(directory, followlinks=True):
+        above = {Path(place).resolve(), *Path(place).resolve().parents}
+        names[:] = [name for name in names if (Path(place) / name).resolve() not in above]
+        yield from (Path(place) / name for name in files)
 
 
 def _digest(file: Path) -> str:
