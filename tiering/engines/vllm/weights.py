@@ -191,7 +191,7 @@ def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
 
 
 def _is_as_downloaded(place: Path, *, code: bool, copies: bool) -> bool:
-    """Return True if all files are the hub library's links to blobs, which are named by their content's hash.
+    """Return True if all files are links of the hub library to blobs named by the hash of their content.
 
     A regular file, or a link to another place, was put there by hand, and the commit does not describe it.
     """
