@@ -35,6 +35,8 @@ _NUMBER = "(0|[1-9][0-9]{0,15})"
 _SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
 _REPLICA = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEGMENTS = 4
+MAX_SEGMENTS = 65_536
+"""Most segments of one directory: 64 TiB with segments of 1 GiB."""
 _BOOKKEEPING_PER_SLOT = 256
 """Bytes of bookkeeping per slot: a key and a few numbers in each of two checkpoints (old and new)."""
 _BOOKKEEPING = 64 * 1024
@@ -69,7 +71,7 @@ class Geometry:
             segment_size: Bytes of a segment if the capacity allows four of them.
 
         Raises:
-            ConfigError: ``capacity`` is below one block.
+            ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` segments.
         """
         slot_bytes = PAGE + round_up(block_bytes)
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
@@ -82,6 +84,12 @@ class Geometry:
         if usable < _MIN_SEGMENTS * target:
             target = usable // _MIN_SEGMENTS
         slots = max(1, target // slot_bytes)
+        if usable // (slots * slot_bytes) > MAX_SEGMENTS:
+            least = -(-usable // (slot_bytes * MAX_SEGMENTS)) * slot_bytes
+            raise ConfigError(
+                f"segment_size: {segment_size} bytes would make {usable // (slots * slot_bytes)} segment files in a "
+                f"capacity of {capacity} bytes; at most {MAX_SEGMENTS} are allowed, so set at least {least}"
+            )
         return cls(slot_bytes, slots, usable // (slots * slot_bytes))
 
     @property

@@ -48,6 +48,9 @@ _COUNTED_AT_ONCE = 10_000
 _FIRST_BYTES = 256 << 20
 """Bytes of a new directory that are written before the tier serves."""
 
+_FIRST_SEGMENTS = 256
+"""Most segments of a new directory that are created before the tier serves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
@@ -108,6 +111,8 @@ class LocalStore(BlockStore):
         """Device and inode of the directory of documents that :meth:`open` found or this store made."""
         self._documents_guard = threading.Lock()
         """Held while the directory of documents is made, so that no inspection takes it for a stranger's."""
+        self._stopping = False
+        self._first_pace: Pace | None = None
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
 
@@ -219,19 +224,37 @@ class LocalStore(BlockStore):
             self.fresh = self._create_first(segments)
         self._segments = segments
 
+    def stop(self) -> None:
+        """End a running :meth:`open` early: it creates no further first segments. Any thread may call."""
+        self._stopping = True
+        pace = self._first_pace
+        if pace is not None:
+            pace.abandon()
+
     def _create_first(self, segments: Segments) -> list[int]:
         """Create the first segments, at least one, and return their numbers.
 
         A small directory gets all of its segments now; the others are added later.
         """
         segment_bytes = self.geometry.segment_bytes
-        pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
+        pace = self._first_pace = Pace(share=1.0, pieces=_FIRST_BYTES // FILL_BYTES)
         created: list[int] = []
-        while len(created) < min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes)):
+        used: int | None = None
+        for _ in range(min(self.geometry.max_segments, max(1, _FIRST_BYTES // segment_bytes), _FIRST_SEGMENTS)):
             if created:
-                used = used_bytes_of_few(self.directory, _COUNTED_AT_ONCE)
-                if used is None or not segments.delete_strangers(used + segment_bytes - self.capacity):
+                if self._stopping:
                     break
+                if used is None:
+                    used = used_bytes_of_few(self.directory, _COUNTED_AT_ONCE)
+                else:
+                    used += segment_bytes
+                if used is None:
+                    break
+                excess = used + segment_bytes - self.capacity
+                if not segments.delete_strangers(excess):
+                    break
+                if excess > 0:
+                    used = None  # files were deleted, so the directory is counted again
             number = segments.next_number(())
             if number is None:
                 break

@@ -254,6 +254,10 @@ class LocalTier(BlockTier):
     def revoked_places(self) -> Collection[Place]:
         return self.index.revoked
 
+    def shutdown(self, deadline: float) -> bool:
+        self.store.stop()  # before the jobs are awaited, because the creation of first segments is one of them
+        return super().shutdown(deadline)
+
     def before_close(self, deadline: float) -> None:
         self._stop.set()
         if self._pace is not None:

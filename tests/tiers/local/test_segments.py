@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +22,12 @@ from tiering.errors import (
     StoreError,
     TemporaryStoreError,
 )
+from tiering.secondary.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
-from tiers.local import Geometry, LocalStore
-from tiers.local.layout import PAGE, used_bytes
+from tiering.testing.tier_rig import TierRig
+from tiers.local import Geometry, LocalOptions, LocalStore, LocalTier
+from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
 from tiers.local.segments import Pace
 
 BLOCK_BYTES = 16 << 10
@@ -330,3 +334,69 @@ def test_a_capacity_can_change_without_changing_the_shape() -> None:
 def test_a_capacity_below_one_block_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(ConfigError, match="below one block"):
         Geometry.plan(1 << 20, 2 << 20, 1 << 30)
+
+
+def test_a_segment_size_that_makes_too_many_files_is_refused_with_the_least_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"segment_size: 1 bytes would make \d+ segment files .* set at least 16384"):
+        Geometry.plan(1 << 30, 4096, 1)
+    assert Geometry.plan(1 << 30, 4096, 16384).max_segments <= MAX_SEGMENTS
+    assert Geometry.plan(60 << 40, 2 << 20, 1 << 30).max_segments <= MAX_SEGMENTS
+
+
+SMALL = Geometry.plan(8 << 20, 4096, 1)
+"""A thousand segments of one slot each."""
+
+
+def test_very_many_small_segments_are_created_with_one_count_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[Path] = []
+
+    def count(root: Path, most: int) -> int | None:
+        counts.append(root)
+        return used_bytes_of_few(root, most)
+
+    monkeypatch.setattr("tiers.local.store.used_bytes_of_few", count)
+    store = LocalStore(tmp_path / "kv", SMALL, 8 << 20)
+    store.open()
+    store.close()
+    assert 1 <= len(store.fresh) <= 256
+    assert len(counts) <= 2
+
+
+def test_the_creation_of_first_segments_ends_when_the_tier_is_shut_down(tmp_path: Path) -> None:
+    class Stopping(FaultyDevice):
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
+            if new.name.endswith("-000002"):
+                store.stop()
+
+    store = LocalStore(tmp_path / "kv", SMALL, 8 << 20, files=Stopping())
+    store.open()
+    store.close()
+    assert store.fresh == [0, 1, 2]
+
+
+def test_a_tier_that_is_shut_down_while_it_opens_creates_no_further_segments(tmp_path: Path) -> None:
+    class Waiting(Files):
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
+            if new.name.endswith("-000002"):
+                began.set()
+                stopped.wait(20)
+
+    class StoppedTier(LocalTier):
+        def shutdown(self, deadline: float) -> bool:
+            stop = self.store.stop
+            self.store.stop = lambda: (stop(), stopped.set())  # type: ignore[method-assign,assignment]
+            return super().shutdown(deadline)
+
+    began, stopped = threading.Event(), threading.Event()
+    options = LocalOptions.model_validate(
+        {"type": "local", "path": str(tmp_path / "kv"), "capacity": 8 << 20, "segment_size": 1}
+    )
+    rig = TierRig(lambda context: StoppedTier(context, options, files=Waiting()), group_bytes=(4096,))
+    rig.tier.open(0.0)
+    assert began.wait(20)
+    assert rig.tier.shutdown(time.monotonic() + 20)
+    assert len(list((tmp_path / "kv").glob("slots-*"))) == 3
