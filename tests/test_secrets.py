@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -33,6 +34,7 @@ class LeakyOptions(tiering.TierOptions):
     password: str = ""
     session: SecretStr = SecretStr("")
     fails: str = ""
+    file: Path = Path()
 
     @field_validator("endpoint")
     @classmethod
@@ -303,7 +305,29 @@ def test_very_short_secrets_do_not_garble_every_text() -> None:
 
 
 def test_what_is_learnt_is_bounded() -> None:
-    for number in range(10_000):
-        masking.learn("token", f"token-{number}")
-    assert len(masking._learnt.longest_first) <= 256
-    assert mask_text("token-9999") == "***"
+    learnt = masking._Learnt()
+    for number in range(500):
+        learnt.add(f"{number:04}" * 200)
+    assert sum(map(len, learnt.longest_first)) <= 256 << 10
+    assert "0499" * 200 in learnt.longest_first
+    assert "0000" * 200 not in learnt.longest_first
+
+
+def test_the_secrets_of_a_running_tier_are_masked_after_many_other_stacks_were_read() -> None:
+    masking.learn("password", SENTINEL)
+    for number in range(300):
+        masking.learn("endpoint", f"https://user-{number}:password-of-{number}@host-{number}/")
+    assert SENTINEL not in mask_text(f"no answer with {SENTINEL}")
+
+
+def test_a_path_of_an_own_tier_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TOKEN", SENTINEL)
+    section = {"type": TYPE, "name": "leaky", "file": "/data/${KV_TOKEN}/kv"}
+    stack = tiering.load_stack({"primary": PRIMARY, "secondary": [section]})
+    assert SENTINEL not in repr(stack) + str(stack) + stack.describe()
+
+
+def test_the_credentials_in_the_place_of_a_stack_file_are_not_repeated() -> None:
+    with pytest.raises(tiering.ConfigError) as caught:
+        tiering.load_stack(f"http://user:{SENTINEL}@host/stack.yaml")
+    assert SENTINEL not in told(caught.value)

@@ -67,8 +67,8 @@ _PLAIN = re.compile(r"[0-9.]{1,7}[a-z]{0,3}|true|false|none|null|auto", re.IGNOR
 They are masked in their field only.
 """
 
-_MOST = 256
-"""Maximum number of remembered spellings of secrets. A typical stack has a few."""
+_MOST_CHARACTERS = 256 << 10
+"""Maximum length of all remembered spellings of secrets together. A typical stack has a few hundred characters."""
 
 
 class _Learnt:
@@ -76,15 +76,22 @@ class _Learnt:
 
     def __init__(self) -> None:
         self._written: dict[str, None] = {}
+        self._characters = 0
         self.longest_first: tuple[str, ...] = ()
         """The spellings in the order in which texts are searched for them."""
 
     def add(self, secret: str) -> None:
         for written in (secret, unquote(secret), quote(secret, safe=""), repr(secret)[1:-1]):
             if len(written) >= _SHORTEST and written.strip("*") and not _PLAIN.fullmatch(written):
+                if written in self._written:
+                    del self._written[written]  # the newest spellings are kept longest
+                    self._characters -= len(written)
                 self._written[written] = None
-        while len(self._written) > _MOST:
-            del self._written[next(iter(self._written))]
+                self._characters += len(written)
+        while self._characters > _MOST_CHARACTERS and len(self._written) > 1:
+            oldest = next(iter(self._written))
+            self._characters -= len(oldest)
+            del self._written[oldest]
         self.longest_first = tuple(sorted(self._written, key=len, reverse=True))
 
 
@@ -114,7 +121,7 @@ def masked(word: object, value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [masked(word, item) for item in value]
     if isinstance(value, PurePath):
-        return str(value)
+        return masked(word, str(value))
     return value
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from tiering.api.masking import mask_text, safe_cause
 from tiering.config.problems import FieldPath, Problem, refuse
 from tiering.errors import ConfigError
 
@@ -70,7 +71,9 @@ def read_text(path: str) -> str:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{_file(path)}: the stack file cannot be read: {_clipped(reason)}") from error
+        text, cause = f"{_file(path)}: the stack file cannot be read: {_clipped(reason)}", safe_cause(error)
+    # Raised outside the handler, because the operating system's error quotes the path, which may contain a password.
+    raise ConfigError(text) from cause
 
 
 def _read(path: str, fd: int) -> bytes:
@@ -219,4 +222,4 @@ def _clipped(text: str) -> str:
 
 def _file(path: str) -> str:
     """Return the path as errors show it."""
-    return path if path.isprintable() else repr(path)
+    return mask_text(path if path.isprintable() else repr(path))
