@@ -144,7 +144,11 @@ def tier_directory(path: str, replica: str | None) -> Path:
     Raises:
         ConfigError: ``replica`` cannot be part of a path.
     """
-    root = Path(path).expanduser()
+    try:
+        # A change of the working directory must not lead to another directory.
+        root = Path(path).expanduser().absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(f"path: {path!r} is relative, and the working directory is gone; make it absolute") from error
     if replica is None:
         return root
     if not _REPLICA.fullmatch(replica) or replica.strip(".") == "":

@@ -65,3 +65,15 @@ def test_a_tier_whose_directory_went_away_before_a_reset_comes_back(
     assert caplog.text.count("could not be removed for a reset") <= 1
     with opened(path) as later:
         assert later.held(K[:8]) == []
+
+
+def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("kv"), **PROBES) as rig:
+        assert rig.store(K[:8]) == K[:8]
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert rig.tier.store.inspect().moved is None
+        assert rig.tier.reset(rig.context.clock() + 20)
+        assert rig.store(K[8:16]) == K[8:16]
+    assert not (tmp_path / "elsewhere" / "kv").exists()
