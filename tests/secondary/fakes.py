@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,6 +145,11 @@ class FakeIo:
 
     def close(self, deadline: float) -> bool:
         return self._pass_until(deadline)
+
+    def join(self) -> None:
+        """Wait until a test has ended all jobs."""
+        while self.jobs:
+            time.sleep(0.001)
 
     def _pass_until(self, deadline: float) -> bool:
         if self.jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
 from tiering.secondary.options import TierOptions
 from tiering.testing.faults import FaultyStore
 from tiering.testing.frames import key_of
-from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
 
 K = [key_of(number) for number in range(64)]
 
@@ -144,6 +145,21 @@ def test_shutdown_with_a_hanging_load_says_so_and_succeeds_later() -> None:
         assert rig.close() is True
         rig.results += rig.tier.get_finished()
         assert rig.reports()[job_id] == 1
+
+
+def test_a_medium_whose_io_hung_at_shutdown_is_closed_when_the_io_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+    with Faulty() as faulty:
+        rig = faulty.rig
+        monkeypatch.setattr(faulty.store, "close", closed.set)
+        rig.store(K[:1])
+        faulty.store.inject(Fault.HANG, gets=1)
+        rig.submit_load(K[:1])
+        rig.wait(lambda: faulty.store.hanging == 1)
+        assert rig.tier.shutdown(time.monotonic() + 0.05) is False
+        assert not closed.is_set()
+        faulty.store.release()
+        assert closed.wait(PATIENCE_SECONDS)
 
 
 def test_a_load_that_hangs_over_a_reset_fails_and_fills_no_index() -> None:

@@ -286,7 +286,13 @@ class TierLife(SecondaryTierManager):
         if self._closed:
             self._medium.close(deadline - self._clock())
         else:
-            logger.error("tier %s: %d jobs did not end in time; their rows stay in use", self.name, len(self._flights))
+            logger.error(
+                "tier %s: %d jobs did not end in time; their rows stay in use, "
+                "and the medium is closed when its I/O ends",
+                self.name,
+                len(self._flights),
+            )
+            self._medium.close(0.0, self.io.join)
         return self._closed
 
     def _wait(self, ended: Callable[[], bool], deadline: float) -> None:

@@ -184,8 +184,8 @@ class DirectoryLock:
             if other._directory_fd >= 0 and os.path.sameopenfile(other._directory_fd, self._directory_fd):
                 return (
                     f"{directory} is in use by {describe_owner(directory)}: another tier of this process opened it "
-                    f"as {other._directory}; give each tier a path (or each engine a data-parallel replica) of its "
-                    "own, and mind symbolic links"
+                    f"as {other._directory}, or has been shut down while its I/O hangs; give each "
+                    "tier a path (or each engine a data-parallel replica) of its own, and mind symbolic links"
                 )
         return (
             f"{directory} is in use by {describe_owner(directory)}; "

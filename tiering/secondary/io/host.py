@@ -254,6 +254,10 @@ class IoHost:
         self._pipeline.release()
         return True
 
+    def join(self) -> None:
+        for thread in [*self._threads, *self._background]:
+            thread.join()
+
     def _closed_error(self) -> StoreError | None:
         return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
 

@@ -52,3 +52,6 @@ class IoSide(Protocol):
 
     def close(self, deadline: float) -> bool:
         """Shut down until ``deadline``, and return True if no thread runs any more."""
+
+    def join(self) -> None:
+        """Wait, after :meth:`close`, until no thread runs any more; any thread may call."""

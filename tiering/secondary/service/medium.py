@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
@@ -53,6 +54,7 @@ class Medium:
         self._revision = revision
         self._writes = writes
         self._opened = False
+        self._closer: threading.Thread | None = None
         self._common_epoch: bytes | None = None
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
@@ -111,21 +113,29 @@ class Medium:
         """Record that the store was closed: :meth:`enter` opens it again."""
         self._opened = False
 
-    def close(self, timeout: float) -> None:
-        """Close the store, waiting at most ``timeout`` seconds: a hanging medium must not delay the process."""
+    def close(self, timeout: float, after: Callable[[], None] | None = None) -> None:
+        """Close the store in a thread: a hanging medium must not delay the process.
+
+        Args:
+            timeout: maximum seconds to wait for the thread.
+            after: function that blocks until nothing uses the store any more; default: nothing uses the store now.
+        """
 
         def close() -> None:
             try:
+                if after is not None:
+                    after()
                 self._store.close()
             except Exception:
                 logger.exception("tier %s: closing its store failed", self._name)
 
         end = time.monotonic() + max(timeout, 0.0)
         give_up = min(end, time.monotonic() + _THREAD_WAIT_SECONDS)
-        while True:
+        while self._closer is None:
             thread = threading.Thread(target=close, name=f"kv-{self._name}-close", daemon=True)
             try:
                 thread.start()
+                self._closer = thread
                 break
             except RuntimeError as error:
                 # The process may have no more threads for the moment; the tier's own have just ended.
@@ -133,9 +143,9 @@ class Medium:
                     logger.error("tier %s: its store is left to the end of the process: %s", self._name, error)
                     return
             time.sleep(_THREAD_RETRY_SECONDS)
-        thread.join(max(end - time.monotonic(), 0.0))
-        if thread.is_alive():
-            logger.error("tier %s: its store did not close in time; it is left to the end of the process", self._name)
+        self._closer.join(max(end - time.monotonic(), 0.0))
+        if self._closer.is_alive() and after is None:
+            logger.error("tier %s: its store did not close in time; it closes when its I/O has ended", self._name)
 
     # ------------------------------------------------------------------------------ a medium that only this tier writes
 
