@@ -211,4 +211,8 @@ def revision_digest(revision: str) -> bytes:
     """
     if not isinstance(revision, str) or not revision.strip():
         raise ConfigError(f"revision: {revision!r} is not a text that names the weights")
-    return hashlib.sha256(revision.encode()).digest()[:16]
+    try:
+        data = revision.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"revision: {revision[:60]!a} holds characters that are no UTF-8 text") from None
+    return hashlib.sha256(data).digest()[:16]

@@ -29,6 +29,9 @@ _DURATION = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(us|ms|s|m|min|h|d|w)\s*
 
 _DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
+_NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*|.*%[A-Za-z_][A-Za-z0-9_]*%.*", re.DOTALL)
+"""URLs, and variables as Windows writes them."""
+
 _VARIABLE = re.compile(r"\$(\{|[A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -88,6 +91,8 @@ def check_path(path: str) -> str:
 
 
 def _check_directory(path: str) -> str:
+    if _NO_PATH.fullmatch(path):
+        raise ValueError(f"{shown(path)} is a URL or holds %NAME%, which would not be expanded; write a plain path")
     if os.path.expanduser(check_path(path)).startswith("~"):  # noqa: PTH111 - pathlib raises RuntimeError instead
         raise ValueError(
             f"{shown(path)} begins with the home directory of a user that is not known; write the path in full"

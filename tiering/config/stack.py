@@ -60,6 +60,10 @@ def open_manager(
         RegionError: there is no room for the rows.
         TierUnavailableError: a tier marked ``required`` cannot be opened; everything is closed again.
     """
+    if not isinstance(stack, StackConfig):
+        raise ConfigError(f"stack: is a {type(stack).__name__}; pass the result of tiering.load_stack")
+    if not isinstance(model, ModelIdentity):
+        raise ConfigError(f"model: is a {type(model).__name__}; pass a tiering.ModelIdentity")
     group_bytes = _group_bytes(block_bytes)
     row_bytes = row_stride(max(group_bytes))
     _check(stack, max(group_bytes), row_bytes, model, region)
@@ -151,8 +155,13 @@ def _build(index: int, options: TierOptions, context: TierContext) -> SecondaryT
         ConfigError: the tier cannot be built; exceptions of the tier's own code are converted.
     """
     where = f"secondary[{index}] ({context.name})"
+    cause: Exception | None
     try:
-        return tier_definition(options.type).build(options, context)
+        tier: object = tier_definition(options.type).build(options, context)
+        if isinstance(tier, SecondaryTierManager):
+            return tier
+        text = f"{where}: the build function of {options.type} returned a {type(tier).__name__}, not a tier"
+        cause = None
     except ConfigError as error:
         text, cause = f"{where}: {str(error).removeprefix(f'tier {context.name}: ')}", safe_cause(error)
     except MemoryError as error:

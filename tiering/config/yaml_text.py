@@ -30,6 +30,9 @@ PIPE_SECONDS = 10.0
 """Time limit for a pipe to deliver a stack, in seconds."""
 
 _LONGEST_MESSAGE = 200
+_LEGACY_NUMBER = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?")
+"""Numbers that YAML 1.1 reads in octal or to the base 60, which nobody means; they stay text."""
+
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
@@ -161,6 +164,8 @@ def _guarded(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """
 
     def guarded(loader: Any, node: yaml.ScalarNode) -> Any:
+        if _LEGACY_NUMBER.fullmatch(node.value):
+            return node.value
         try:
             return make(loader, node)
         except (ValueError, LookupError, OverflowError):

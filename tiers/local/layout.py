@@ -36,7 +36,9 @@ _SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
 _REPLICA = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEGMENTS = 4
 MAX_SEGMENTS = 65_536
-"""Most segments of one directory: 64 TiB with segments of 1 GiB."""
+"""Most segments of one directory, unless they have at least :data:`LARGE_SEGMENT` bytes."""
+LARGE_SEGMENT = 1 << 30
+"""Bytes of a segment that is large enough for a disk of any size."""
 _BOOKKEEPING_PER_SLOT = 256
 """Bytes of bookkeeping per slot: a key and a few numbers in each of two checkpoints (old and new)."""
 _BOOKKEEPING = 64 * 1024
@@ -71,7 +73,7 @@ class Geometry:
             segment_size: Bytes of a segment if the capacity allows four of them.
 
         Raises:
-            ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` segments.
+            ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` small segments.
         """
         slot_bytes = PAGE + round_up(block_bytes)
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
@@ -84,8 +86,8 @@ class Geometry:
         if usable < _MIN_SEGMENTS * target:
             target = usable // _MIN_SEGMENTS
         slots = max(1, target // slot_bytes)
-        if usable // (slots * slot_bytes) > MAX_SEGMENTS:
-            least = -(-usable // (slot_bytes * MAX_SEGMENTS)) * slot_bytes
+        if usable // (slots * slot_bytes) > MAX_SEGMENTS and segment_size < LARGE_SEGMENT:
+            least = min(-(-usable // (slot_bytes * MAX_SEGMENTS)) * slot_bytes, LARGE_SEGMENT)
             raise ConfigError(
                 f"segment_size: {segment_size} bytes would make {usable // (slots * slot_bytes)} segment files in a "
                 f"capacity of {capacity} bytes; at most {MAX_SEGMENTS} are allowed, so set at least {least}"
