@@ -51,6 +51,15 @@ def test_a_path_that_would_be_taken_for_a_name_is_refused(path: str) -> None:
         tiering.load_stack({"primary": PRIMARY, "secondary": [{"type": "local", "path": path, "capacity": "1MiB"}]})
 
 
+def test_the_error_of_a_required_tier_has_the_reason_and_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    section = {"type": "local", "path": str(tmp_path / "file" / "kv"), "capacity": "1MiB", "required": True}
+    stack = tiering.load_stack({"primary": PRIMARY, "secondary": [section]})
+    with pytest.raises(tiering.TierUnavailableError, match="could not be opened now: cannot create") as caught:
+        tiering.open_manager(stack, 4096, MODEL)
+    assert isinstance(caught.value.__cause__, tiering.StoreError)
+
+
 def test_numbers_are_read_as_they_are_written(tmp_path: Path) -> None:
     file = tmp_path / "stack.yaml"
     file.write_text("primary: {capacity: 010000000}\n")

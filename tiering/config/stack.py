@@ -215,10 +215,11 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
             opened.append(options)
             continue
         if options.required:
-            raise TierUnavailableError(
-                f"secondary[{index}] ({tier.name}) is marked required and could not be opened within "
-                f"{stack.open_deadline:g} s; the log says why"
-            )
+            error = tier.open_error
+            reason = f"within {stack.open_deadline:g} s; the log says why" if error is None else f"now: {error}"
+            cause = safe_cause(error) if isinstance(error, Exception) else None
+            text = f"secondary[{index}] ({tier.name}) is marked required and could not be opened {reason}"
+            raise TierUnavailableError(mask_text(text)) from cause
         _log.info("starting without the tier %s; it joins when it can be opened", tier.name)
     return opened
 

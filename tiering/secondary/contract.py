@@ -136,6 +136,8 @@ class SecondaryTierManager(ABC):
     min_prefix_blocks: int = 1
     """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
 
+    open_error: BaseException | None = None
+    """Reason why the medium could not be opened in the last attempt; default None."""
     announces_news: bool = False
     """True if the tier announces new results of :meth:`get_finished`; default False.
 

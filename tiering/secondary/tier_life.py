@@ -195,6 +195,7 @@ class TierLife(SecondaryTierManager):
                 self.name,
             )
         self._refresh()
+        self.open_error = self._service.error
         return self._serving
 
     def drain(self, deadline: float) -> bool:

@@ -85,6 +85,8 @@ class TierService:
         self._suspended = False
         self.attempting = False
         self.in_service = False
+        self.error: BaseException | None = None
+        """Reason why the last attempt failed; None if none has failed."""
 
     def start(self) -> None:
         """Start an attempt, unless one is running or there is nothing to do."""
@@ -158,9 +160,10 @@ class TierService:
             self._on_entered(entered)
 
     def _failed(self, error: BaseException | None) -> None:
+        self.error = error
         if not self._backoff.failures:
             logger.error(
-                "tier %s: not in service: %s; the engine runs without it, "
+                "tier %s: not in service: %s; unless it is required at the start, the engine runs without it, "
                 "and it comes back by itself when this is put right",
                 self._name,
                 error,
