@@ -68,7 +68,7 @@ They are masked in their field only.
 """
 
 _MOST_CHARACTERS = 256 << 10
-"""Maximum length of all remembered spellings of secrets together. A typical stack has a few hundred characters."""
+"""Maximum length of all remembered spellings together. A typical stack has a few hundred characters."""
 
 
 class _Learnt:

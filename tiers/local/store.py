@@ -556,7 +556,7 @@ class LocalStore(BlockStore):
         return found.st_dev, found.st_ino
 
     def _documents_moved(self) -> str | None:
-        """Return the reason why the documents are not those that were opened; None if they are, or are missing."""
+        """Return the reason why the documents are not those that were opened, or None."""
         with self._documents_guard:
             found = self._documents_found()
             if found is None or found == self._documents_opened:

@@ -255,7 +255,7 @@ def _files(path: Path, *, code: bool, copies: bool) -> list[Path]:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Yield all files below a directory, also below links to directories; a link to a directory above ends there."""
+    """Yield all files below a directory, also below links; a link to a directory above ends there."""
     for place, names, files in os.walk(directory, followlinks=True):
         above = {Path(place).resolve(), *Path(place).resolve().parents}
         names[:] = [name for name in names if (Path(place) / name).resolve() not in above]
