@@ -374,6 +374,31 @@ class Segments:
                 return True
         return False
 
+    def give_up_one(self) -> bool:
+        """Free the space of one segment: the oldest that is not in use, or else the oldest of several in use.
+
+        A segment in use is emptied, because open descriptors would keep a deleted file's space. The next inspection
+        reports the segment as damaged. Return False if there is no segment to give up.
+        """
+        for stranger in self.strangers():
+            if self.files.status(stranger).st_blocks:
+                logger.warning("%s is full: removing %s, which is not in use", self.directory, stranger.name)
+                self.files.unlink(stranger)
+                return True
+        modified = self.modified()
+        if len(modified) < 2:
+            return False
+        oldest = min(modified, key=lambda number: (modified[number][1], number))
+        path = self.directory / self.geometry.segment_name(oldest)
+        logger.warning("%s is full: giving up %s", self.directory, path.name)
+        fd = self.files.open(path, os.O_RDWR)
+        try:
+            self.files.truncate(fd, 0)
+            self.files.fdatasync(fd)
+        finally:
+            self.files.close(fd)
+        return True
+
     def remove_leftovers(self) -> None:
         """Delete the incomplete files of an interrupted process."""
         for entry in _entries(self.directory):

@@ -113,6 +113,8 @@ class LocalStore(BlockStore):
         """Held while the directory of documents is made, so that no inspection takes it for a stranger's."""
         self._stopping = False
         self._first_pace: Pace | None = None
+        self._gave_up = False
+        """True if a segment was given up for a document and no document has been written since."""
         self._segments: Segments | None = None
         self._marks: WrittenMarks | None = None
 
@@ -517,7 +519,13 @@ class LocalStore(BlockStore):
                     self._documents.mkdir(mode=DIRECTORY_MODE)
                     self._documents_opened = self._documents_found()
                 self.files.sync_directory(self.directory)
-            self.files.replace(path, [data])
+            try:
+                self.files.replace(path, [data])
+            except OSError as error:
+                if not self._make_document_room(error):
+                    raise
+                self.files.replace(path, [data])
+            self._gave_up = False
         except OSError as error:
             raise store_error(error, f"cannot write {path}") from error
 
@@ -537,6 +545,16 @@ class LocalStore(BlockStore):
             self._require_opened()
         except OSError as error:
             raise store_error(error, f"cannot remove {path}") from error
+
+    def _make_document_room(self, error: OSError) -> bool:
+        """Give up a segment if ``error`` means a full disk: without its documents the tier cannot enter service.
+
+        If that did not help, another segment would not help either.
+        """
+        if not isinstance(store_error(error, ""), OutOfSpaceError) or self._gave_up or self.segments.read_only:
+            return False
+        self._gave_up = True
+        return self.segments.give_up_one()
 
     def _require_opened(self) -> None:
         """Raise TemporaryStoreError unless documents are still in the directory that was opened.

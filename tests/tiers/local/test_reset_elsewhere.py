@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
+from tiering.secondary.files import Files
+from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import tier as tier_module
 
@@ -77,3 +81,48 @@ def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytes
         assert rig.tier.reset(rig.context.clock() + 20)
         assert rig.store(K[8:16]) == K[8:16]
     assert not (tmp_path / "elsewhere" / "kv").exists()
+
+
+class FullDisk(FaultyDevice):
+    """Refuses new content of documents until some space of a segment has been freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = True
+        self.fail = self._refuse
+
+    def _refuse(self, operation: str, path: Path) -> None:
+        if self.full and operation == "write" and "documents" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def truncate(self, fd: int, length: int) -> None:
+        self.full = False
+        super().truncate(fd, length)
+
+
+def test_a_tier_that_filled_its_disk_gives_up_a_segment_for_the_documents_of_another_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.store(K[:8]) == K[:8]
+    with opened(tmp_path, model="model-b", files=FullDisk(), **PROBES) as rig:
+        assert rig.store(K[:8]) == K[:8]
+        assert rig.load(K[:8]) == K[:8]
+    assert caplog.text.count("begins empty, because") == 1
+
+
+def test_a_full_disk_that_frees_nothing_costs_one_segment_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.store(K[:8]) == K[:8]
+    disk = FullDisk()
+    monkeypatch.setattr(disk, "truncate", Files().truncate)
+    rig = LocalRig(tmp_path, model="model-b", files=disk, **PROBES)
+    assert not rig.tier.open(rig.context.clock() + 20)
+    rig.wait(lambda: rig.tier._service._backoff.failures >= 3)
+    disk.full = False
+    rig.wait(lambda: rig.tier.get_stats().available)
+    rig.close()
+    assert caplog.text.count("giving up slots-") == 1
+    assert caplog.text.count("begins empty, because") == 1

@@ -55,6 +55,8 @@ class Medium:
         self._writes = writes
         self._opened = False
         self._closer: threading.Thread | None = None
+        self._told: set[str] = set()
+        """Documents whose loss or absence was logged since the last success, so that retries do not repeat the line."""
         self._common_epoch: bytes | None = None
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
@@ -103,6 +105,7 @@ class Medium:
         if not known and self._writes:
             # After the epoch, because parameters without an epoch mean that the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
+        self._told.clear()
         return namespace
 
     def needs_lease(self, namespace: Namespace) -> bool:
@@ -237,6 +240,9 @@ class Medium:
 
         ``known``: a process has used the namespace before.
         """
+        if document in self._told:
+            return
+        self._told.add(document)
         if missing and not known:
             logger.info("tier %s: the namespace is new here; its first epoch begins", self._name)
         else:
@@ -258,7 +264,9 @@ class Medium:
         expected = self._namespace.parameters.encode()
         stored = self._store.read_document(document)
         if stored is None:
-            tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
+            if document not in self._told:
+                self._told.add(document)
+                tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
             return False
         if bytes(stored) != expected:
             raise PermanentStoreError(
