@@ -31,7 +31,7 @@ PIPE_SECONDS = 10.0
 
 _LONGEST_MESSAGE = 200
 _LEGACY_NUMBER = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?")
-"""Numbers that YAML 1.1 reads in octal or to the base 60, which nobody means; they stay text."""
+"""Numbers that YAML 1.1 reads in octal or to the base 60. Stack files mean neither, so they stay text."""
 
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 
