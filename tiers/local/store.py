@@ -547,7 +547,7 @@ class LocalStore(BlockStore):
             raise store_error(error, f"cannot remove {path}") from error
 
     def _make_document_room(self, error: OSError) -> bool:
-        """Give up a segment if ``error`` means a full disk: without its documents the tier cannot enter service.
+        """Give up a segment if ``error`` means a full disk: the tier needs its documents to enter service.
 
         If that did not help, another segment would not help either.
         """

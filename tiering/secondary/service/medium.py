@@ -56,7 +56,7 @@ class Medium:
         self._opened = False
         self._closer: threading.Thread | None = None
         self._told: set[str] = set()
-        """Documents whose loss or absence was logged since the last success, so that retries do not repeat the line."""
+        """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
         self._common_epoch: bytes | None = None
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
