@@ -122,12 +122,13 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
     def restart() -> Sample:
         restored.clear()
         fresh = SlotIndex(geometry.num_slots)
-        segments = Segments(bench.directory, geometry, files, direct=False)
+        segments = Segments(bench.directory, geometry, files)
         reopened = WrittenMarks(bench.directory, geometry, files, durable=False)
         begin = time.perf_counter()
         longest = 0.0
         fresh.begin_recovery()
-        remembered = replace(remember(segments, reopened), segments=tuple(range(geometry.max_segments)))
+        everything = tuple(range(geometry.max_segments))
+        remembered = replace(remember(segments, reopened), segments=everything, changed=frozenset())
         for batch in recover(segments, remembered, bytes(16), threading.Event()):
             step = time.perf_counter()
             fresh.add_free(batch.free)
