@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from tiering.secondary.io.layers.breaker import Breakers
 from tiering.secondary.io.messages import IoJob, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BreakerOptions
-from tiering.testing.clock import FakeClock
+from tiering.testing.clock import FakeClock, until
 
 BLOCK_BYTES = 4096
 NUM_ROWS = 64
@@ -148,8 +147,7 @@ class FakeIo:
 
     def join(self) -> None:
         """Wait until a test has ended all jobs."""
-        while self.jobs:
-            time.sleep(0.001)
+        until(lambda: not self.jobs)
 
     def _pass_until(self, deadline: float) -> bool:
         if self.jobs:
