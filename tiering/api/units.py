@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from tiering.api.masking import masked, shown
 
@@ -105,10 +105,23 @@ def _check_file(path: Path) -> Path:
     return path
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+_SIZE_PATTERN = r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpPeE]i?)?[bB]?\s*$"
+_DURATION_PATTERN = r"^\s*\d+(\.\d+)?\s*(us|ms|s|m|min|h|d|w)\s*$"
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    Field(gt=0),
+    WithJsonSchema({"type": ["integer", "string"], "pattern": _SIZE_PATTERN, "minimum": 1}),
+]
 """A size: bytes, or text such as "8GiB"."""
 
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    Field(gt=0),
+    WithJsonSchema({"type": ["number", "string"], "pattern": _DURATION_PATTERN, "exclusiveMinimum": 0}),
+]
 """A duration: seconds, or text such as "10s"."""
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

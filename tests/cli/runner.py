@@ -1,0 +1,52 @@
+"""Runs of the command line, in this process and in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering.cli.app import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def kv_tiering(*arguments: object) -> Done:
+    """Run in this process, with pipes for all streams."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run([str(argument) for argument in arguments])
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def command(*arguments: object) -> list[str]:
+    """The words that start a process of its own."""
+    return [sys.executable, "-m", "tiering.cli", *map(str, arguments)]
+
+
+def process(*arguments: object, environment: Mapping[str, str] | None = None) -> Done:
+    """Run in a process of its own."""
+    done = subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,86 @@
+"""The command line as a whole: help, versions, wrong words, exit codes, pipes, and packages that are missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tiering
+from tests.cli.runner import ROOT, command, kv_tiering, process
+from tiering.cli.app import FINDINGS, INTERRUPTED, USAGE, cli
+from tiering.errors import PermanentStoreError
+
+
+def test_help_lists_every_command_and_the_exit_codes() -> None:
+    done = kv_tiering("--help")
+    assert done.code == 0
+    assert all(f"\n  {name}  " in done.out for name in cli.commands)
+    assert "Exit codes: 0" in done.out
+    assert kv_tiering().out == done.out
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_the_help_of_each_command_has_an_example(name: str) -> None:
+    done = kv_tiering(name, "--help")
+    assert done.code == 0
+    assert f"kv-tiering {name}" in done.out.partition("Example")[2]
+
+
+def test_the_version_is_the_librarys() -> None:
+    assert tiering.__version__ in process("--version").out
+
+
+@pytest.mark.parametrize("words", [("nosuch",), ("schema", "--nosuch"), ("--nosuch",), ("schema", "more")])
+def test_a_wrong_command_line_is_one_line_and_code_2(words: tuple[str, ...]) -> None:
+    done = kv_tiering(*words)
+    assert (done.code, done.out, done.err.count("\n")) == (USAGE, "", 1)
+    assert done.err.startswith("kv-tiering: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED, "kv-tiering: interrupted\n"),
+        (PermanentStoreError("the medium is on fire"), FINDINGS, "kv-tiering: the medium is on fire\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_what_ends_a_command_has_a_code_and_no_traceback(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli.commands["schema"], "callback", fail)
+    done = kv_tiering("schema")
+    assert (done.code, done.err.lstrip("\n")) == (code, text)
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error() -> None:
+    with subprocess.Popen(
+        command("schema"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        error = running.stderr.read()
+    assert error == ""
+
+
+@pytest.mark.parametrize("package", ["click"])
+def test_a_missing_package_names_the_extra(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from tiering.cli.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == USAGE
+    assert done.stderr.count("\n") == 1
+    assert "pip install '.[cli]'" in done.stderr
+
+
+def test_the_library_is_imported_without_the_command_line() -> None:
+    code = "import sys, tiering; print(*[m for m in ('tiering.cli', 'click', 'rich', 'aiofiles') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []

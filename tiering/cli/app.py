@@ -1,0 +1,82 @@
+"""The group of all commands, and the exit codes and error lines that they share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tiering import __version__
+from tiering.api.masking import mask_text
+from tiering.cli.schema import schema
+from tiering.errors import ConfigError, TieringError
+
+OK = 0
+"""Exit code of a command that found nothing wrong."""
+FINDINGS = 1
+"""Exit code of a command that found problems, or that could not finish its work."""
+USAGE = 2
+"""Exit code of a wrong command line or an invalid stack."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+EPILOG = """\b
+Exit codes: 0 nothing wrong, 1 problems found or work not finished,
+2 wrong command line or invalid stack, 130 interrupted.
+
+\b
+Examples:
+  kv-tiering schema > stack.schema.json
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EPILOG,
+    invoke_without_command=True,
+)
+@click.version_option(__version__, prog_name="kv-tiering")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Check, measure, inspect and size the tiers of a KV cache.
+
+    STACK is the YAML file that an engine gets. No command needs an engine or a model.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+cli.add_command(schema)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code. Errors become one line each on stderr.
+
+    Args:
+        arguments: words after the program's name; default: those of this process.
+    """
+    try:
+        code = cli.main(None if arguments is None else list(arguments), prog_name="kv-tiering", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" (try '{context.command_path} --help')" if context is not None else ""
+        return _fail(f"{error.format_message()}{hint}", USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", INTERRUPTED)
+    except ConfigError as error:
+        return _fail(str(error), USAGE)
+    except TieringError as error:
+        return _fail(str(error), FINDINGS)
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough. Python would report the closed pipe again at exit.
+        sys.stdout = None
+        return OK
+    return code if isinstance(code, int) else OK
+
+
+def _fail(text: str, code: int) -> int:
+    click.echo(f"kv-tiering: {mask_text(text)}", err=True)
+    return code

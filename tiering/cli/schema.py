@@ -1,0 +1,127 @@
+"""``schema``: the JSON schema of the stack file, for editors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+from pydantic import BaseModel
+
+from tiering.config.registry import TIER_TYPES, tier_definition
+from tiering.config.stack_file import PrimaryOptions, StackConfig
+from tiering.secondary.options import BreakerOptions, RetryOptions, TierOptions
+
+REFERENCE = {"type": "string", "pattern": r"\$\{[^{}]*\}"}
+"""A text with an environment reference, which any single value may be."""
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of the stack file, for editors.
+
+    With the YAML language server (VS Code, Neovim, ...), a stack file names its schema in the first line.
+
+    \b
+    Example:
+      kv-tiering schema > stack.schema.json
+      # yaml-language-server: $schema=stack.schema.json
+    """
+    click.echo(json.dumps(stack_schema(), indent=2))
+
+
+def stack_schema() -> dict[str, Any]:
+    """Return the JSON schema of a stack file. Words of each tier type are checked by its own options."""
+    stack = _object(StackConfig)
+    words = stack["properties"]
+    words["primary"] = {"description": words["primary"]["description"], **_object(PrimaryOptions)}
+    kinds = [_tier(kind, tier_definition(kind).options) for kind in TIER_TYPES]
+    words["secondary"] = {
+        "description": words["secondary"]["description"],
+        "type": ["array", "null"],
+        "items": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {
+                    "anyOf": [{"enum": list(TIER_TYPES)}, {"type": "string", "pattern": ".+:.+"}, REFERENCE],
+                    "description": "Type of the tier: a built-in one, or module:Name.",
+                }
+            },
+            "allOf": kinds,
+        },
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "kv-tiering stack",
+        **stack,
+    }
+
+
+def _tier(kind: str, options: type[TierOptions]) -> dict[str, Any]:
+    then = _object(options)
+    for word in options.unsupported:
+        then["properties"].pop(word, None)
+    then["properties"]["type"] = {"const": kind}
+    return {"if": {"properties": {"type": {"const": kind}}, "required": ["type"]}, "then": then}
+
+
+def _object(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the schema of the words of ``model``, with the descriptions of its attributes."""
+    given = model.model_json_schema()
+    texts = _descriptions(model)
+    words = {
+        word: _word(found, texts.get(word, ""), given.get("$defs", {})) for word, found in given["properties"].items()
+    }
+    required = given.get("required", [])
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        **({"required": required} if required else {}),
+        "properties": words,
+    }
+
+
+_PARTS: Mapping[str, type[BaseModel]] = {"RetryOptions": RetryOptions, "BreakerOptions": BreakerOptions}
+
+
+def _word(found: Mapping[str, Any], text: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of one word. Every single value may also be an environment reference."""
+    name = str(found.get("$ref", "")).rpartition("/")[2]
+    if name:
+        inner = _object(_PARTS[name]) if name in _PARTS else dict(parts.get(name, {}))
+        return {"description": text, **inner}
+    kept = {word: value for word, value in found.items() if word not in {"title", "default", "anyOf"}}
+    choices = list(found.get("anyOf", ())) or [kept]
+    default = {} if found.get("default") is None else {"default": found["default"]}
+    return {"description": text, **default, "anyOf": [*choices, REFERENCE]}
+
+
+def _descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring of each attribute of ``model`` and its bases, as one line."""
+    texts: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if issubclass(kind, BaseModel) and kind.__module__.split(".")[0] != "pydantic":
+            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+            texts.update(_attribute_texts(body.body if isinstance(body, ast.ClassDef) else ()))
+    return texts
+
+
+def _attribute_texts(body: Iterable[ast.stmt]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    before: ast.stmt | None = None
+    for statement in body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if (
+            isinstance(before, ast.AnnAssign)
+            and isinstance(before.target, ast.Name)
+            and isinstance(value, ast.Constant)
+            and isinstance(value.value, str)
+        ):
+            texts[before.target.id] = " ".join(value.value.split())
+        before = statement
+    return texts
