@@ -25,6 +25,7 @@ from tiering.tier import (
     Place,
     SharedIndex,
     StoreProbe,
+    StoreTraits,
     TierContext,
     TierDefinition,
     TierOptions,
@@ -51,8 +52,7 @@ class SQLiteStore(BlockStore):
     A transaction makes a put atomic. The lock of the database lets several processes share the file.
     """
 
-    medium = "DISK"
-    variable_size = True
+    traits = StoreTraits(medium="DISK", variable_size=True)
 
     def __init__(self, path: Path) -> None:
         self._path = path

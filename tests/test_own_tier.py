@@ -125,7 +125,7 @@ class _Raw:
         return b"".join(found[0]) if found else None
 
     def raw_write(self, place: Place, data: bytes) -> None:
-        header = SQLiteStore.header_bytes
+        header = SQLiteStore.traits.header_bytes
         self._query("REPLACE INTO blocks VALUES (?, ?, ?)", place, data[:header], data[header:])
 
     def raw_delete(self, place: Place) -> None:

@@ -22,7 +22,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from tiering.errors import StoreError
 
@@ -47,8 +47,8 @@ Outcome: TypeAlias = Done | StoreError
 class BlockIO:
     """One framed block on its way to or from a store.
 
-    ``header`` and ``payload`` are writable, contiguous memoryviews of format "B", aligned to ``store.alignment`` bytes.
-    A put only reads them.
+    ``header`` and ``payload`` are writable, contiguous memoryviews of format "B", aligned to the ``alignment`` in the
+    store's traits. A put only reads them.
     """
 
     key: bytes
@@ -56,12 +56,12 @@ class BlockIO:
     place: Place
     """Place of the block on the medium."""
     header: memoryview
-    """Header of the frame, followed by zeros; ``store.header_bytes`` long."""
+    """Header of the frame, followed by zeros; ``traits.header_bytes`` long."""
     payload: memoryview
     """Bytes after the header, possibly a primary row itself.
 
-    For a get, the length of ``payload`` is the number of bytes to fill. For stores with ``variable_size``, ``payload``
-    is at least as long as the stored payload.
+    For a get, the length of ``payload`` is the number of bytes to fill. For stores with ``variable_size`` in their
+    traits, ``payload`` is at least as long as the stored payload.
     """
     deadline: float = float("inf")
     """Time in monotonic seconds after which no attempt starts; default: none."""
@@ -77,24 +77,46 @@ class StoreProbe:
     """For each place: True if a block is there, False if not, None if the store could not find out."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreTraits:
+    """Fixed properties of a store, which never change while the process runs.
+
+    Raises:
+        ValueError: a number is too small, or the alignment is not a power of two.
+    """
+
+    medium: str
+    """Name of the medium in metrics: "DISK", "OBJECT", "MEMORY", or another word."""
+    header_bytes: int = 128
+    """Bytes reserved for the header of a frame, at least 128 (default); media with aligned I/O round up."""
+    alignment: int = 1
+    """Alignment in bytes of the memory and length of every buffer, a power of two; default 1."""
+    variable_size: bool = False
+    """True if the store accepts blocks of any length, as compression needs; default False."""
+    batches: bool = False
+    """True if ``put`` and ``get`` move several blocks at once; False (default): one block after the other.
+
+    A store with batches receives units of up to 8 MiB, other stores units of up to 1 MiB.
+    """
+
+    def __post_init__(self) -> None:
+        if self.header_bytes < 128:
+            raise ValueError(f"traits of {self.medium}: header_bytes is {self.header_bytes}; a header needs 128 bytes")
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(f"traits of {self.medium}: alignment is {self.alignment}; it must be a power of two")
+
+
 class BlockStore(ABC):
     """A medium for framed blocks.
 
-    Subclasses implement :meth:`put_one` and :meth:`get_one`. Media with faster batch operations override :meth:`put`
-    and :meth:`get`.
+    Subclasses declare :attr:`traits`, and implement :meth:`put_one` and :meth:`get_one`. Media with faster batch
+    operations set ``batches`` in their traits, and override :meth:`put` and :meth:`get`.
     """
 
-    medium: ClassVar[str]
-    """Name of the medium in metrics: "DISK", "OBJECT", "MEMORY", or another word."""
-
-    header_bytes: int = 128
-    """Bytes reserved for the header of a frame, at least 128 (default); media with aligned I/O round up."""
-
-    alignment: int = 1
-    """Alignment in bytes of the memory and length of every buffer given to the store; default 1."""
-
-    variable_size: ClassVar[bool] = False
-    """True if the store accepts blocks of any length, as compression needs; default False."""
+    @property
+    @abstractmethod
+    def traits(self) -> StoreTraits:
+        """Fixed properties of the store; most stores declare them as a class attribute."""
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 

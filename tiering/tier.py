@@ -8,7 +8,7 @@ contains the conformance suites.
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Duration, Share, Size
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import (
     JobResult,
@@ -47,6 +47,7 @@ __all__ = [
     "SlotIndex",
     "StorePlan",
     "StoreProbe",
+    "StoreTraits",
     "TierContext",
     "TierDefinition",
     "TierIndex",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Size
-from tiering.block_store import BlockIO, BlockStore, Done, Place
+from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
 from tiering.errors import ConfigError, CorruptBlockError
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
@@ -81,7 +81,7 @@ class MemoryStore(BlockStore):
         memory: The memory to use (default: a new one).
     """
 
-    medium = "MEMORY"
+    traits = StoreTraits(medium="MEMORY")
 
     def __init__(self, memory: MemoryMedium | None = None) -> None:
         self.memory = memory or MemoryMedium()
@@ -151,7 +151,7 @@ class MemoryTier(BlockTier):
     def __init__(self, context: TierContext, options: MemoryOptions) -> None:
         memory = None if options.share is None else shared_medium(options.share)
         store = MemoryStore(memory)
-        slot_bytes = max(context.group_bytes) + store.header_bytes
+        slot_bytes = max(context.group_bytes) + store.traits.header_bytes
         num_slots = options.capacity // slot_bytes
         if not num_slots:
             raise ConfigError(

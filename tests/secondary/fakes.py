@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import StoreError
 from tiering.secondary.contract import TierContext
 from tiering.secondary.io.layers.breaker import Breakers
@@ -25,7 +25,7 @@ class FakeStore(BlockStore):
     """Documents, and names that are there; counts questions.  ``failure``: what every call raises.  ``touched``:
     puts and gets."""
 
-    medium = "FAKE"
+    traits = StoreTraits(medium="FAKE")
 
     def __init__(self) -> None:
         self.documents: dict[str, bytes] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiering.block_store import Place, StoreProbe
+from tiering.block_store import Place, StoreProbe, StoreTraits
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
@@ -13,7 +13,7 @@ from tiers.memory import MemoryMedium, MemoryStore
 
 
 class NamedMemoryStore(MemoryStore):
-    medium = "OBJECT"
+    traits = StoreTraits(medium="OBJECT")
 
     def delete(self, places: Sequence[Place]) -> None:
         with self.memory.lock:

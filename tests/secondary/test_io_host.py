@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.errors import PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
 from tiering.secondary.io.host import IoHost
@@ -126,7 +126,7 @@ def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
     class _Single(BlockStore):
-        medium = "SINGLE"
+        traits = StoreTraits(medium="SINGLE")
 
         def put_one(self, block: BlockIO) -> None: ...
 

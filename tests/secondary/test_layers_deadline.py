@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks, outcome_names
-from tiering.block_store import BlockIO, BlockStore, Done
+from tiering.block_store import BlockIO, BlockStore, Done, StoreTraits
 from tiering.secondary.io.layers.deadline import DeadlineLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
@@ -30,7 +30,7 @@ def test_a_medium_is_left_alone_when_everything_is_overdue() -> None:
 class _Slow(BlockStore):
     """Takes a second for each block, one after the other."""
 
-    medium = "SLOW"
+    traits = StoreTraits(medium="SLOW")
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock

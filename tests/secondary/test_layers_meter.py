@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks
+from tiering.block_store import StoreTraits
 from tiering.secondary.io.layers.chaos import Fault
-from tiering.secondary.io.layers.layer import innermost, moves_batches
 from tiering.secondary.io.layers.meter import MeterLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
@@ -56,10 +56,6 @@ def test_probes_and_deletions_are_requests() -> None:
 def test_a_layer_is_a_store_like_the_one_it_wraps() -> None:
     store = VariableDictStore(header_bytes=512, alignment=512)
     layer = MeterLayer(MeterLayer(store, IoStats(), clock=FakeClock()), IoStats(), clock=FakeClock())
-    assert (layer.medium, layer.header_bytes, layer.alignment, layer.variable_size) == ("MEMORY", 512, 512, True)
-    store.alignment = 1024
-    assert layer.alignment == 1024
+    assert layer.traits == StoreTraits("MEMORY", header_bytes=512, alignment=512, variable_size=True, batches=True)
     layer.write_document("a.json", b"{}")
     assert layer.read_document("a.json") == b"{}"
-    assert innermost(layer) is store
-    assert moves_batches(layer)

@@ -293,7 +293,7 @@ class BlockTier(TierLife):
             corrupt_blocks=self._failures.corrupt_blocks,
             device_errors=self._failures.device_errors,
             blocks=self.index.blocks,
-            occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.header_bytes),
+            occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
             capacity_bytes=capacity,
             recovering=int(self.recovering),
             slots_retired=self.index.retired_for_errors,

@@ -92,7 +92,7 @@ class TierLife(SecondaryTierManager):
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
 
         self.name = context.name
-        self.medium = store.medium
+        self.medium = store.traits.medium
         self.load_deadline = options.deadline
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import PermanentStoreError
 from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan
 
@@ -24,11 +24,10 @@ class DictStore(BlockStore):
         alignment: Required alignment of buffers, in bytes (default: 1).
     """
 
-    medium: ClassVar[str] = "MEMORY"
+    _variable_size: ClassVar[bool] = False
 
     def __init__(self, *, header_bytes: int = 128, alignment: int = 1) -> None:
-        self.header_bytes = header_bytes
-        self.alignment = alignment
+        self._traits = StoreTraits("MEMORY", header_bytes, alignment, self._variable_size, batches=True)
         self.frames: dict[Place, bytearray] = {}
         """Header and payload of each block, by place."""
         self.documents: dict[str, bytes] = {}
@@ -36,6 +35,10 @@ class DictStore(BlockStore):
         self.calls: list[tuple[str, tuple[Place, ...]]] = []
         """("put" or "get", places) of each batch, in order."""
         self._lock = threading.Lock()
+
+    @property
+    def traits(self) -> StoreTraits:
+        return self._traits
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         self._note("put", blocks)
@@ -54,12 +57,12 @@ class DictStore(BlockStore):
         frame = self.frames.get(block.place)
         if frame is None:
             return Done.ABSENT
-        size = len(frame) - self.header_bytes
-        if size < 0 or (size != len(block.payload) and not self.variable_size) or size > len(block.payload):
+        size = len(frame) - self.traits.header_bytes
+        if size < 0 or (size != len(block.payload) and not self.traits.variable_size) or size > len(block.payload):
             raise PermanentStoreError(f"{size} bytes at {block.place!r} do not fit {len(block.payload)}")
-        _copy(block.header, frame[: self.header_bytes])
-        _copy(block.payload[:size], frame[self.header_bytes :])
-        if self.variable_size:
+        _copy(block.header, frame[: self.traits.header_bytes])
+        _copy(block.payload[:size], frame[self.traits.header_bytes :])
+        if self.traits.variable_size:
             block.filled = size
         return Done.DONE
 
@@ -89,22 +92,22 @@ class DictStore(BlockStore):
             self.calls.append((operation, tuple(block.place for block in blocks)))
 
     def _check(self, block: BlockIO) -> None:
-        if len(block.header) != self.header_bytes:
+        if len(block.header) != self.traits.header_bytes:
             raise PermanentStoreError(
-                f"a header buffer of {len(block.header)} bytes; the store asks for {self.header_bytes}"
+                f"a header buffer of {len(block.header)} bytes; the store asks for {self.traits.header_bytes}"
             )
         for view in (block.header, block.payload):
             address = np.frombuffer(view, np.uint8).ctypes.data
-            if (address | len(view)) % self.alignment:
+            if (address | len(view)) % self.traits.alignment:
                 raise PermanentStoreError(
-                    f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.alignment}"
+                    f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.traits.alignment}"
                 )
 
 
 class VariableDictStore(DictStore):
     """A :class:`DictStore` that takes blocks of any length, as object stores do."""
 
-    variable_size: ClassVar[bool] = True
+    _variable_size: ClassVar[bool] = True
 
 
 class FaultyStore(ChaosLayer):

@@ -58,7 +58,7 @@ def block_to_put(store: BlockStore, place: Place, size: int, *, number: int = 0,
     """
     payload = aligned(size)
     np.copyto(np.frombuffer(payload, np.uint8), random_bytes(size, number * 1000 + version))
-    header = aligned(store.header_bytes)
+    header = aligned(store.traits.header_bytes)
     encode_header(
         header,
         key=key_of(number),
@@ -79,7 +79,7 @@ def block_to_get(store: BlockStore, place: Place, size: int, *, number: int = 0)
         size: Bytes of the payload.
         number: Number of the expected block (default: 0).
     """
-    header, payload = aligned(store.header_bytes), aligned(size)
+    header, payload = aligned(store.traits.header_bytes), aligned(size)
     np.frombuffer(header, np.uint8).fill(0xA5)
     np.frombuffer(payload, np.uint8).fill(0x5A)
     return BlockIO(key_of(number), place, header, payload)
@@ -100,7 +100,7 @@ def is_verified(store: BlockStore, block: BlockIO, outcome: Outcome) -> bool:
     """
     if outcome is not Done.DONE:
         return False
-    if store.variable_size and block.filled != len(block.payload):
+    if store.traits.variable_size and block.filled != len(block.payload):
         return False
     try:
         header = verify(

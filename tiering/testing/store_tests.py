@@ -81,24 +81,29 @@ class BlockStoreTests(ABC):
         yield store
         store.close()
 
+    def test_traits_name_batches_where_the_store_moves_them(self) -> None:
+        store = self.make_store()
+        overridden = type(store).put is not BlockStore.put or type(store).get is not BlockStore.get
+        assert store.traits.batches == overridden, "set `batches` in the traits exactly if put or get is overridden"
+
     # ------------------------------------------------------------------------------------------------------------- data
 
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
     def test_a_block_comes_back_as_it_was_put(self, store: BlockStore, share: float) -> None:
-        size = max(int(self.block_bytes * share) // store.alignment, 1) * store.alignment
+        size = max(int(self.block_bytes * share) // store.traits.alignment, 1) * store.traits.alignment
         put = block_to_put(store, self.place(0), size)
         store.put_one(put)
         got = block_to_get(store, self.place(0), size)
         assert store.get_one(got) is Done.DONE
         assert frame_bytes(got) == frame_bytes(put)
-        assert not store.variable_size or got.filled == size
+        assert not store.traits.variable_size or got.filled == size
 
     def test_what_lands_on_the_medium_is_the_frame(self, store: BlockStore) -> None:
         put = block_to_put(store, self.place(3), self.block_bytes)
         store.put_one(put)
         on_medium = self.raw_read(self.place(3))
         assert on_medium is not None
-        assert on_medium[: store.header_bytes + self.block_bytes] == frame_bytes(put)
+        assert on_medium[: store.traits.header_bytes + self.block_bytes] == frame_bytes(put)
 
     def test_what_others_wrote_is_read_as_it_is(self, store: BlockStore) -> None:
         frame = frame_bytes(block_to_put(store, self.place(1), self.block_bytes))
@@ -158,7 +163,7 @@ class BlockStoreTests(ABC):
 
     def test_a_flipped_bit_reaches_the_checksum(self, store: BlockStore) -> None:
         frame = bytearray(frame_bytes(block_to_put(store, self.place(0), self.block_bytes)))
-        frame[store.header_bytes + self.block_bytes // 2] ^= 0x10
+        frame[store.traits.header_bytes + self.block_bytes // 2] ^= 0x10
         self.raw_write(self.place(0), bytes(frame))
         got = block_to_get(store, self.place(0), self.block_bytes)
         (outcome,) = store.get([got])
@@ -207,7 +212,7 @@ class BlockStoreTests(ABC):
                 outcome = store.get_one(got)
                 payload = bytes(got.payload)
                 if is_verified(store, got, outcome) and payload not in {
-                    frame[store.header_bytes :] for frame in versions
+                    frame[store.traits.header_bytes :] for frame in versions
                 }:
                     problems.append("a block that nobody wrote was accepted")
             return problems

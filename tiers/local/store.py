@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreTraits
 from tiering.errors import (
     DeviceError,
     OutOfSpaceError,
@@ -77,9 +77,7 @@ class LocalStore(BlockStore):
         files: Other file operations, for tests (default: the operating system's).
     """
 
-    medium = "DISK"
-    header_bytes = PAGE
-    alignment = PAGE
+    traits = StoreTraits(medium="DISK", header_bytes=PAGE, alignment=PAGE, batches=True)
 
     def __init__(
         self,

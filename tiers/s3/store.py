@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -20,7 +20,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store as ObjectClient
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe
+from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
 from tiers.s3.admin import check_lifecycle
 from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
@@ -57,8 +57,7 @@ class S3Store(BlockStore):
         credentials: Source of credentials (default: boto3's chain with the options' profile).
     """
 
-    medium: ClassVar[str] = "OBJECT"
-    variable_size: ClassVar[bool] = True
+    traits = StoreTraits(medium="OBJECT", variable_size=True)
 
     def __init__(self, options: S3Options, credentials: CredentialSource | None = None) -> None:
         start_runtime()

@@ -10,7 +10,6 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.io.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES, IoHost
 from tiering.secondary.io.layers.breaker import BreakerLayer, Breakers
 from tiering.secondary.io.layers.deadline import DeadlineLayer
-from tiering.secondary.io.layers.layer import moves_batches
 from tiering.secondary.io.layers.meter import MeterLayer
 from tiering.secondary.io.layers.retry import RetryLayer
 from tiering.secondary.io.pipeline import Pipeline
@@ -71,7 +70,7 @@ def build_io_host(
         name=context.name,
         threads=options.max_inflight,
         clock=clock,
-        unit_bytes=BATCH_UNIT_BYTES if moves_batches(store) else SINGLE_UNIT_BYTES,
+        unit_bytes=BATCH_UNIT_BYTES if store.traits.batches else SINGLE_UNIT_BYTES,
         stopping=stopping,
         news=context.news,
     )

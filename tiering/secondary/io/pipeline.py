@@ -35,7 +35,6 @@ from tiering.secondary.io.frame import (
     verify_raw,
 )
 from tiering.secondary.io.layers.breaker import BreakerOpenError, Breakers
-from tiering.secondary.io.layers.layer import innermost
 from tiering.secondary.io.messages import IoJob, IoKind
 from tiering.secondary.io.stats import IoStats
 
@@ -112,7 +111,7 @@ class Pipeline:
                 f"tier {name}: the primary view is not a writable, contiguous uint8 buffer of two dimensions"
             )
         if compress:
-            if not store.variable_size:
+            if not store.traits.variable_size:
                 raise ConfigError(
                     f"tier {name}: compression: this medium has blocks of a fixed size, so compression gains nothing"
                 )
@@ -125,7 +124,7 @@ class Pipeline:
         """Counters of the I/O."""
         self.name = name
         """Name of the tier."""
-        self._medium = innermost(store)
+        self._traits = store.traits
         self._compress = compress
         self._element_size = element_size
         self._clock = clock
@@ -162,9 +161,9 @@ class Pipeline:
             raise PermanentStoreError(
                 f"tier {self.name}: job {job.job_id} has rows or sizes outside the primary buffer"
             )
-        if (self._address | self._stride) % self._medium.alignment:
+        if (self._address | self._stride) % self._traits.alignment:
             raise PermanentStoreError(
-                f"tier {self.name}: rows are not aligned to the {self._medium.alignment} bytes that the medium needs"
+                f"tier {self.name}: rows are not aligned to the {self._traits.alignment} bytes that the medium needs"
             )
         unit = self._load if job.kind is IoKind.LOAD else self._store
         outcomes = unit(job, positions, rows, sizes)
@@ -180,10 +179,10 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------------ store
 
     def _store(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
-        if self._compress and self._medium.alignment == 1:
+        if self._compress and self._traits.alignment == 1:
             return self._store_compressed(job, positions, rows, sizes)
-        alignment = self._medium.alignment
-        headers = self._buffers.put_headers.take(len(rows), self._medium.header_bytes)
+        alignment = self._traits.alignment
+        headers = self._buffers.put_headers.take(len(rows), self._traits.header_bytes)
         sequence = self._sequence.take(len(rows))
         blocks: list[BlockIO] = []
         for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
@@ -209,7 +208,7 @@ class Pipeline:
         slot = max(sizes)
         batch = max(1, _SCRATCH_BYTES // slot)
         buffers = self._buffers
-        headers = buffers.put_headers.take(min(batch, len(rows)), self._medium.header_bytes)
+        headers = buffers.put_headers.take(min(batch, len(rows)), self._traits.header_bytes)
         codec = self._codec()
         if len(buffers.scratch) < slot * len(headers):
             buffers.scratch = np.empty(slot * len(headers), np.uint8).data
@@ -239,9 +238,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------------- load
 
     def _load(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
-        alignment = self._medium.alignment
+        alignment = self._traits.alignment
         blocks: list[BlockIO] = []
-        headers = self._buffers.get_headers.take(len(rows), self._medium.header_bytes)
+        headers = self._buffers.get_headers.take(len(rows), self._traits.header_bytes)
         for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
             payload = self._memory[row * self._stride : row * self._stride + size + -size % alignment]
             blocks.append(BlockIO(job.keys[position], job.places[position], header, payload, job.deadline))
@@ -268,7 +267,7 @@ class Pipeline:
     def _verify(self, block: BlockIO, size: int, fingerprint: bytes) -> StoreError | None:
         try:
             header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=fingerprint, raw_length=size)
-            if self._medium.variable_size:
+            if self._traits.variable_size:
                 if block.filled != header.stored_length:
                     raise FrameError(CorruptReason.LENGTH, block.key)
             elif header.codec != Codec.RAW:

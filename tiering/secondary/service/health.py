@@ -14,7 +14,6 @@ from tiering.block_store import BlockIO, BlockStore, Done, Place
 from tiering.errors import DeviceError, StoreError, TemporaryStoreError
 from tiering.secondary.index.contract import TierIndex
 from tiering.secondary.io.layers.breaker import Breaker, BreakerState, is_medium_failure
-from tiering.secondary.io.layers.layer import innermost
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 
@@ -134,14 +133,14 @@ class HealthCheck:
 
     def _block(self, key: bytes, place: Place) -> BlockIO:
         """Return buffers for one block, filled with zeros, with the medium's alignment."""
-        medium = innermost(self._store)
+        traits = self._store.traits
         size = max(self._block_bytes)
-        if not medium.variable_size and key is not _PROBE_KEY and key[-1] < len(self._block_bytes):
+        if not traits.variable_size and key is not _PROBE_KEY and key[-1] < len(self._block_bytes):
             size = self._block_bytes[key[-1]]
-        size += -size % medium.alignment
-        memory = memoryview(mmap.mmap(-1, medium.header_bytes + size + mmap.PAGESIZE))
-        start = medium.header_bytes + -medium.header_bytes % medium.alignment
-        return BlockIO(key, place, memory[: medium.header_bytes], memory[start : start + size])
+        size += -size % traits.alignment
+        memory = memoryview(mmap.mmap(-1, traits.header_bytes + size + mmap.PAGESIZE))
+        start = traits.header_bytes + -traits.header_bytes % traits.alignment
+        return BlockIO(key, place, memory[: traits.header_bytes], memory[start : start + size])
 
 
 def _record(breaker: Breaker, error: BaseException | None) -> None:

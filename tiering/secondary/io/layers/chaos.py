@@ -146,7 +146,7 @@ class ChaosLayer(StoreLayer):
             if fault is Fault.BIT_FLIP:
                 _flip(block, dice)
             else:
-                _cut(block, self.variable_size)
+                _cut(block, self.traits.variable_size)
         self.inner.put_one(BlockIO(block.key, place, block.header, block.payload, block.deadline))
         with self._lock:
             self._written.append(place)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tiering.block_store import BlockIO, BlockStore, Outcome
 from tiering.errors import OverdueError
-from tiering.secondary.io.layers.layer import StoreLayer, moves_batches
+from tiering.secondary.io.layers.layer import StoreLayer
 from tiering.secondary.io.stats import IoStats
 
 
@@ -21,7 +21,7 @@ class DeadlineLayer(StoreLayer):
         super().__init__(inner)
         self._stats = stats
         self._clock = clock
-        self._one_by_one = not moves_batches(inner)
+        self._one_by_one = not inner.traits.batches
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self._in_time(self.inner.put, blocks)

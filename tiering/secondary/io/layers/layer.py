@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import StoreError
 
 
@@ -19,20 +19,8 @@ class StoreLayer(BlockStore):
         """The store inside this layer."""
 
     @property
-    def medium(self) -> str:  # type: ignore[override]
-        return self.inner.medium
-
-    @property
-    def header_bytes(self) -> int:  # type: ignore[override]
-        return self.inner.header_bytes
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        return self.inner.alignment
-
-    @property
-    def variable_size(self) -> bool:  # type: ignore[override]
-        return self.inner.variable_size
+    def traits(self) -> StoreTraits:
+        return self.inner.traits
 
     def open(self) -> None:
         self.inner.open()
@@ -80,16 +68,3 @@ class StoreLayer(BlockStore):
 
     def reclaim(self, place_prefix: str) -> int:
         return self.inner.reclaim(place_prefix)
-
-
-def innermost(store: BlockStore) -> BlockStore:
-    """Return the medium inside all layers."""
-    while isinstance(store, StoreLayer):
-        store = store.inner
-    return store
-
-
-def moves_batches(store: BlockStore) -> bool:
-    """Return True if the medium moves several blocks at once, instead of one after the other."""
-    medium = type(innermost(store))
-    return medium.put is not BlockStore.put or medium.get is not BlockStore.get
