@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
+import hashlib
 import re
 import socket
 import struct
@@ -21,6 +22,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+LOGIN_PAGE = b"<html>Please sign in to continue</html>"
+
+
+def etag(data: bytes) -> str:
+    """The ETag of an object: the MD5 of its bytes, in quotes."""
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
 _BEGINNING = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -31,6 +40,7 @@ class Trouble(enum.Enum):
     HANG = "nothing comes until the server is closed"
     CUT_BODY = "the body ends half way"
     FLIP = "a bit of the body is flipped"
+    LOGIN_PAGE = "the body is a page of a proxy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,8 @@ class Seen:
     name: str
     headers: Mapping[str, str]
     query: Mapping[str, list[str]]
+    port: int = 0
+    """The client's port: one for each connection."""
 
 
 @dataclass(slots=True)
@@ -63,6 +75,8 @@ class FakeS3:
     closing: threading.Event = field(default_factory=threading.Event)
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each request that hangs."""
+    conditional_delete: int = 412
+    """Status for a deletion whose If-Match is another ETag; 0: the condition is ignored; 501: it is not understood."""
     modified: dict[str, datetime.datetime] = field(default_factory=dict)
     """When objects were last written, by name; the others were at the beginning of 2026."""
     _faults: deque[_Fault] = field(default_factory=deque)
@@ -126,6 +140,8 @@ def fake_s3() -> Iterator[FakeS3]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16
+    """An answer is sent as a whole: in two parts, the second waits for an acknowledgement of the first."""
     fake: FakeS3
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
@@ -156,7 +172,15 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(url.query, keep_blank_values=True)
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         with fake.lock:
-            fake.seen.append(Seen(method, name, {key.lower(): value for key, value in self.headers.items()}, query))
+            fake.seen.append(
+                Seen(
+                    method,
+                    name,
+                    {key.lower(): value for key, value in self.headers.items()},
+                    query,
+                    self.client_address[1],
+                )
+            )
         fault = fake.fault_for(method, name)
         if isinstance(fault, int):
             self._send(fault, f"<Error><Code>Injected{fault}</Code></Error>".encode())
@@ -173,13 +197,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif method == "PUT":
             self._put(name, body)
         elif method in {"GET", "HEAD"} and name:
-            self._get(name, cut=fault is Trouble.CUT_BODY, flip=fault is Trouble.FLIP)
+            self._get(name, fault)
         elif method == "GET":
             self._list(query)
         elif method == "DELETE":
-            with fake.lock:
-                fake.objects.pop(name, None)
-            self._send(204, b"")
+            self._delete(name)
         else:
             keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
             with fake.lock:
@@ -198,13 +220,30 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, b"")
 
-    def _get(self, name: str, *, cut: bool, flip: bool) -> None:
+    def _delete(self, name: str) -> None:
+        expected = self.headers.get("if-match")
+        with self.fake.lock:
+            unknown = expected is not None and self.fake.conditional_delete == 501
+            found = self.fake.objects.get(name)
+            refused = expected is not None and found is not None and expected != etag(found)
+            refused = refused and self.fake.conditional_delete != 0
+            if not unknown and not refused:
+                self.fake.objects.pop(name, None)
+        self._send(501 if unknown else 412 if refused else 204, b"")
+
+    def _get(self, name: str, fault: Trouble | None) -> None:
         with self.fake.lock:
             data = self.fake.objects.get(name)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
-        else:
-            self._send(200, data[:-1] + bytes([data[-1] ^ 1]) if flip else data, cut=cut)
+            return
+        tag = etag(data)
+        if fault is Trouble.FLIP:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        elif fault is Trouble.LOGIN_PAGE:
+            data = LOGIN_PAGE
+            tag = etag(data)
+        self._send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag)
 
     def _list(self, query: dict[str, list[str]]) -> None:
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
@@ -225,11 +264,11 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._send(200, text.encode())
 
-    def _send(self, status: int, body: bytes, *, cut: bool = False) -> None:
+    def _send(self, status: int, body: bytes, *, cut: bool = False, tag: str = '"x"') -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(0 if status == 204 else len(body)))
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        self.send_header("ETag", '"x"')
+        self.send_header("ETag", tag)
         self.end_headers()
         if self.command != "HEAD" and status != 204:
             self.wfile.write(body[: len(body) // 2] if cut else body)

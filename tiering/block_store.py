@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tiering.errors import StoreError
+from tiering.errors import PermanentStoreError, StoreError
 
 Place: TypeAlias = int | str
 """Place of a block: a slot number on a medium with slots, an object's name on a shared medium."""
@@ -104,6 +104,18 @@ class StoreTraits:
             raise ValueError(f"traits of {self.medium}: header_bytes is {self.header_bytes}; a header needs 128 bytes")
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"traits of {self.medium}: alignment is {self.alignment}; it must be a power of two")
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlock:
+    """One version of a block on a shared medium, as :meth:`BlockStore.read_again` received it."""
+
+    content: bytes
+    """Header and payload; empty if the object is longer than any block."""
+    size: int
+    """Length of the object in bytes."""
+    version: str
+    """Text that identifies this version of the object for the medium; empty: the medium has none."""
 
 
 class BlockStore(ABC):
@@ -189,6 +201,37 @@ class BlockStore(ABC):
         Called for shared media only.
         """
         return StoreProbe(tuple(None for _ in places))
+
+    def read_again(self, place: Place, limit: int) -> RawBlock | None:
+        """Read a block that was refused as corrupt once more, over a connection of its own.
+
+        The answer does not share memory, a connection or a cache with earlier reads. Called for shared media only.
+
+        Args:
+            place: place of the block.
+            limit: longest content to return, in bytes.
+
+        Returns:
+            The block; None if there is none.
+
+        Raises:
+            StoreError: the block could not be read, or (the default) the medium cannot read this way.
+        """
+        raise PermanentStoreError("this medium cannot read a block again over a connection of its own")
+
+    def delete_version(self, place: Place, version: str) -> bool:
+        """Delete a block if it is still the given version, and return True if it was deleted.
+
+        The default deletes nothing.
+
+        Args:
+            place: place of the block.
+            version: the version from :meth:`read_again`.
+
+        Raises:
+            StoreError: the block could not be deleted.
+        """
+        return False
 
     # --------------------------------------------------------------------------------------------- small documents
 

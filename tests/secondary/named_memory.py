@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 
-from tiering.block_store import Place, StoreProbe, StoreTraits
+from tiering.block_store import Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
@@ -23,6 +24,22 @@ class NamedMemoryStore(MemoryStore):
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         with self.memory.lock:
             return StoreProbe(tuple(place in self.memory.frames for place in places))
+
+    def read_again(self, place: Place, limit: int) -> RawBlock | None:
+        with self.memory.lock:
+            frame = self.memory.frames.get(place)
+        if frame is None:
+            return None
+        data = frame.tobytes()
+        return RawBlock(data if len(data) <= limit else b"", len(data), sha256(data).hexdigest())
+
+    def delete_version(self, place: Place, version: str) -> bool:
+        with self.memory.lock:
+            frame = self.memory.frames.get(place)
+            if frame is None or sha256(frame.tobytes()).hexdigest() != version:
+                return False
+            del self.memory.frames[place]
+        return True
 
     def reclaim(self, place_prefix: str) -> int:
         with self.memory.lock:

@@ -225,21 +225,11 @@ class BlockTier(TierLife):
             self._events.found(list(compress(io_job.keys, arrived)))
         lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
         self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
-        if self.index.shared and any(lost):
-            self._delete_corrupt(io_job, outcomes)
+        if self.index.shared:
+            self._corrupt.ended(io_job, outcomes)
         self.stats.promotions += sum(arrived)
         self.stats.promotions_failed += len(arrived) - sum(arrived)
         self.stats.promotions_active -= len(arrived)
-
-    def _delete_corrupt(self, io_job: IoJob, outcomes: Sequence[Outcome]) -> None:
-        """Delete corrupt blocks from a shared medium.
-
-        Every probe would find such a block again, and it would prevent a good one from being stored.
-        """
-        corrupt = [isinstance(outcome, CorruptBlockError) for outcome in outcomes]
-        places = list(compress(io_job.places, corrupt))
-        if places:
-            self.io.run(IoTask("delete", partial(self.io.store.delete, places), self._failures.not_deleted))
 
     # ---------------------------------------------------------------------------------------------------------- notices
 

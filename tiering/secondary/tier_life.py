@@ -23,6 +23,7 @@ from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoResult
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import TierOptions
+from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.health import HealthCheck
 from tiering.secondary.service.lease import Lease
@@ -113,6 +114,7 @@ class TierLife(SecondaryTierManager):
         self._lease = Lease(context.name, store, self.io, context.clock)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
+        self._corrupt = CorruptBlocks(context.name, index, self.io, store.traits.header_bytes, context.clock)
         self._budget = StoreBudget(context.group_bytes, options.max_queued)
         self._offers = Offers(self._admission, self._budget)
         self._failures = FailureLog(context.name, context.clock)

@@ -7,7 +7,9 @@ a reset readable again.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +19,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store as ObjectClient
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreProbe, StoreTraits
-from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
+from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
+from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiers.s3.admin import check_lifecycle
 from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
-from tiers.s3.faults import STORE_FAILURES, translate
+from tiers.s3.faults import STORE_FAILURES, http_status, translate
 from tiers.s3.options import S3Options
 from tiers.s3.runtime import start_runtime
 
@@ -39,6 +41,10 @@ BLOCKS = "blocks/"
 DOCUMENTS = "documents/"
 """Begins the names of documents, after the prefix of the options."""
 
+_CONDITION_UNKNOWN = frozenset({400, 501})
+"""Answers of services that know no conditional deletion."""
+_MD5 = re.compile(r'"?[0-9a-fA-F]{32}"?')
+"""ETag of an object that was uploaded whole and is not encrypted by KMS: the MD5 of its bytes."""
 _LIST_CHUNK = 1000
 _LAST = "~"
 """Sorts behind every name that this store uses."""
@@ -152,6 +158,51 @@ class S3Store(BlockStore):
 
     def delete(self, places: Sequence[Place]) -> None:
         self._delete_names(self._open_client(), [self._name(place) for place in places])
+
+    def read_again(self, place: Place, limit: int) -> RawBlock | None:
+        self._open_client()
+        name = self._name(place)
+        try:
+            self._count()
+            # A client of its own has connections of its own.
+            result = obstore.get(self._connect(), name)
+            size, version = result.meta["size"], result.meta["e_tag"] or ""
+            content = result.bytes().to_bytes() if size <= limit else b""
+        except FileNotFoundError:
+            return None
+        except STORE_FAILURES as error:
+            raise translate(error, f"get {name} again") from error
+        if content and self._options.sse != "aws:kms" and _MD5.fullmatch(version):
+            digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            if digest != version.strip('"').lower():
+                raise TemporaryStoreError(
+                    f"get {name} again: the bytes differ from their ETag; suspect a proxy or this machine's memory"
+                )
+        return RawBlock(content, size, version)
+
+    def delete_version(self, place: Place, version: str) -> bool:
+        """Delete an object by a conditional request.
+
+        A comparison comes first, for services that ignore the condition.
+        """
+        client, name = self._open_client(), self._name(place)
+        try:
+            self._count()
+            if obstore.head(client, name)["e_tag"] != version:
+                return False
+            self._count()
+            try:
+                obstore.delete(self._connect(if_match=version), [name])
+            except STORE_FAILURES as error:
+                if http_status(error) not in _CONDITION_UNKNOWN:
+                    raise
+                self._count()
+                obstore.delete(client, [name])
+        except (FileNotFoundError, PreconditionError, AlreadyExistsError):
+            return False
+        except STORE_FAILURES as error:
+            raise translate(error, f"delete {name}") from error
+        return True
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         client, askers = self._client, self._askers
@@ -273,7 +324,15 @@ class S3Store(BlockStore):
 
     # --------------------------------------------------------------------------------------------------------- inner
 
-    def _connect(self) -> ObjectClient:
+    def _connect(self, if_match: str | None = None) -> ObjectClient:
+        """Return a new client, with connections of its own.
+
+        Args:
+            if_match: version that every object must have for a request of this client (default: any).
+
+        Raises:
+            PermanentStoreError: the CA file cannot be read.
+        """
         options = self._options
         region = options.region or self._credentials.region or DEFAULT_REGION
         config: S3Config = {
@@ -298,6 +357,10 @@ class S3Store(BlockStore):
             "connect_timeout": timedelta(seconds=min(options.connect_timeout, timeout)),
             "timeout": timedelta(seconds=timeout),
         }
+        if if_match is not None:
+            # obstore has no conditional deletion, and its bulk deletion has no condition per object.
+            config["disable_bulk_delete"] = True
+            client_options["default_headers"] = {"if-match": if_match}
         if options.ca_file is not None:
             try:
                 client_options["root_certificate"] = options.ca_file.read_bytes()

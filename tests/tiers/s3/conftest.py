@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fake_s3 import FakeS3, fake_s3
+from tests.tiers.s3.rigs import Make, make_rig
+from tiering.testing.tier_rig import TierRig
 from tiers.s3.options import S3Options
 from tiers.s3.store import S3Store
 
@@ -34,3 +36,16 @@ def open_store(fake: FakeS3) -> Iterator[Callable[..., S3Store]]:
     yield build
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def make(fake: FakeS3) -> Iterator[Make]:
+    rigs: list[TierRig] = []
+
+    def build(kind: type[TierRig] = TierRig, **words: object) -> TierRig:
+        rigs.append(make_rig(fake, kind, **words))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.close()

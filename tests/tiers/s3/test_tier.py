@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
+from tests.tiers.s3.rigs import BLOCK_BYTES, Make, lines
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import KVLayout, ModelIdentity, Namespace
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.s3 import S3_TIER, S3Options
 from tiers.s3.definition import S3Tier, element_size
-
-BLOCK_BYTES = 64 << 10
-FAST = {
-    "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
-    "retries": {"attempts": 3, "backoff": "1ms"},
-}
 
 
 class Bfloat16Rig(TierRig):
@@ -33,34 +26,8 @@ class Bfloat16Rig(TierRig):
         return numbers.astype(np.uint16).tobytes()
 
 
-@pytest.fixture
-def make(fake: FakeS3) -> Iterator[Callable[..., TierRig]]:
-    rigs: list[TierRig] = []
-
-    def build(kind: type[TierRig] = TierRig, **words: object) -> TierRig:
-        chosen = (
-            {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "absent_ttl": "20ms"}
-            | FAST
-            | words
-        )
-        rig = kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
-        rigs.append(rig)
-        return rig
-
-    yield build
-    for rig in rigs:
-        rig.close()
-
-
-def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
-
-
 def open_tier(rig: TierRig, patience: float = 5.0) -> bool:
     return rig.tier.open(time.monotonic() + patience)
-
-
-Make = Callable[..., TierRig]
 
 
 class TestOutages:

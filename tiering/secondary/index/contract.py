@@ -146,6 +146,15 @@ class TierIndex(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys``, a prefix in its order, were used; unknown keys are ignored."""
 
+    def refuse(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Leave the corrupt blocks of ``keys`` alone for a while: lookups miss them, and stores decline them.
+
+        The default does nothing: on a medium with slots, a corrupt block is lost, and its slot is reused.
+        """
+
+    def pardon(self, key: OffloadKey) -> None:
+        """End :meth:`refuse` for ``key``: the corrupt block is not on the medium any more."""
+
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         """Take places with a device error out of use, and return the keys that left the index.
 

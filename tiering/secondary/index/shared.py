@@ -24,6 +24,12 @@ MAX_ENTRIES = 1 << 20
 MAX_PROBES = 1024
 """Maximum number of open probes; beyond it, an unknown key is a miss."""
 
+MAX_REFUSED = 1 << 16
+"""Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
+
+REFUSED_SECONDS = 3600.0
+"""Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
+
 
 def object_name(prefix: str, key: OffloadKey) -> str:
     """Return the place of ``key``: two hex digits that spread the names, then the key."""
@@ -58,6 +64,7 @@ class SharedIndex(TierIndex):
         self._max_entries = max_entries
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
         self._writing: set[Place] = set()
         self._asked: dict[OffloadKey, float] = {}
         self._raised: list[Probe] = []
@@ -77,7 +84,7 @@ class SharedIndex(TierIndex):
             return PrefixAnswer(len(until), False)
         held = len(list(takewhile(partial(lt, now), until)))
         first = keys[held]
-        if self._absent.get(first, 0.0) > now:
+        if self._absent.get(first, 0.0) > now or first in self._refused:
             return PrefixAnswer(held, False)
         open_until = self._asked.get(first)
         if open_until is not None:
@@ -98,6 +105,7 @@ class SharedIndex(TierIndex):
         if probe.place_of is not self._place_of:
             return ()
         self._asked.pop(probe.keys[0], None)
+        self._forgive(now)
         if held is None:
             self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
             return ()
@@ -118,6 +126,8 @@ class SharedIndex(TierIndex):
         chain instead of a write for each of its blocks.
         """
         present = self._present
+        if self._refused:
+            keys = list(takewhile(lambda key: key not in self._refused, keys))
         if all(map(present.__contains__, keys)):
             return ()
         unheld = keys[len(list(takewhile(present.__contains__, keys))) :]
@@ -143,7 +153,7 @@ class SharedIndex(TierIndex):
         for position, (place, present) in enumerate(zip(map(self._place_of, keys), known, strict=True)):
             if present:
                 already_held.append(position)
-            elif place not in self._writing:
+            elif place not in self._writing and keys[position] not in self._refused:
                 positions.append(position)
                 places.append(place)
         self._writing.update(places)
@@ -173,6 +183,14 @@ class SharedIndex(TierIndex):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
 
+    def refuse(self, keys: Sequence[OffloadKey], now: float) -> None:
+        deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
+        self._refused.update(dict.fromkeys(keys, now + REFUSED_SECONDS))
+        self._forgive(now)
+
+    def pardon(self, key: OffloadKey) -> None:
+        self._refused.pop(key, None)
+
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
 
@@ -180,6 +198,7 @@ class SharedIndex(TierIndex):
         held = list(self._present)
         self._present.clear()
         self._absent.clear()
+        self._refused.clear()
         self._asked.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
@@ -192,10 +211,18 @@ class SharedIndex(TierIndex):
 
     # ----------------------------------------------------------------------------------------------------------- tables
 
+    def _forgive(self, now: float) -> None:
+        """Forget the blocks that were refused long ago, and the oldest ones beyond the bound."""
+        refused = self._refused
+        while refused and (len(refused) > MAX_REFUSED or next(iter(refused.values())) <= now):
+            refused.popitem(last=False)
+
     def _is_present_epoch(self, places: Sequence[Place]) -> bool:
         return bool(places) and str(places[0]).startswith(self._prefix)
 
     def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
+        if self._refused:
+            keys = [key for key in keys if key not in self._refused]
         self._present.update(dict.fromkeys(keys, until))
         if self._absent:
             deque(map(self._absent.pop, keys, repeat(None)), maxlen=0)

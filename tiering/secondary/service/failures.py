@@ -1,4 +1,4 @@
-"""Counters and rate-limited log of blocks that could not be stored, loaded or deleted."""
+"""Counters and rate-limited log of blocks that could not be stored or loaded."""
 
 from __future__ import annotations
 
@@ -42,11 +42,4 @@ class FailureLog:
             what = "not stored" if kind is IoKind.STORE else "not loaded"
             logger.warning(
                 "tier %s: %d block(s) were %s, the last one because: %s", self._name, events, what, others[-1]
-            )
-
-    def not_deleted(self, result: None, error: BaseException | None) -> None:
-        """Record the end of a deletion of corrupt blocks; ``error`` is not None if the deletion failed."""
-        if error is not None and self._lines.admit():
-            logger.warning(
-                "tier %s: corrupt blocks could not be deleted, and probes will find them again: %s", self._name, error
             )

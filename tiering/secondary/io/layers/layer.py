@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.errors import StoreError
 
 
@@ -50,6 +50,12 @@ class StoreLayer(BlockStore):
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         return self.inner.probe(places)
+
+    def read_again(self, place: Place, limit: int) -> RawBlock | None:
+        return self.inner.read_again(place, limit)
+
+    def delete_version(self, place: Place, version: str) -> bool:
+        return self.inner.delete_version(place, version)
 
     def read_document(self, name: str) -> bytes | None:
         return self.inner.read_document(name)
