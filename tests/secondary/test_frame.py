@@ -18,7 +18,6 @@ from tiering.secondary.io.frame import (
     SequenceSource,
     encode_header,
     parse_header,
-    parse_headers,
     verify,
     verify_raw,
 )
@@ -161,22 +160,6 @@ def test_a_key_too_long_for_a_header_is_verified_but_not_named() -> None:
 def test_the_digest_of_a_long_key_is_not_taken_for_a_short_key() -> None:
     key = bytes(range(MAX_INLINE_KEY + 1))
     assert refusal(header_of(key), key=xxh3_128_digest(key)) is CorruptReason.KEY
-
-
-def test_a_scan_reads_the_headers_at_every_stride() -> None:
-    stride = 512
-    memory = memoryview(bytearray(4 * stride))
-    for slot in (0, 2):
-        memory[slot * stride : slot * stride + HEADER_BYTES] = header_of(sequence=slot)
-    memory[2 * stride] ^= 1
-    memory[3 * stride : 3 * stride + HEADER_BYTES] = header_of(sequence=3)
-    found = parse_headers(memory, stride)
-    assert [entry.sequence if isinstance(entry, FrameHeader) else entry for entry in found] == [
-        0,
-        CorruptReason.MAGIC,
-        CorruptReason.MAGIC,
-        3,
-    ]
 
 
 def test_an_error_names_the_block_and_the_reason() -> None:

@@ -174,14 +174,6 @@ def parse_header(view: memoryview) -> FrameHeader | CorruptReason:
     return FrameHeader(codec, raw, stored, sequence, digest, fingerprint, None, key_length, key[:16])
 
 
-def parse_headers(buffer: memoryview, stride: int) -> list[FrameHeader | CorruptReason]:
-    """Return the header at every ``stride`` bytes of ``buffer`` (format "B"), for scans.
-
-    This is the batch form of :func:`parse_header`.
-    """
-    return [parse_header(buffer[start : start + HEADER_BYTES]) for start in range(0, len(buffer), stride)]
-
-
 def verify(view: memoryview, *, key: bytes, fingerprint: bytes, raw_length: int) -> FrameHeader:
     """Return the header at the start of ``view`` after verifying that it belongs to the expected block.
 
