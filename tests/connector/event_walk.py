@@ -286,7 +286,7 @@ class EventWalk:
     def check(self) -> None:
         self.index.check(CPU, set(self.manager.primary_tier.table.readable))
         assert isinstance(self.disk.index, SlotIndex)
-        self.index.check(DISK, set(self.disk.index._readable))
+        self.index.check(DISK, set(self.disk.index.held))
         if self.with_bucket:
             self.index.check(BUCKET, set(self.bucket._events._announced or ()))
 

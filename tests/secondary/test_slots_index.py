@@ -217,7 +217,7 @@ def test_unseen_slots_are_neither_allocated_nor_answered_for() -> None:
 def test_foreign_blocks_go_before_our_own_and_after_free_slots() -> None:
     index = SlotIndex(4)
     index.add_free(np.array([0]))
-    index.add_foreign(np.array([1, 2]))
+    index.states.add_foreign(np.array([1, 2]))
     assert store(index, [K[0]]).places == [0]
     plan = store(index, K[1:3])
     assert plan.evicted == []
@@ -279,11 +279,11 @@ def test_a_replaced_slot_that_is_being_read_is_free_only_afterwards() -> None:
 def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
     index = make_index(4)
     plan = index.plan_store(K[:2], NOW)
-    index.retire_full(K[:2], np.array(plan.places))
+    index.states.retire_full(K[:2], np.array(plan.places))
     index.end_store(K[:2], plan.places, [False, False], NOW)
-    assert (index.slots, index.free, index.retired) == (2, 2, 2)
+    assert (index.slots, index.free, index.states.full) == (2, 2, 2)
     assert len(index.plan_store(K[2:8], NOW).positions) == 2
-    assert index.restore_full() == 2
+    assert index.states.restore_full() == 2
     assert (index.slots, index.free) == (4, 2)
 
 
@@ -292,12 +292,12 @@ def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_
     plan = index.plan_store(K[:2], NOW)
     bad = plan.places[0]
     assert index.retire([bad]) == []
-    assert set(index.revoked) == {bad}
-    assert index.idle_bad([bad]) == [], "a trial would write beside the writer"
+    assert set(index.states.revoked) == {bad}
+    assert index.states.idle_bad([bad]) == [], "a trial would write beside the writer"
     index.end_store(K[:2], plan.places, [True, True], NOW)
-    assert index.idle_bad([bad]) == [bad]
+    assert index.states.idle_bad([bad]) == [bad]
     assert (index.lookup_prefix(K[1:2], NOW).held, index.blocks, index.slots) == (1, 1, 1)
-    index.restore([bad])
+    index.states.restore([bad])
     assert (index.slots, index.free, index.retired_for_errors) == (2, 1, 0)
 
 
@@ -306,23 +306,23 @@ def test_bad_slots_are_told_apart_from_those_without_space() -> None:
     store(index, K[:2])
     assert index.retire([0, 5]) == K[:1]
     plan = index.plan_store(K[2:3], NOW)
-    index.retire_full(K[2:3], np.array(plan.places))
+    index.states.retire_full(K[2:3], np.array(plan.places))
     index.end_store(K[2:3], plan.places, [False], NOW)
-    assert (index.slots, index.retired, index.retired_for_errors) == (3, 1, 2)
-    assert index.restore_full() == 1
+    assert (index.slots, index.states.full, index.retired_for_errors) == (3, 1, 2)
+    assert index.states.restore_full() == 1
     assert sorted(store(index, K[3:6]).places) == [2, 3, 4]
 
 
 def test_bad_slots_known_from_before_are_never_handed_out_when_they_are_seen() -> None:
     index = SlotIndex(6)
-    index.mark_bad([1, 3, 5])
+    index.states.mark_bad([1, 3, 5])
     index.begin_recovery()
     index.add_free(np.array([0, 1]))
-    index.add_foreign(np.array([2, 3]))
+    index.states.add_foreign(np.array([2, 3]))
     assert index.merge(K[:2], np.array([4, 5]), np.array([7, 8], np.uint64)) == K[:1]
     index.end_recovery()
     assert (index.slots, index.free, index.blocks, index.retired_for_errors) == (3, 2, 1, 3)
-    assert sorted(index.idle_bad(range(6))) == [1, 3, 5]
+    assert sorted(index.states.idle_bad(range(6))) == [1, 3, 5]
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -331,7 +331,7 @@ def test_bad_slots_known_from_before_are_never_handed_out_when_they_are_seen() -
 def test_a_slice_says_what_is_held_written_and_foreign() -> None:
     index = SlotIndex(6)
     index.add_free(np.array([0, 1, 2]))
-    index.add_foreign(np.array([4]))
+    index.states.add_foreign(np.array([4]))
     store(index, [K[0]])
     index.plan_store([K[1]], NOW)
     part = index.slice(0, 6)
@@ -410,22 +410,22 @@ def test_at_random_every_slot_has_one_owner_and_answers_are_those_of_a_dict(seed
 def test_lost_slots_are_unseen_and_can_come_back() -> None:
     index = make_index(8)
     store(index, K[:6])
-    assert set(index.lose(0, 4)) == set(K[:4])
+    assert set(index.states.lose(0, 4)) == set(K[:4])
     assert held(index, K[:6]) == K[4:6]
     assert (index.slots, index.free, index.blocks) == (4, 2, 2)
     assert store(index, K[10:20]).places == [6, 7, 5, 4] or index.slots == 4
     index.add_free(np.arange(4))
-    assert (index.slots, index.leaving) == (8, set())
+    assert (index.slots, index.states.leaving) == (8, set())
     assert len(store(index, K[20:24]).places) == 4
 
 
 def test_what_is_written_to_a_lost_slot_does_not_count_and_the_slot_waits_for_its_writer() -> None:
     index = make_index(8)
     plan = index.plan_store(K[:2], NOW)
-    assert index.lose(0, 4) == []
-    assert index.leaving == {0, 1}
+    assert index.states.lose(0, 4) == []
+    assert index.states.leaving == {0, 1}
     index.end_store(K[:2], plan.places, [False, False], NOW)
-    assert (index.leaving, index.slots) == (set(), 4)
+    assert (index.states.leaving, index.slots) == (set(), 4)
     assert held(index, K[:2]) == []
     index.add_free(np.arange(4))
     assert sorted(store(index, K[8:16]).places) == list(range(8))
@@ -435,26 +435,26 @@ def test_a_lost_slot_that_is_read_waits_for_its_reader() -> None:
     index = make_index(4)
     store(index, K[:4])
     places = index.begin_load(K[:1])
-    assert set(index.lose(0, 4)) == set(K[:4])
-    assert index.leaving == {0}
+    assert set(index.states.lose(0, 4)) == set(K[:4])
+    assert index.states.leaving == {0}
     assert index.end_load(K[:1], [0], [True], NOW) == []
     assert places == [0]
-    assert (index.leaving, index.slots, index.free) == (set(), 0, 0)
+    assert (index.states.leaving, index.slots, index.free) == (set(), 0, 0)
 
 
 def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None:
     index = SlotIndex(8)
     index.add_free(np.arange(6))
-    index.add_foreign(np.arange(6, 8))
+    index.states.add_foreign(np.arange(6, 8))
     index.retire([1])
     plan = index.plan_store(K[:1], NOW)
-    index.retire_full(K[:1], np.array(plan.places))
+    index.states.retire_full(K[:1], np.array(plan.places))
     index.end_store(K[:1], plan.places, [False], NOW)
     trial = index.borrow(2)
-    assert index.lose(0, 8) == []
-    assert index.leaving == set(trial)
+    assert index.states.lose(0, 8) == []
+    assert index.states.leaving == set(trial)
     index.give_back(trial)
-    assert (index.leaving, index.slots, index.free, index.retired) == (set(), 0, 0, 0)
+    assert (index.states.leaving, index.slots, index.free, index.states.full) == (set(), 0, 0, 0)
     index.add_free(np.arange(8))
     assert (index.slots, index.free, index.retired_for_errors) == (8, 8, 0), (
         "a new segment lies elsewhere on the device"

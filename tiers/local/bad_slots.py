@@ -142,7 +142,7 @@ class BadSlots:
         now, wall = self._clock(), time.time()
         for slot, failures, due in entries:
             self._slots[slot] = _BadSlot(failures, now + min(max(due - wall, 0.0), LONGEST_WAIT_SECONDS))
-        self._index.mark_bad(list(self._slots))
+        self._index.states.mark_bad(list(self._slots))
         if entries:
             logger.info("tier %s: %d slot(s) are out of use because of earlier device errors", self._name, len(entries))
 
@@ -213,7 +213,8 @@ class BadSlots:
 
     def _try(self) -> None:
         now = self._clock()
-        due = self._index.idle_bad(slot for slot, entry in self._slots.items() if entry.due <= now)[:TRIALS_AT_ONCE]
+        ripe = [slot for slot, entry in self._slots.items() if entry.due <= now]
+        due = self._index.states.idle_bad(ripe)[:TRIALS_AT_ONCE]
         if not due:
             return
         self._trying = True
@@ -238,7 +239,7 @@ class BadSlots:
     def _tried(self, due: Sequence[int], outcomes: dict[int, StoreError | None]) -> None:
         now = self._clock()
         good = [slot for slot, error in outcomes.items() if error is None]
-        self._index.restore(good)
+        self._index.states.restore(good)
         for slot in good:
             self._slots.pop(slot, None)
         for slot in due:

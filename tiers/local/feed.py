@@ -207,7 +207,7 @@ class RecoveryFeed:
                 self._stats.blocks_lost += batch.lost
                 SEQUENCE.advance_past(batch.seen)
                 self._index.add_free(batch.free)
-                self._index.add_foreign(batch.foreign)
+                self._index.states.add_foreign(batch.foreign)
             # A batch has its most recent block first, and the index takes the last merged block for the most recent:
             # merge from the end.
             last = len(batch.keys) - start

@@ -248,11 +248,11 @@ class LocalTier(BlockTier):
         if full:
             keys = [result.job.keys[position] for position in full]
             places = [result.job.places[position] for position in full]
-            self.index.retire_full(keys, np.array(places, np.int64))
+            self.index.states.retire_full(keys, np.array(places, np.int64))
             self._out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
 
     def revoked_places(self) -> Collection[Place]:
-        return self.index.revoked
+        return self.index.states.revoked
 
     def shutdown(self, deadline: float) -> bool:
         self.store.stop()  # before the jobs are awaited, because the creation of first segments is one of them
@@ -309,11 +309,11 @@ class LocalTier(BlockTier):
         now = self.context.clock()
         if now < self._no_space_until:
             return
-        if self.index.retired:
-            self.index.restore_full()
+        if self.index.states.full:
+            self.index.states.restore_full()
         pace = self._pace = Pace()
         per_segment = self.store.geometry.slots_per_segment
-        taken = self._seen | {slot // per_segment for slot in self.index.leaving}
+        taken = self._seen | {slot // per_segment for slot in self.index.states.leaving}
 
         def prepare() -> tuple[Inspection, int | None]:
             inspection = self.store.inspect()
@@ -333,7 +333,7 @@ class LocalTier(BlockTier):
         if number is not None:
             self._add_segment(number)
         elif not inspection.damaged:
-            self._complete = not self.index.retired
+            self._complete = not self.index.states.full
 
     def _add_segment(self, number: int) -> None:
         per_segment = self.store.geometry.slots_per_segment
@@ -400,7 +400,7 @@ class LocalTier(BlockTier):
         logger.error("tier %s: %s %s: %s", self.name, self.store.directory, moved, fate)
         self._feed.abandon()
         self.leave_medium()
-        self.index.lose(0, self.index.num_slots)
+        self.index.states.lose(0, self.index.num_slots)
         self._seen.clear()
         self._bad_slots.clear()
         self._complete = self._changed = False
@@ -412,7 +412,7 @@ class LocalTier(BlockTier):
         """Close the store once nothing uses it, and open it again."""
         busy = self._feed.fetching or self._inspecting or self._checkpointing or self._bad_slots.busy
         busy = busy or self._pace is not None or not self.idle
-        if busy or self._closing_store or self._closing_down or self.index.leaving or not self._open_is_due:
+        if busy or self._closing_store or self._closing_down or self.index.states.leaving or not self._open_is_due:
             return
         self._closing_store = True
         self.io.run(IoTask("reopen", self.store.close, self._store_closed, background=True))
@@ -430,7 +430,7 @@ class LocalTier(BlockTier):
     def _lose_segment(self, damage: Damage) -> None:
         number = damage.number
         per_segment = self.store.geometry.slots_per_segment
-        lost = self.index.lose(number * per_segment, (number + 1) * per_segment)
+        lost = self.index.states.lose(number * per_segment, (number + 1) * per_segment)
         self._bad_slots.forget(number * per_segment, (number + 1) * per_segment)
         self._seen.discard(number)
         self._complete = False

@@ -328,7 +328,7 @@ def test_a_disk_that_takes_no_writes_any_more_keeps_what_it_holds(tmp_path: Path
             rig.store([key_of(1000 + number + position) for position in range(8)])
             number += 8
         assert rig.tier.index.blocks >= held - 48
-        assert rig.load([next(iter(rig.tier.index._table.readable))])
+        assert rig.load([next(iter(rig.tier.index.held))])
 
 
 def test_a_disk_with_room_for_some_of_the_first_segments_is_used_with_these(

@@ -139,7 +139,7 @@ def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later
         keys = many(slots + 40)
         store_all(rig, keys)
         rig.wait(lambda: rig.tier.index.slots == slots)
-        assert rig.tier.index.retired == 0
+        assert rig.tier.index.states.full == 0
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_the_tier_out_of_service_until_it_is_not(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def assert_consistent(index: SlotIndex, note: str) -> None:
     free = table._free[: table.free].tolist()
     held, written = list(table.readable.values()), list(table.pending.values())
     quarantined = list(table._quarantined)
-    foreign = index._foreign.tolist()
+    foreign = index.states.foreign_queue.tolist()
     states = free + held + written + quarantined + foreign
     assert len(states) == len(set(states)), note
     assert all(0 <= slot < index.num_slots for slot in states), note
@@ -67,7 +67,7 @@ class Life:
         self.take_events()
 
     def held(self) -> set[OffloadKey]:
-        return set(self.rig.tier.index._table.readable)
+        return set(self.rig.tier.index.held)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])

@@ -12,13 +12,13 @@ Each slot is in exactly one of these states:
 - *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a *bad*
   slot).
 
-All slots are unseen at first. :meth:`SlotIndex.add_free`, :meth:`SlotIndex.add_foreign` and :meth:`SlotIndex.merge`
-record their content.
+All slots are unseen at first. :meth:`SlotIndex.add_free`, :meth:`SlotIndex.merge` and ``SlotIndex.states`` record
+their content. Slots that hold no block of this tier are in :mod:`tiering.secondary.index.slot_states`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -29,6 +29,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index.contract import StorePlan, TierIndex
+from tiering.secondary.index.slot_states import SlotStates
 from tiering.table.block_table import BlockTable
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
@@ -80,29 +81,17 @@ class SlotIndex(TierIndex):
     ) -> None:
         self.num_slots = num_slots
         """Number of slots that the medium can ever have."""
-        self.slots = 0
-        """Number of slots in use: all except unseen and retired ones."""
         self._table = BlockTable(num_slots, eviction, rows_free=False)
         self._readable = self._table.readable
+        self.held: KeysView[OffloadKey] = self._readable.keys()
+        """Keys of the blocks held; a view that follows the index."""
+        self.states = SlotStates(self._table, num_slots)
+        """Slots that hold no block of this tier."""
         self._high = high_watermark
         self._low = low_watermark
         self._shrinking = False
         self._used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._tick = 0
-        self._is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self._foreign: Rows = np.empty(0, np.int64)
-        self._retired: set[int] = set()
-        self._bad: set[int] = set()
-        """Slots with a device error: retired, or to be retired once their content is known."""
-        self._condemned: set[int] = set()
-        """Bad slots that are still being read or written; retired when their I/O has ended."""
-        self._borrowed: dict[int, bool] = {}
-        """Slots on trial; True for those that were retired before."""
-        self.leaving: set[int] = set()
-        """Slots that the medium lost during their I/O; unseen once the I/O has ended.
-
-        Writes to these slots do not count.
-        """
         self._sequences: Sequences | None = None
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -129,18 +118,14 @@ class SlotIndex(TierIndex):
         return len(self._readable)
 
     @property
+    def slots(self) -> int:
+        """Number of slots in use: all except unseen and retired ones."""
+        return self.states.in_use
+
+    @property
     def free(self) -> int:
         """Number of slots that can be written without evicting a block of this tier."""
-        return self._table.free + len(self._foreign)
-
-    @property
-    def retired(self) -> int:
-        """Number of slots taken out of use by :meth:`retire_full` because the medium had no space."""
-        return len(self._retired - self._bad - self._borrowed.keys())
-
-    @property
-    def retired_for_errors(self) -> int:
-        return len(self._bad)
+        return self._table.free + len(self.states.foreign_queue)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         slots = list(map(self._readable.get, keys))
@@ -164,7 +149,7 @@ class SlotIndex(TierIndex):
         held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
         if len(held):
             table.pin(held)
-        del positions[table.room + len(self._foreign) :]
+        del positions[table.room + len(self.states.foreign_queue) :]
         evicted = self._make_room(len(positions))
         chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
         allocated = table.allocate(chosen)
@@ -177,58 +162,43 @@ class SlotIndex(TierIndex):
     def end_store(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
     ) -> None:
-        self._end_store(keys, places, stored)
-        if self.leaving:
-            self._let_leave(places)
-
-    def _end_store(self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool]) -> None:
         table = self._table
         rows = np.array(places, np.int64)
         good = np.array(stored, np.bool_)
         if table.any_quarantined(places):
-            orphaned = np.array(
-                [table.is_quarantined(row) and row not in self._retired for row in rows.tolist()], np.bool_
-            )
+            retired = np.array([self.states.is_retired(row) for row in rows.tolist()], np.bool_)
+            orphaned = ~retired & np.array([table.is_quarantined(row) for row in rows.tolist()], np.bool_)
             if orphaned.any():
                 table.end_writing(rows[orphaned])
-            mine = ~orphaned & np.array([row not in self._retired for row in rows.tolist()], np.bool_)
+            mine = ~orphaned & ~retired
             keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
             rows, good = rows[mine], good[mine]
-        self._commit(
-            [keys[position] for position in np.flatnonzero(good).tolist()] if not good.all() else keys, rows[good]
-        )
         if not good.all():
             table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
-        self._retire_condemned()
-
-    def _commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        if not len(rows):
-            return
-        self._table.commit(keys, rows)
-        self._stamp(rows)
-        if self._sequences is not None:
-            self._sequences[rows] = _WRITTEN_NOW
+            keys, rows = [keys[position] for position in np.flatnonzero(good).tolist()], rows[good]
+        if len(rows):
+            table.commit(keys, rows)
+            self._stamp(rows)
+            if self._sequences is not None:
+                self._sequences[rows] = _WRITTEN_NOW
+        self.states.end_io(places)
 
     def _make_room(self, count: int) -> list[OffloadKey]:
         """Free ``count`` slots as far as possible, keep the high watermark, and return the evicted keys."""
         table = self._table
-        occupied = self.slots - table.free - len(self._foreign)
-        if occupied + count > self._high * self.slots:
+        slots, foreign = self.states.in_use, len(self.states.foreign_queue)
+        occupied = slots - table.free - foreign
+        if occupied + count > self._high * slots:
             self._shrinking = True
-        excess = occupied + count - int(self._low * self.slots) if self._shrinking else 0
+        excess = occupied + count - int(self._low * slots) if self._shrinking else 0
         if excess <= EVICT_AT_ONCE:
             self._shrinking = False
         missing = count - table.free
-        if missing > 0 and len(self._foreign):
-            self._use_foreign(missing)
+        if missing > 0 and foreign:
+            self.states.use_foreign(missing)
             missing = count - table.free
         needed = max(min(excess, EVICT_AT_ONCE), missing)
         return table.evict(needed) if needed > 0 else []
-
-    def _use_foreign(self, count: int) -> None:
-        rows, self._foreign = self._foreign[:count], self._foreign[count:]
-        self._is_foreign[rows] = False
-        self._table.add_free(rows)
 
     def _stamp(self, rows: Rows) -> None:
         self._tick += len(rows)
@@ -257,8 +227,7 @@ class SlotIndex(TierIndex):
                 if bad and self._readable.get(key) == place
             ]
             gone = self._table.drop(gone)
-        self._retire_condemned()
-        self._let_leave(places)
+        self.states.end_io(places)
         return gone
 
     # --------------------------------------------------------------------------------------------- content of the slots
@@ -268,25 +237,7 @@ class SlotIndex(TierIndex):
 
     def add_free(self, slots: Rows) -> None:
         """Record that unseen ``slots`` are empty; the first is allocated first."""
-        slots = slots[self._usable(slots)]
-        self.slots += len(slots)
-        self._table.add_free(slots)
-
-    def add_foreign(self, slots: Rows) -> None:
-        """Record that unseen ``slots`` hold blocks that this tier may not read."""
-        slots = slots[self._usable(slots)]
-        self.slots += len(slots)
-        self._is_foreign[slots] = True
-        self._foreign = np.concatenate((self._foreign, slots))
-
-    def _usable(self, slots: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the unseen ``slots`` that are not bad; the bad ones become retired."""
-        if not self._bad:
-            return np.ones(len(slots), np.bool_)
-        good = np.array([slot not in self._bad for slot in slots.tolist()], np.bool_)
-        self._table.withhold(slots[~good])
-        self._retired.update(slots[~good].tolist())
-        return good
+        self.states.add_free(slots)
 
     def begin_recovery(self) -> None:
         """Begin recovery: :meth:`merge` will add blocks found on the medium."""
@@ -308,11 +259,11 @@ class SlotIndex(TierIndex):
             sequences: sequence number of each block's frame.
         """
         table = self._table
-        usable = self._usable(slots)
+        usable = self.states.usable(slots)
         if not usable.all():
             keys = [keys[position] for position in np.flatnonzero(usable).tolist()]
             slots, sequences = slots[usable], sequences[usable]
-        self.slots += len(slots)
+        self.states.in_use += len(slots)
         stored = self._sequences
         if stored is None or (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
             self._insert(keys, slots, sequences)
@@ -344,109 +295,14 @@ class SlotIndex(TierIndex):
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
-    # ---------------------------------------------------------------------------------------------------- retired slots
-
-    def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
-        """Take slots for which the medium has no space out of use.
-
-        Call this method before :meth:`end_store` of the same slots.
-
-        Args:
-            keys: keys for which the slots were planned, co-indexed.
-            slots: slots whose write is about to end.
-        """
-        fresh = [position for position, slot in enumerate(slots.tolist()) if not self._table.is_quarantined(slot)]
-        self._table.disown([keys[position] for position in fresh], slots[fresh])
-        self._retired.update(slots[fresh].tolist())
-        self.slots -= len(fresh)
-
-    def restore_full(self) -> int:
-        """Take the slots that :meth:`retire_full` retired back into use, and return how many there are."""
-        return self._restore(self._retired - self._bad - self._borrowed.keys())
+    # -------------------------------------------------------------------------------------------- retired slots, trials
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
-        """Take slots with a device error out of use until :meth:`restore`, and return the keys held there.
-
-        The blocks in these slots are dropped. A slot that is being read is out of use once the read has ended, and an
-        unseen slot once its content is known. Call this method before :meth:`end_store` or :meth:`end_load` of the
-        failed job.
-        """
-        table = self._table
-        gone: list[OffloadKey] = []
-        idle: list[int] = []
-        for slot in [place for place in places if isinstance(place, int) and 0 <= place < self.num_slots]:
-            if slot in self.leaving:
-                continue
-            self._bad.add(slot)
-            if slot in self._retired:
-                continue
-            key = table.keys[slot]
-            if self._is_foreign[slot]:
-                self._foreign = self._foreign[self._foreign != slot]
-                self._is_foreign[slot] = False
-                table.withhold(np.array([slot]))
-                self._count_out(slot)
-            elif key is not None and table.pending.get(key) == slot:
-                # Its writer may still run: the slot is out of use for good once the write has ended.
-                table.disown([key], np.array([slot]))
-                self._condemned.add(slot)
-            else:
-                if key is not None and self._readable.get(key) == slot:
-                    gone += table.drop([key])
-                if table.is_quarantined(slot):
-                    self._condemned.add(slot)
-                else:
-                    idle.append(slot)
-        self._withdraw(idle)
-        return gone
+        return self.states.retire(places)
 
     @property
-    def revoked(self) -> Collection[Place]:
-        """Slots whose writes do not count, however they end.
-
-        The medium has lost these slots, or the device has reported an error there.
-        """
-        return self.leaving | self._bad if self._bad else self.leaving
-
-    def mark_bad(self, slots: Sequence[int]) -> None:
-        """Mark unseen slots as bad; they are retired once their content is known."""
-        self._bad.update(slot for slot in slots if 0 <= slot < self.num_slots)
-
-    def idle_bad(self, slots: Iterable[int]) -> list[int]:
-        """Return those of ``slots`` that are retired as bad: no job reads or writes them, and they are empty."""
-        return [slot for slot in slots if slot in self._bad and slot in self._retired and slot not in self._borrowed]
-
-    def restore(self, slots: Iterable[int]) -> None:
-        """Free slots named by :meth:`idle_bad` that could be written and read again."""
-        good = self._bad.intersection(slots)
-        self._bad -= good
-        self._restore(self._retired & good)
-
-    def _count_out(self, slot: int) -> None:
-        self._retired.add(slot)
-        self.slots -= 1
-
-    def _retire_condemned(self) -> None:
-        """Retire bad slots whose I/O has ended, before they are allocated again."""
-        if self._condemned:
-            idle = [slot for slot in self._condemned if not self._table.is_quarantined(slot)]
-            self._condemned.difference_update(idle)
-            self._withdraw(idle)
-
-    def _withdraw(self, slots: list[int]) -> None:
-        """Retire those of ``slots`` that are free; the others are unseen."""
-        if slots:
-            for slot in self._table.withdraw(np.array(slots, np.int64)).tolist():
-                self._count_out(slot)
-
-    def _restore(self, chosen: set[int]) -> int:
-        slots = np.fromiter(chosen, np.int64, len(chosen))
-        self._retired -= chosen
-        self._table.end_writing(np.sort(slots))
-        self.slots += len(slots)
-        return len(slots)
-
-    # ----------------------------------------------------------------------------------------------------------- trials
+    def retired_for_errors(self) -> int:
+        return self.states.bad
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         if not self._readable:
@@ -460,61 +316,10 @@ class SlotIndex(TierIndex):
         return found or list(islice(self._readable.items(), count))
 
     def borrow(self, count: int) -> list[Place]:
-        """Return slots for a trial; those retired for lack of space come first, because the trial tests them."""
-        retired = sorted(self._retired - self._bad - self._borrowed.keys())[:count]
-        self._borrowed.update(dict.fromkeys(retired, True))
-        free = self._table.take_free(count - len(retired)).tolist()
-        self._borrowed.update(dict.fromkeys(free, False))
-        for slot in free:
-            self._count_out(slot)
-        places: list[Place] = [*retired, *free]
-        return places
+        return self.states.borrow(count)
 
     def give_back(self, good: Sequence[Place]) -> None:
-        borrowed, self._borrowed = self._borrowed, {}
-        lost = self.leaving & borrowed.keys()
-        self.leaving -= lost
-        self._retired -= lost
-        self._table.forget(np.array(sorted(lost), np.int64))
-        borrowed = {slot: retired for slot, retired in borrowed.items() if slot not in lost}
-        self._restore(
-            {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad}
-        )
-
-    # ----------------------------------------------------------------------------------------- slots lost by the medium
-
-    def lose(self, start: int, stop: int) -> list[OffloadKey]:
-        """Mark slots [start, stop), which the medium has lost, as unseen, and return the keys held there.
-
-        Slots that are read or written now are unseen once that I/O has ended; :attr:`leaving` lists them.
-        """
-        table = self._table
-        keys = [key for key in table.keys[start:stop].tolist() if key is not None]
-        held = table.drop([key for key in keys if start <= self._readable.get(key, -1) < stop])
-        written = [key for key in keys if start <= table.pending.get(key, -1) < stop]
-        table.disown(written, np.array([table.pending[key] for key in written], np.int64))
-        retired = self._retired.intersection(range(start, stop)) - self._borrowed.keys()
-        self._retired -= retired
-        table.forget(np.array(sorted(retired), np.int64))
-        self._condemned.difference_update(range(start, stop))
-        self._bad.difference_update(range(start, stop))
-        busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
-        self.leaving |= busy
-        is_foreign = (self._foreign >= start) & (self._foreign < stop)
-        self._foreign = self._foreign[~is_foreign]
-        self._is_foreign[start:stop] = False
-        free = table.withdraw(np.arange(start, stop))
-        table.forget(free)
-        self.slots -= len(free) + int(np.count_nonzero(is_foreign)) + len(busy - self._borrowed.keys())
-        return held
-
-    def _let_leave(self, places: Sequence[Place]) -> None:
-        """Mark those of ``places`` that the medium has lost as unseen: their I/O has ended."""
-        if not self.leaving:
-            return
-        ended = [slot for slot in places if slot in self.leaving and not self._table.is_quarantined(int(slot))]
-        self._table.forget(self._table.withdraw(np.array(ended, np.int64)))
-        self.leaving.difference_update(ended)
+        self.states.give_back(good)
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -527,4 +332,5 @@ class SlotIndex(TierIndex):
             for slot in np.flatnonzero(refs > 0).tolist():
                 if table.is_quarantined(start + slot):
                     keys[slot] = None
-        return SlotsSlice(start, keys, refs < 0, self._used[start:stop].copy(), self._is_foreign[start:stop].copy())
+        foreign = self.states.is_foreign[start:stop].copy()
+        return SlotsSlice(start, keys, refs < 0, self._used[start:stop].copy(), foreign)
