@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import make_spec, prompt, run_prompt
-from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.api import masking
 from tiering.api.namespace import ModelIdentity
 from tiering.api.request import ReqContext
@@ -20,6 +19,9 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
 from tiering.offload.request_policy import policy_of
 from tiering.primary.memory.region import PAGE
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
 
@@ -86,9 +88,9 @@ WRONG = [{"kv_tiering": {"tiers": 5}}, ["kv_tiering"], {"max_offload_tokens": "a
 
 @pytest.mark.parametrize("params", WRONG)
 def test_a_request_with_a_wrong_wish_neither_loads_nor_stores(params: Any, caplog: pytest.LogCaptureFixture) -> None:
-    keys = make_keys(0, 3)
+    keys = keys_of(*range(3))
     tier = FakeTier(held={keys[1]})
-    rig = Rig(4, [tier])
+    rig = ManagerRig(4, [tier])
     rig.store(keys[:1])
     wrong = ReqContext("wrong", params)
     rig.manager.on_new_request(wrong)
@@ -115,9 +117,9 @@ def test_a_wrong_wish_is_told_once_in_the_whole_stack(params: Any, caplog: pytes
 
 
 def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
-    keys = make_keys(0, 2)
+    keys = keys_of(*range(2))
     tier = FakeTier("local", held=set(keys))
-    rig = Rig(4, [tier])
+    rig = ManagerRig(4, [tier])
     other = rig.request("r2", tiers=["s3"])
     assert rig.manager.lookup(keys[0], other) is False
     rig.store(keys[:1], other)

@@ -19,7 +19,6 @@ from tests.connector.fakes import (
     prompt,
     run_prompt,
 )
-from tests.manager.fakes import FakeTier, Rig
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -27,6 +26,8 @@ from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.groups import OffloadGroup, build_groups
 from tiering.connector.hits import HitSearch
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.manager_rig import ManagerRig
 
 CTX = ReqContext("r1")
 
@@ -81,7 +82,7 @@ class TestTheLastBlock:
         request = prompt(32)
         stored = request.keys(factor=2)[:2]
         tier = FakeTier(held=set(stored))
-        rig = Rig(8, [tier])
+        rig = ManagerRig(8, [tier])
         scheduler = OffloadingConnectorScheduler(make_spec(block_size=8, manager=rig.manager))  # type: ignore[arg-type]
         assert scheduler.get_num_new_matched_tokens(request, 12) == (0, False)
         rig.step()
@@ -91,7 +92,7 @@ class TestTheLastBlock:
         request = prompt(32)
         stored = request.keys(factor=2)[:3]
         tier = FakeTier(held=set(stored))
-        rig = Rig(8, [tier])
+        rig = ManagerRig(8, [tier])
         scheduler = OffloadingConnectorScheduler(make_spec(block_size=8, manager=rig.manager))  # type: ignore[arg-type]
         assert scheduler.get_num_new_matched_tokens(request, 12) == (None, False)
         rig.step()
@@ -108,7 +109,7 @@ class TestTheLastBlock:
                 FakeTier("fast", held={keys[1]}),
                 FakeTier("slow", held=set() if held_before else set(keys[1:3])),
             )
-            rig = Rig(8, [fast, slow])
+            rig = ManagerRig(8, [fast, slow])
             if held_before:
                 rig.store([keys[2]])
             scheduler = OffloadingConnectorScheduler(make_spec(block_size=8, manager=rig.manager))  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ class TestTheLastBlock:
         request = prompt(32)
         keys = request.keys(factor=2)
         tier = FakeTier(held={keys[1]}, unknown={keys[2]})
-        rig = Rig(8, [tier])
+        rig = ManagerRig(8, [tier])
         scheduler = OffloadingConnectorScheduler(make_spec(block_size=8, manager=rig.manager))  # type: ignore[arg-type]
         assert scheduler.get_num_new_matched_tokens(request, 12) == (None, False)
         tier.unknown.clear()

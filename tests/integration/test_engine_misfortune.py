@@ -16,7 +16,7 @@ from tests.mini_engine.helpers import SMALL, WINDOWED, ask_all, one_row, options
 from tests.wrapped_handler import Wrapped
 from tiering.api.transfer import TransferSpec
 from tiering.copy.contract import OffloadingHandler, TransferResult
-from tiering.secondary.io.layers.chaos import Fault
+from tiering.testing.chaos import Fault
 
 PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]
 MODELS = pytest.mark.parametrize("model", [SMALL, WINDOWED], ids=["full", "windowed"])

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from tests.manager.fakes import FakeTier, Rig, make_keys
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
 
 def test_what_an_overdue_load_holds_does_not_keep_other_tiers_from_promoting() -> None:
-    hung = FakeTier("hung", held=set(make_keys(0, 4)), load_deadline=5.0, primary_share=0.5)
-    good = FakeTier("good", held=set(make_keys(10, 4)))
-    rig = Rig(8, [hung, good], promotion_share=0.5)
-    assert rig.manager.match_prefix(make_keys(0, 4), rig.ctx) == (4, True)
+    hung = FakeTier("hung", held=set(keys_of(*range(4))), load_deadline=5.0, primary_share=0.5)
+    good = FakeTier("good", held=set(keys_of(*range(10, 14))))
+    rig = ManagerRig(8, [hung, good], promotion_share=0.5)
+    assert rig.manager.match_prefix(keys_of(*range(4)), rig.ctx) == (4, True)
     rig.step()
     rig.clock.advance(5.0)
     rig.step()
     other = rig.request("r2")
-    assert rig.manager.match_prefix(make_keys(10, 4), other) == (4, True)
+    assert rig.manager.match_prefix(keys_of(*range(10, 14)), other) == (4, True)
     rig.step()
     hung.finish_all()
     good.finish_all()
     rig.step()
-    assert rig.manager.match_prefix(make_keys(10, 4), other) == (4, False)
+    assert rig.manager.match_prefix(keys_of(*range(10, 14)), other) == (4, False)
     rig.manager.on_request_finished(other)
     third = rig.request("r3")
-    good.held.update(make_keys(20, 4))
-    assert rig.manager.match_prefix(make_keys(20, 4), third) == (4, True), "the share is whole again"
+    good.held.update(keys_of(*range(20, 24)))
+    assert rig.manager.match_prefix(keys_of(*range(20, 24)), third) == (4, True), "the share is whole again"
 
 
 def test_the_engine_need_not_step_for_a_job_that_hangs_beyond_its_deadline() -> None:
     hung = FakeTier("hung", load_deadline=5.0)
-    rig = Rig(8, [hung])
-    output = rig.manager.prepare_store(make_keys(0, 2), rig.ctx)
+    rig = ManagerRig(8, [hung])
+    output = rig.manager.prepare_store(keys_of(*range(2)), rig.ctx)
     assert output is not None
     rig.manager.complete_store(output.keys_to_store, rig.ctx)
     assert rig.manager.has_pending_work()
@@ -42,15 +44,15 @@ def test_the_engine_need_not_step_for_a_job_that_hangs_beyond_its_deadline() -> 
 
 
 def test_a_reset_reaches_a_retired_tier_whose_blocks_would_be_served_after_a_restart() -> None:
-    tier = FakeTier("broken", held=set(make_keys(0, 2)), raises={"touch"})
-    rig = Rig(8, [tier])
-    rig.manager.touch(make_keys(0, 2), rig.ctx)
+    tier = FakeTier("broken", held=set(keys_of(*range(2))), raises={"touch"})
+    rig = ManagerRig(8, [tier])
+    rig.manager.touch(keys_of(*range(2)), rig.ctx)
     assert rig.stat("tiers_out_of_service") == 1
     assert rig.manager.reset_cache()
     assert len(tier.calls("reset")) == 1
     tier.resets = False
     assert not rig.manager.reset_cache()
-    assert rig.manager.lookup(make_keys(0)[0], rig.ctx) is False
+    assert rig.manager.lookup(keys_of(0)[0], rig.ctx) is False
 
 
 class SlowTier(FakeTier):
@@ -60,12 +62,12 @@ class SlowTier(FakeTier):
         self.rig.clock.advance(max(0.0, deadline - self.rig.clock()))
         return False
 
-    rig: Rig
+    rig: ManagerRig
 
 
 def test_a_tier_that_hangs_leaves_the_others_time_for_their_reset() -> None:
     slow, good = SlowTier("slow"), FakeTier("good")
-    rig = Rig(8, [good, slow], reset_deadline=4.0)
+    rig = ManagerRig(8, [good, slow], reset_deadline=4.0)
     slow.rig = rig
     start = rig.clock()
     assert rig.manager.reset_cache() is False

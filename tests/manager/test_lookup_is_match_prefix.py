@@ -11,12 +11,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.request import ReqContext
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
-KEYS = make_keys(0, 8)
+KEYS = keys_of(*range(8))
 ROWS = 6
 WISHES: list[Any] = [
     None,
@@ -55,7 +57,7 @@ class Twin:
             FakeTier("fast", min_prefix_blocks=least[0], load_deadline=10.0),
             FakeTier("slow", min_prefix_blocks=least[1], load_deadline=10.0),
         ]
-        self.rig = Rig(ROWS, self.tiers, promotion_share=0.7)
+        self.rig = ManagerRig(ROWS, self.tiers, promotion_share=0.7)
         self.asker = [ReqContext(f"asker{index}", wish) for index, wish in enumerate(wishes)]
         for ctx in self.asker:
             self.rig.manager.on_new_request(ctx)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.manager.prefix_search import MAX_RUNS
 from tiering.secondary.contract import PrefixAnswer
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
 
 class CountingTier(FakeTier):
@@ -24,15 +26,15 @@ class CountingTier(FakeTier):
         return PrefixAnswer(held, undecided)
 
 
-def holed(rig: Rig, keys: list[OffloadKey]) -> None:
+def holed(rig: ManagerRig, keys: list[OffloadKey]) -> None:
     """Every second block is in the primary tier, the first is not."""
     rig.store(keys[1::2])
 
 
 def test_a_tier_is_asked_once_about_a_prefix_with_many_holes() -> None:
-    keys = make_keys(0, 100)
+    keys = keys_of(*range(100))
     tier = CountingTier(held=set(keys))
-    rig = Rig(200, [tier], promotion_share=1.0)
+    rig = ManagerRig(200, [tier], promotion_share=1.0)
     holed(rig, keys)
     assert rig.manager.match_prefix(keys, rig.ctx) == (100, True)
     assert tier.answered == 100
@@ -41,9 +43,9 @@ def test_a_tier_is_asked_once_about_a_prefix_with_many_holes() -> None:
 
 
 def test_more_holes_than_one_search_fills_are_left_to_the_next_step() -> None:
-    keys = make_keys(0, 4 * MAX_RUNS)
+    keys = keys_of(*range(4 * MAX_RUNS))
     tier = CountingTier(held=set(keys))
-    rig = Rig(2 * len(keys), [tier], promotion_share=1.0)
+    rig = ManagerRig(2 * len(keys), [tier], promotion_share=1.0)
     holed(rig, keys)
     assert rig.manager.match_prefix(keys, rig.ctx) == (2 * MAX_RUNS, True)
     rig.step()
@@ -57,18 +59,18 @@ def test_more_holes_than_one_search_fills_are_left_to_the_next_step() -> None:
 
 
 def test_a_search_leaves_no_pin_behind() -> None:
-    keys = make_keys(0, 20)
+    keys = keys_of(*range(20))
     tier = CountingTier(held=set(keys))
-    rig = Rig(40, [tier], promotion_share=1.0)
+    rig = ManagerRig(40, [tier], promotion_share=1.0)
     holed(rig, keys)
     rig.manager.match_prefix(keys, rig.ctx)
     assert rig.stat("rows_evictable") == 10
 
 
 def test_the_readable_part_of_a_prefix_is_not_evicted_for_its_holes() -> None:
-    keys = make_keys(0, 6)
+    keys = keys_of(*range(6))
     tier = CountingTier(held=set(keys))
-    rig = Rig(4, [tier], promotion_share=1.0)
+    rig = ManagerRig(4, [tier], promotion_share=1.0)
     rig.store([keys[0], keys[2], keys[3]])
     assert rig.manager.match_prefix(keys, rig.ctx).hits == 4
     rig.step()
@@ -76,18 +78,18 @@ def test_the_readable_part_of_a_prefix_is_not_evicted_for_its_holes() -> None:
 
 
 def test_a_run_that_may_still_grow_to_the_least_worth_loading_is_waited_for() -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     tier = CountingTier(held={keys[0]}, unknown={keys[1]}, min_prefix_blocks=2)
-    rig = Rig(8, [tier])
+    rig = ManagerRig(8, [tier])
     assert rig.manager.match_prefix(keys, rig.ctx) == (0, True)
     tier.unknown.clear()
     assert rig.manager.match_prefix(keys, rig.ctx) == (0, False)
 
 
 def test_an_heir_of_a_promotion_holds_one_reservation() -> None:
-    keys = make_keys(0, 2)
+    keys = keys_of(*range(2))
     tier = FakeTier(held=set(keys))
-    rig = Rig(4, [tier], promotion_share=1.0)
+    rig = ManagerRig(4, [tier], promotion_share=1.0)
     heir, third = rig.request("heir"), rig.request("third")
     for ctx in (rig.ctx, heir, third):
         rig.manager.match_prefix(keys, ctx)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.manager.fakes import make_keys
 from tiering.api.manager import PrepareStoreOutput
 from tiering.api.request import ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.errors import ConfigError, NotReadableError
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.testing.keys import keys_of
 
 CTX = ReqContext("r")
 
@@ -36,7 +36,7 @@ def rows_of(output: PrepareStoreOutput) -> list[int]:
 
 
 def test_a_block_is_pending_until_its_store_is_complete(primary: CPUPrimaryTierOffloadingManager) -> None:
-    (key,) = make_keys(1)
+    (key,) = keys_of(1)
     assert primary.lookup(key, CTX) is False
     prepare(primary, [key])
     assert primary.lookup(key, CTX) is None
@@ -49,7 +49,7 @@ def test_a_block_is_pending_until_its_store_is_complete(primary: CPUPrimaryTierO
 def test_a_failed_store_frees_its_rows_and_leaves_readable_blocks_alone(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:
-    held, new = make_keys(1), make_keys(2)
+    held, new = keys_of(1), keys_of(2)
     store(primary, held)
     prepare(primary, held + new)
     primary.complete_store(held + new, CTX, success=False)
@@ -59,29 +59,29 @@ def test_a_failed_store_frees_its_rows_and_leaves_readable_blocks_alone(
 
 
 def test_a_store_without_room_changes_nothing(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     store(primary, keys)
     primary.prepare_load(keys[:2], CTX)
-    assert primary.prepare_store(make_keys(10, 3), CTX) is None
+    assert primary.prepare_store(keys_of(*range(10, 13)), CTX) is None
     assert [primary.lookup(key, CTX) for key in keys] == [True] * 4
     assert primary.table.evictable == 2
 
 
 def test_a_key_of_the_same_call_is_never_evicted_to_make_room_for_it(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     store(primary, keys)
     oldest = keys[3]
-    output = prepare(primary, [oldest, *make_keys(10, 3)])
-    assert output.keys_to_store == make_keys(10, 3)
+    output = prepare(primary, [oldest, *keys_of(*range(10, 13))])
+    assert output.keys_to_store == keys_of(*range(10, 13))
     assert oldest not in output.evicted_keys
     assert primary.lookup(oldest, CTX) is True
-    assert primary.prepare_store([oldest, *make_keys(20, 4)], CTX) is None
+    assert primary.prepare_store([oldest, *keys_of(*range(20, 24))], CTX) is None
 
 
 def test_rows_are_co_indexed_with_the_keys_to_store(primary: CPUPrimaryTierOffloadingManager) -> None:
-    store(primary, make_keys(2))
-    output = prepare(primary, make_keys(0, 4))
-    assert output.keys_to_store == [*make_keys(0, 2), *make_keys(3)]
+    store(primary, keys_of(2))
+    output = prepare(primary, keys_of(*range(4)))
+    assert output.keys_to_store == [*keys_of(*range(2)), *keys_of(3)]
     primary.complete_store(output.keys_to_store, CTX)
     for key, row in zip(output.keys_to_store, rows_of(output), strict=True):
         spec = primary.prepare_load([key], CTX)
@@ -90,38 +90,38 @@ def test_rows_are_co_indexed_with_the_keys_to_store(primary: CPUPrimaryTierOfflo
 
 
 def test_nothing_new_to_store_is_an_empty_output(primary: CPUPrimaryTierOffloadingManager) -> None:
-    store(primary, make_keys(0, 2))
-    output = prepare(primary, make_keys(0, 2))
+    store(primary, keys_of(*range(2)))
+    output = prepare(primary, keys_of(*range(2)))
     assert output.keys_to_store == []
     assert rows_of(output) == []
     assert output.evicted_keys == []
 
 
 def test_heads_of_a_prefix_outlive_its_tail(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     store(primary, keys)
-    assert prepare(primary, make_keys(10)).evicted_keys == [keys[3]]
+    assert prepare(primary, keys_of(10)).evicted_keys == [keys[3]]
     primary.touch([keys[2], keys[0]], CTX)
-    assert prepare(primary, make_keys(11)).evicted_keys == [keys[1]]
-    assert prepare(primary, make_keys(12)).evicted_keys == [keys[0]]
+    assert prepare(primary, keys_of(11)).evicted_keys == [keys[1]]
+    assert prepare(primary, keys_of(12)).evicted_keys == [keys[0]]
 
 
 def test_a_load_of_an_unreadable_key_raises_and_pins_nothing(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 2)
+    keys = keys_of(*range(2))
     store(primary, keys)
     with pytest.raises(NotReadableError) as raised:
-        primary.prepare_load([*keys, *make_keys(9)], CTX)
-    assert raised.value.keys == make_keys(9)
+        primary.prepare_load([*keys, *keys_of(9)], CTX)
+    assert raised.value.keys == keys_of(9)
     assert primary.table.evictable == 2
 
 
 def test_a_block_is_protected_until_every_load_of_it_is_complete(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     store(primary, keys)
     for _ in range(2):
         primary.prepare_load(keys, CTX)
     primary.complete_load(keys[:2], CTX)
-    assert primary.prepare_store(make_keys(10), CTX) is None
+    assert primary.prepare_store(keys_of(10), CTX) is None
     primary.complete_load(keys, CTX)
     assert primary.table.evictable == 2
     primary.complete_load(keys[2:], CTX)
@@ -131,7 +131,7 @@ def test_a_block_is_protected_until_every_load_of_it_is_complete(primary: CPUPri
 def test_a_tier_reads_and_writes_rows_by_the_secondary_facing_names_without_changing_recency(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     output = primary.prepare_write(keys, CTX)
     assert output is not None
     assert primary.lookup(keys[0], CTX) is None
@@ -140,41 +140,41 @@ def test_a_tier_reads_and_writes_rows_by_the_secondary_facing_names_without_chan
     spec = primary.prepare_read(oldest, CTX)
     assert isinstance(spec, CPULoadStoreSpec)
     assert spec.block_ids.tolist() == rows_of(output)[3:]
-    assert prepare(primary, make_keys(10)).evicted_keys == [keys[2]]
+    assert prepare(primary, keys_of(10)).evicted_keys == [keys[2]]
     primary.complete_read(oldest, CTX)
-    assert prepare(primary, make_keys(11)).evicted_keys == oldest
+    assert prepare(primary, keys_of(11)).evicted_keys == oldest
 
 
 def test_unknown_completions_are_ignored_and_counted(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 2)
+    keys = keys_of(*range(2))
     store(primary, keys)
     primary.complete_load(keys, CTX)
-    primary.complete_store(make_keys(5), ReqContext("nobody"))
+    primary.complete_store(keys_of(5), ReqContext("nobody"))
     assert primary.ignored_completions == 3
     assert primary.table.evictable == 2
 
 
 def test_a_reset_forgets_everything_and_quarantines_what_is_busy(primary: CPUPrimaryTierOffloadingManager) -> None:
-    keys = make_keys(0, 2)
+    keys = keys_of(*range(2))
     store(primary, keys)
     primary.prepare_load(keys[:1], CTX)
-    written = rows_of(prepare(primary, make_keys(5)))
+    written = rows_of(prepare(primary, keys_of(5)))
     primary.reset_cache()
-    assert [primary.lookup(key, CTX) for key in [*keys, *make_keys(5)]] == [False] * 3
+    assert [primary.lookup(key, CTX) for key in [*keys, *keys_of(5)]] == [False] * 3
     assert primary.table.free == 2
     # Nobody gets the rows that are still read and written.
     busy = set(written) | {int(np.flatnonzero(primary.table.refs > 0)[0])}
-    assert not busy & set(rows_of(prepare(primary, make_keys(10, 2), ReqContext("other"))))
+    assert not busy & set(rows_of(prepare(primary, keys_of(*range(10, 12)), ReqContext("other"))))
     primary.complete_load(keys[:1], CTX)
-    primary.complete_store(make_keys(5), CTX)
-    assert primary.lookup(make_keys(5)[0], CTX) is False
+    primary.complete_store(keys_of(5), CTX)
+    assert primary.lookup(keys_of(5)[0], CTX) is False
     assert primary.table.free == 2
 
 
 def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:
-    key = make_keys(1)
+    key = keys_of(1)
     prepare(primary, key, ReqContext("old"))
     primary.reset_cache()
     prepare(primary, key, ReqContext("new"))
@@ -187,11 +187,11 @@ def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(
 def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:
-    keys = make_keys(0, 4)
+    keys = keys_of(*range(4))
     prepare(primary, keys)
     assert primary.take_events() == []
     primary.complete_store(keys, CTX)
-    prepare(primary, make_keys(10))
+    prepare(primary, keys_of(10))
     primary.reset_cache()
     events = [(event.keys, event.removed) for event in primary.take_events()]
     assert events == [(keys, False), ([keys[3]], True), (keys[:3], True)]

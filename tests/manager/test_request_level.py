@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tests.manager.fakes import FakeTier, Rig, make_keys
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
-K = make_keys(0, 6)
+K = keys_of(*range(6))
 
 
 class Both:
@@ -14,7 +16,7 @@ class Both:
 
     def __init__(self, **params: object) -> None:
         self.picky = FakeTier("picky", policy=OffloadPolicy.REQUEST_LEVEL)
-        self.rig = Rig(8, [self.picky])
+        self.rig = ManagerRig(8, [self.picky])
         self.first = self.rig.request("first", **params)
         self.second = self.rig.request("second")
         self.prepare(K[:3], self.first)
@@ -72,7 +74,7 @@ def test_also_after_it_has_ended_and_then_the_tier_is_told() -> None:
 def test_those_that_are_being_promoted_are_cascaded_when_they_arrive() -> None:
     picky = FakeTier("picky", policy=OffloadPolicy.REQUEST_LEVEL, fill=False)
     slow = FakeTier("slow", held=set(K[:2]))
-    rig = Rig(8, [picky, slow])
+    rig = ManagerRig(8, [picky, slow])
     rig.manager.match_prefix(K[:2], rig.ctx)
     rig.step()
     other = rig.request("other")

@@ -16,17 +16,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.manager.fakes import FakeTier, make_keys
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import TransferJob
 from tiering.testing.clock import FakeClock
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
 
 ROWS = 12
 UNIVERSE = 24
-KEYS = make_keys(0, UNIVERSE)
+KEYS = keys_of(*range(UNIVERSE))
 NUMBER = {key: number for number, key in enumerate(KEYS)}
 GARBAGE = 255
 

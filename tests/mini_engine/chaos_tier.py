@@ -15,8 +15,8 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan, Fault
 from tiering.secondary.options import TierOptions
+from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiers.memory import MemoryStore
 
 

@@ -165,8 +165,3 @@ def make_context(
     """A tier's context with an ordinary array as the primary buffer."""
     view = memoryview(np.zeros((NUM_ROWS, max(group_bytes)), np.uint8))
     return TierContext("t", view, group_bytes, make_namespace(group_bytes=group_bytes), clock, enable_events=events)
-
-
-def keys_of(*numbers: int, group: int = 0) -> list[bytes]:
-    """Keys with the numbers as their hashes."""
-    return [number.to_bytes(32, "big") + group.to_bytes(4, "big") for number in numbers]

@@ -17,6 +17,7 @@ from tiering.secondary.io.host import IoHost
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.options import BreakerOptions, RetryOptions, TierOptions
 from tiering.testing.clock import FakeClock, until
+from tiering.testing.keys import key_of
 
 PAGE = mmap.PAGESIZE
 NAMESPACE = Namespace("tests")
@@ -36,10 +37,6 @@ class Primary:
 
     def context(self, clock: Callable[[], float], name: str = "t") -> TierContext:
         return TierContext(name, memoryview(self.rows), (self.size,), NAMESPACE, clock)
-
-
-def key_of(number: int) -> bytes:
-    return number.to_bytes(32, "big") + bytes(4)
 
 
 def make_job(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, keys_of, make_context
+from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_context
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
@@ -18,6 +18,7 @@ from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.options import TierOptions
 from tiering.testing.clock import FakeClock
+from tiering.testing.keys import keys_of
 
 CTX = ReqContext("r1")
 K = keys_of(*range(100))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.secondary.fakes import keys_of
 from tiering.secondary.intake.admission import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
+from tiering.testing.keys import keys_of
 
 K = keys_of(*range(16))
 

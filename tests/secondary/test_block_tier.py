@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS, keys_of
+from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS
 from tests.secondary.rig import CTX, K, Rig
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
@@ -17,6 +17,7 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoKind
+from tiering.testing.keys import keys_of
 
 # ----------------------------------------------------------------------------------------------------- stores and loads
 

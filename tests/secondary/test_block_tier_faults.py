@@ -14,10 +14,10 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
 from tiering.secondary.options import TierOptions
+from tiering.testing.chaos import ChaosPlan, Fault
 from tiering.testing.faults import FaultyStore
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
 
 K = [key_of(number) for number in range(64)]

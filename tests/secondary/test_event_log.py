@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.secondary.fakes import keys_of
 from tiering.api.manager import OffloadingEvent
 from tiering.secondary.contract import Distance
 from tiering.secondary.event_log import EventLog
+from tiering.testing.keys import keys_of
 
 K = keys_of(*range(8))
 

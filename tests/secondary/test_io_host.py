@@ -14,8 +14,8 @@ from tiering.errors import PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
 from tiering.secondary.io.host import IoHost
 from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
 from tiering.secondary.io.messages import IoKind, IoTask
+from tiering.testing.chaos import ChaosPlan, Fault
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore, FaultyStore
 

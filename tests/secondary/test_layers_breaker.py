@@ -16,9 +16,9 @@ from tiering.errors import (
     TemporaryStoreError,
 )
 from tiering.secondary.io.layers.breaker import LOG_PERIOD, Breaker, BreakerLayer, Breakers, BreakerState
-from tiering.secondary.io.layers.chaos import Fault
 from tiering.secondary.io.messages import IoKind
 from tiering.secondary.options import BreakerOptions
+from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore
 

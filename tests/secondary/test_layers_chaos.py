@@ -8,7 +8,7 @@ import pytest
 
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import Done
-from tiering.secondary.io.layers.chaos import ChaosPlan, Fault
+from tiering.testing.chaos import ChaosPlan, Fault
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks
 from tiering.block_store import StoreTraits
-from tiering.secondary.io.layers.chaos import Fault
 from tiering.secondary.io.layers.meter import MeterLayer
 from tiering.secondary.io.stats import IoStats
+from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
 

@@ -10,10 +10,10 @@ import pytest
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import BlockIO, Done, Outcome
 from tiering.errors import CorruptBlockError, OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary.io.layers.chaos import Fault
 from tiering.secondary.io.layers.retry import RetryLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import RetryOptions
+from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore
 

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.manager.fakes import FakeTier
-from tests.manager.fakes import Rig as ManagerRig
-from tests.secondary.fakes import BLOCK_BYTES, keys_of
+from tests.secondary.fakes import BLOCK_BYTES
 from tests.secondary.rig import Rig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -25,6 +23,9 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.intake.admission import AdmitAll
 from tiering.secondary.intake.offers import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Offers
 from tiering.secondary.intake.store_budget import StoreBudget
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(60))
 CTX = ReqContext("owner")

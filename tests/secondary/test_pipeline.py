@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.secondary.io_fakes import NAMESPACE, PAGE, Primary, key_of, make_job, outcome_names
+from tests.secondary.io_fakes import NAMESPACE, PAGE, Primary, make_job, outcome_names
 from tiering.block_store import BlockIO, BlockStore, Done
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.secondary.io.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.layers.chaos import Fault
 from tiering.secondary.io.messages import IoKind
 from tiering.secondary.io.pipeline import Pipeline
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BreakerOptions
+from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
+from tiering.testing.keys import key_of
 
 
 def pipeline_of(

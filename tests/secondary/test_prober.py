@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.secondary.fakes import keys_of
 from tiering.block_store import Place, StoreProbe
 from tiering.secondary.index.contract import Probe
 from tiering.secondary.index.prober import PROBE_WIDTH, held_prefix
+from tiering.testing.keys import keys_of, number_of
 
 
 class Medium:
@@ -31,7 +31,7 @@ class Medium:
 
 
 def chain(length: int) -> Probe:
-    return Probe(keys_of(*range(length)), lambda key: int.from_bytes(key[:32], "big"))
+    return Probe(keys_of(*range(length)), number_of)
 
 
 @given(

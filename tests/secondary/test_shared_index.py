@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.secondary.fakes import keys_of
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index.contract import Probe
 from tiering.secondary.index.shared import MAX_PROBES, SharedIndex
+from tiering.testing.keys import keys_of
 
 K = keys_of(*range(32))
 NOW = 100.0

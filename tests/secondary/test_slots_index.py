@@ -11,7 +11,7 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.secondary.index.contract import StorePlan
 from tiering.secondary.index.slots import EVICT_AT_ONCE, SlotIndex
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 
 NOW = 0.0
 K = [key_of(number) for number in range(256)]

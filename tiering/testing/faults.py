@@ -11,7 +11,7 @@ import numpy as np
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import PermanentStoreError
-from tiering.secondary.io.layers.chaos import ChaosLayer, ChaosPlan
+from tiering.testing.chaos import ChaosLayer, ChaosPlan
 
 
 class DictStore(BlockStore):

@@ -14,6 +14,7 @@ from xxhash import xxh3_128_digest
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import CorruptBlockError
 from tiering.secondary.io.frame import HEADER_BYTES, MAGIC, SEQUENCE, encode_header, verify, verify_raw
+from tiering.testing.keys import key_of
 
 __all__ = [
     "FINGERPRINT",
@@ -29,11 +30,6 @@ __all__ = [
 
 FINGERPRINT = bytes(range(16))
 """Fingerprint of the namespace of these blocks."""
-
-
-def key_of(number: int, group: int = 0) -> bytes:
-    """Return a key of a 32-byte hash and a group, different for each ``number``."""
-    return xxh3_128_digest(number.to_bytes(8, "big")) * 2 + group.to_bytes(4, "big")
 
 
 def random_bytes(size: int, seed: int) -> NDArray[np.uint8]:

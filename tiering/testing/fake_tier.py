@@ -1,53 +1,89 @@
-"""A secondary tier that does what a test tells it, when the test tells it."""
+"""A secondary tier without a medium, for tests of managers and schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.manager.manager import TieringOffloadingManager
-from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob
-from tiering.testing.clock import FakeClock
-
-
-def make_keys(first: int, count: int = 1, group: int = 0) -> list[OffloadKey]:
-    """Keys named by consecutive numbers."""
-    return [make_offload_key(number.to_bytes(32, "big"), group) for number in range(first, first + count)]
 
 
 @dataclass
 class FakeTier(SecondaryTierManager):
-    """Holds ``held``; does not know yet about ``unknown``; ends jobs when :meth:`finish` says so."""
+    """A tier that does what a test tells it, when the test tells it; no bytes are moved.
+
+    Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time.
+    """
 
     name: str = "fake"
+    """Name of the tier."""
     held: set[OffloadKey] = field(default_factory=set)
+    """Keys of the blocks that the tier holds; successful stores add theirs."""
     unknown: set[OffloadKey] = field(default_factory=set)
+    """Keys whose lookup stays undecided."""
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    """The tier's policy for every new request; default: block level."""
     load_deadline: float | None = None
+    """Seconds that a job may take; default None: no limit."""
     primary_share: float = 1.0
+    """Largest share of the primary rows that the tier's loads may hold; default 1."""
     min_prefix_blocks: int = 1
+    """Smallest number of blocks that a load is worth; default 1."""
     fill: bool = True
+    """True if the tier takes blocks that a slower tier has delivered; default True."""
     stores: list[TransferJob] = field(default_factory=list)
+    """Stores that have not ended."""
     loads: list[TransferJob] = field(default_factory=list)
+    """Loads that have not ended."""
     asked: list[OffloadKey] = field(default_factory=list)
+    """Keys that were looked up, in order."""
     log: list[tuple[str, object]] = field(default_factory=list)
+    """Calls, in order: the method's name, and the argument that tells the calls apart."""
     wanted: list[OffloadKey] = field(default_factory=list)
+    """Keys that the next :meth:`take_wanted_keys` returns."""
     resets: bool = True
+    """True if :meth:`reset` succeeds at once; default True."""
     reset_later: bool = False
+    """True if a reset that did not succeed at once is complete now; default False."""
     revision: str | None = None
+    """Revision that the last reset was called with."""
     stops: bool = True
+    """True if :meth:`shutdown` succeeds; default True."""
     raises: set[str] = field(default_factory=set)
+    """Names of the methods that raise."""
     results: list[JobResult] = field(default_factory=list)
+    """Results that the next :meth:`get_finished` returns."""
 
     def _enter(self, method: str, argument: object = None) -> None:
         self.log.append((method, argument))
         if method in self.raises:
             raise RuntimeError(f"told to raise in {method}")
+
+    def calls(self, method: str) -> list[object]:
+        """Return the logged arguments of all calls of ``method``."""
+        return [argument for name, argument in self.log if name == method]
+
+    def finish(self, job: TransferJob, success: bool = True, keys: Sequence[OffloadKey] | None = None) -> None:
+        """End an open job; the manager is told at its next collection.
+
+        Args:
+            job: one of ``stores`` or ``loads``.
+            success: True (default) if the job succeeded.
+            keys: keys of the blocks that were moved; default None: all of them if the job succeeded.
+        """
+        (self.loads if job.is_promotion else self.stores).remove(job)
+        if not job.is_promotion and success:
+            self.held.update(job.keys if keys is None else keys)
+        self.results.append(JobResult(job.job_id, success, keys))
+
+    def finish_all(self) -> None:
+        """End all open jobs with success."""
+        for job in [*self.loads, *self.stores]:
+            self.finish(job)
+
+    # --------------------------------------------------------------------------------------------- contract of the tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self.asked.append(key)
@@ -66,17 +102,6 @@ class FakeTier(SecondaryTierManager):
             raise RuntimeError("told to raise in get_finished")
         results, self.results = self.results, []
         return results
-
-    def finish(self, job: TransferJob, success: bool = True, keys: Sequence[OffloadKey] | None = None) -> None:
-        """Let a job end at the next collection."""
-        (self.loads if job.is_promotion else self.stores).remove(job)
-        if not job.is_promotion and success:
-            self.held.update(job.keys if keys is None else keys)
-        self.results.append(JobResult(job.job_id, success, keys))
-
-    def finish_all(self) -> None:
-        for job in [*self.loads, *self.stores]:
-            self.finish(job)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._enter("touch", list(keys))
@@ -112,44 +137,3 @@ class FakeTier(SecondaryTierManager):
     def shutdown(self, deadline: float) -> bool:
         self._enter("shutdown", deadline)
         return self.stops
-
-    def calls(self, method: str) -> list[object]:
-        """The arguments of all calls of a method."""
-        return [argument for name, argument in self.log if name == method]
-
-
-class Rig:
-    """A manager over a small primary tier and fake secondary tiers, with a clock that stands still."""
-
-    def __init__(self, rows: int = 8, tiers: Sequence[FakeTier] = (), **options: object) -> None:
-        self.clock = FakeClock()
-        self.buffer = np.zeros((rows, 16), np.uint8)
-        self.primary = CPUPrimaryTierOffloadingManager(memoryview(self.buffer), enable_events=True)
-        self.tiers = list(tiers)
-        self.manager = TieringOffloadingManager(
-            self.primary, self.tiers, enable_events=True, clock=self.clock, **options
-        )  # type: ignore[arg-type]
-        self.ctx = self.request("r1")
-
-    def request(self, req_id: str, **params: object) -> ReqContext:
-        ctx = ReqContext(req_id, {"kv_tiering": params} if params else None)
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def store(self, keys: list[OffloadKey], ctx: ReqContext | None = None) -> None:
-        """Store blocks completely, cascades included."""
-        output = self.manager.prepare_store(keys, ctx or self.ctx)
-        assert output is not None
-        self.manager.complete_store(output.keys_to_store, ctx or self.ctx)
-        for tier in self.tiers:
-            for job in list(tier.stores):
-                tier.finish(job)
-        self.step()
-
-    def step(self) -> None:
-        self.manager.on_schedule_end()
-
-    def stat(self, name: str) -> int:
-        value = self.manager.get_stats()["manager"][name]
-        assert isinstance(value, int)
-        return value
