@@ -21,29 +21,32 @@ from tiering.tier import (
     BlockIO,
     BlockStore,
     BlockTier,
+    BlockTierOptions,
+    CompressionOptions,
     Done,
     Place,
     SharedIndex,
+    SharedOptions,
     StoreProbe,
     StoreTraits,
     TierContext,
     TierDefinition,
-    TierOptions,
 )
 
 
-class SQLiteOptions(TierOptions):
-    """The words of the tier in a stack, and the common words that it cannot honour, with the reasons."""
+class SQLiteOptions(BlockTierOptions, SharedOptions, CompressionOptions):
+    """The words of the tier in a stack: those of its bases, and its own.
+
+    All other common words are refused. ``unsupported`` gives a better reason where there is one.
+    """
 
     unsupported: ClassVar[Mapping[str, str]] = {
         "capacity": "the tier does not count its bytes; delete the file when it is too large",
-        "high_watermark": "it has no capacity",
-        "low_watermark": "it has no capacity",
-        "eviction": "several processes may use the file, and none of them sees all accesses",
         "ttl": "it does not remember when a block was written",
     }
 
     path: Path
+    """The file of the database."""
 
 
 class SQLiteStore(BlockStore):
@@ -149,7 +152,9 @@ class SQLiteStore(BlockStore):
 
 def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
     """Return the tier; the database is not opened here."""
-    index = SharedIndex(lookup_deadline=options.lookup_deadline)
+    index = SharedIndex(
+        present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
+    )
     return BlockTier(
         context,
         options,

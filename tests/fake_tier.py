@@ -12,10 +12,10 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.secondary.definition import TierDefinition
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 
-class FakeOptions(TierOptions):
+class FakeOptions(BlockTierOptions, SlotOptions):
     """What the fake tier may be told.  ``opens`` False: it cannot be opened.
 
     ``divisor`` 0: a validator of its own raises; ``place_divisor`` 0: its location does.

@@ -22,13 +22,24 @@ from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoResult, IoTask
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import (
+    BlockTierOptions,
+    CapacityOptions,
+    CompressionOptions,
+    SharedOptions,
+    SlotOptions,
+    TierOptions,
+    TtlOptions,
+)
 from tiering.secondary.stats import TierStats
 
 __all__ = [
     "BlockIO",
     "BlockStore",
     "BlockTier",
+    "BlockTierOptions",
+    "CapacityOptions",
+    "CompressionOptions",
     "Done",
     "Duration",
     "IoResult",
@@ -43,8 +54,10 @@ __all__ = [
     "SecondaryTierManager",
     "Share",
     "SharedIndex",
+    "SharedOptions",
     "Size",
     "SlotIndex",
+    "SlotOptions",
     "StorePlan",
     "StoreProbe",
     "StoreTraits",
@@ -54,4 +67,5 @@ __all__ = [
     "TierOptions",
     "TierStats",
     "TransferJob",
+    "TtlOptions",
 ]

@@ -24,12 +24,12 @@ from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.io.messages import IoTask
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 Frame = NDArray[np.uint8]
 
 
-class MemoryOptions(TierOptions):
+class MemoryOptions(BlockTierOptions, SlotOptions):
     """The options of the memory tier in a stack file."""
 
     unsupported: ClassVar[Mapping[str, str]] = {

@@ -172,7 +172,7 @@ def test_a_malformed_reference_is_refused():
         ({"primary": PRIMARY, "secondary": [{"type": "tests.fake_tier:NOT_A_TIER"}]},
          "secondary[0].type: 'tests.fake_tier:NOT_A_TIER' is neither"),
         (tier(capcity="1GiB"),
-         "secondary[0].capcity: unknown word; did you mean capacity?; allowed are type, name, capacity"),
+         "secondary[0].capcity: unknown word; did you mean capacity?; allowed are type, name, required, capacity"),
         (tier(ttl="7d"),
          "secondary[0].ttl: is not supported by tests.fake_tier:FAKE_TIER tiers: this fake does not age"),
         (tier(deadline="7 days"), "secondary[0].deadline: '7 days' is not a duration; write it like 500ms"),

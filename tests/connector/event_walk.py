@@ -33,7 +33,7 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoKind
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions
 from tiering.testing.clock import FakeClock
 
 ROWS = 12
@@ -116,7 +116,7 @@ class LateIo(FakeIo):
     """Ends jobs at random, some blocks of them in failure."""
 
     def __init__(
-        self, store: FakeStore, clock: FakeClock, options: TierOptions, media: Media, rng: random.Random
+        self, store: FakeStore, clock: FakeClock, options: BlockTierOptions, media: Media, rng: random.Random
     ) -> None:
         super().__init__(store, clock, options.breaker)
         self._media, self._rng = media, rng
@@ -233,7 +233,7 @@ class EventWalk:
     def _tier(
         self, view: memoryview, namespace: Namespace, name: str, index: SlotIndex | SharedIndex, store: FakeStore
     ) -> BlockTier:
-        options = TierOptions(type="fake")
+        options = BlockTierOptions(type="fake")
         io = LateIo(store, self.clock, options, self.media, self.rng)
         self.ios.append(io)
         context = TierContext(name, view, (BLOCK_BYTES,) * len(self.windows), namespace, self.clock, enable_events=True)

@@ -3,7 +3,6 @@ tests.mini_engine.chaos_tier:CHAOS_TIER``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -15,15 +14,13 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, CapacityOptions
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiers.memory import MemoryStore
 
 
-class ChaosOptions(TierOptions):
+class ChaosOptions(BlockTierOptions, CapacityOptions):
     """``faults``: the fault's name → probability, per attempt on a block."""
-
-    unsupported: ClassVar[Mapping[str, str]] = {}
 
     capacity: Size = 1 << 24
     seed: int

@@ -15,12 +15,16 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.io.assembly import build_io_host
 from tiering.secondary.io.host import IoHost
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
-from tiering.secondary.options import BreakerOptions, RetryOptions, TierOptions
+from tiering.secondary.options import BlockTierOptions, BreakerOptions, CompressionOptions, RetryOptions
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.keys import key_of
 
 PAGE = mmap.PAGESIZE
 NAMESPACE = Namespace("tests")
+
+
+class _Options(BlockTierOptions, CompressionOptions):
+    """Options of the host, which may compress."""
 
 
 class Primary:
@@ -90,7 +94,7 @@ def running_host(
 ) -> Iterator[IoHost]:
     """A host on ``store``, closed at the end after ``release`` was called."""
     clock = FakeClock() if clock is None else clock
-    options = TierOptions(
+    options = _Options(
         type="test",
         max_inflight=threads,
         retries=RetryOptions(attempts=attempts),

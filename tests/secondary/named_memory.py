@@ -9,7 +9,7 @@ from tiering.block_store import Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions
 from tiers.memory import MemoryMedium, MemoryStore
 
 
@@ -53,7 +53,7 @@ def make_named_tier(memory: MemoryMedium, context: TierContext, **options: objec
     """A tier on ``memory`` as a shared medium."""
     return BlockTier(
         context,
-        TierOptions.model_validate({"type": "named", **options}),
+        BlockTierOptions.model_validate({"type": "named", **options}),
         NamedMemoryStore(memory),
         SharedIndex(absent_ttl=0.05),
         place_prefix=lambda namespace: f"{namespace.directory}/{namespace.epoch.hex()}/",

@@ -16,7 +16,7 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions
 from tiering.testing.clock import FakeClock
 from tiering.testing.keys import keys_of
 
@@ -39,7 +39,7 @@ class Rig:
     ) -> None:
         self.clock = FakeClock()
         self.store = store or FakeStore()
-        self.options = TierOptions(type="fake", **options)
+        self.options = BlockTierOptions(type="fake", **options)
         self.io = FakeIo(self.store, self.clock, self.options.breaker)
         self.context = replace(make_context(self.clock, group_bytes=group_bytes), revision=revision)
         self.document = f"epoch-{self.context.namespace.directory}"

@@ -14,7 +14,7 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions
 from tiering.testing.chaos import ChaosPlan, Fault
 from tiering.testing.faults import FaultyStore
 from tiering.testing.keys import key_of
@@ -35,7 +35,7 @@ class Faulty:
         self.rig = TierRig(self._make, group_bytes=(4096,), num_rows=128)
 
     def _make(self, context: TierContext) -> BlockTier:
-        options = TierOptions.model_validate(self._options)
+        options = BlockTierOptions.model_validate(self._options)
         if self._shared:
             index = SharedIndex(absent_ttl=0.01, lookup_deadline=5.0)
             return BlockTier(

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from tiering.api.masking import MASK, is_secret, mask_text, masked, shown
 from tiering.errors import ConfigError
+from tiering.secondary.options import TierOptions
 
 FieldPath = tuple[str | int, ...]
 """Path of a field in the stack: ("secondary", 1, "capacity")."""
@@ -133,7 +134,7 @@ def allowed_words(model: type[BaseModel] | None) -> list[str]:
     """Return the words that a part of the stack accepts."""
     if model is None:
         return []
-    refused: Mapping[str, str] = getattr(model, "unsupported", {})
+    refused: Mapping[str, str] = model.unsupported if issubclass(model, TierOptions) else {}
     return [word for word in model.model_fields if word not in refused]
 
 

@@ -136,8 +136,8 @@ def _check(
         problems.append(Problem(("primary", "capacity"), text))
     reason = model.persistent_reason
     for index, options in enumerate(stack.secondary):
-        if options.capacity is not None and options.capacity < block_bytes:
-            text = f"{options.capacity} bytes do not hold one block of {block_bytes} bytes"
+        if options.capacity_bytes is not None and options.capacity_bytes < block_bytes:
+            text = f"{options.capacity_bytes} bytes do not hold one block of {block_bytes} bytes"
             problems.append(Problem(("secondary", index, "capacity"), text))
         if reason is not None and tier_definition(options.type).persistent:
             text = (
@@ -227,7 +227,7 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
 def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
     """Return the capacities and the namespace in use (as in paths and object names), for the log."""
     tiers = [
-        f"{tier.tier_name} {format_bytes(tier.capacity) if tier.capacity is not None else 'without limit'}"
+        f"{tier.tier_name} {'without limit' if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)}"
         for tier in opened
     ]
     primary = (

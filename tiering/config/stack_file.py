@@ -21,13 +21,7 @@ from tiering.config.problems import Problem, Problems, problems_of, refuse
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import escaped, read_source
 from tiering.errors import ConfigError
-from tiering.secondary.options import TierOptions
-from tiering.table.block_table import load_policy
-
-
-def _known_policy(name: str) -> str:
-    load_policy(name)
-    return name
+from tiering.secondary.options import TierOptions, known_policy
 
 
 def _checked_revision(revision: str) -> str:
@@ -60,11 +54,8 @@ def _read_tier(value: object, handler: object) -> TierOptions:
     tier = None
     try:
         tier = options.model_validate({word: item for word, item in value.items() if word not in refused})
-        load_policy(tier.eviction)
     except ValidationError as error:
         problems += problems_of(error, options)
-    except ConfigError as error:
-        problems.append(Problem(("eviction",), str(error).removeprefix("eviction: ")))
     except Exception as error:  # validators of a custom tier may raise anything
         problems.append(Problem((), f"its options cannot be checked: {type(error).__name__}: {error}"))
     if tier is None or problems:
@@ -81,7 +72,7 @@ class PrimaryOptions(Strict):
 
     capacity: Size
     """Size of the shared memory for rows, in bytes."""
-    eviction: Annotated[str, AfterValidator(_known_policy)] = "lru"
+    eviction: Annotated[str, AfterValidator(known_policy)] = "lru"
     """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
     promotion_share: Share = 0.5
     """Largest fraction of the rows for promoted blocks that are not loaded yet; default 0.5."""

@@ -268,7 +268,6 @@ class BlockTier(TierLife):
 
     def get_stats(self) -> TierStats:
         io, stats = self.io.stats, self.stats
-        capacity = self.options.capacity or 0
         return replace(
             stats,
             queries=self._hits + self._misses,
@@ -284,7 +283,7 @@ class BlockTier(TierLife):
             device_errors=self._failures.device_errors,
             blocks=self.index.blocks,
             occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
-            capacity_bytes=capacity,
+            capacity_bytes=self.options.capacity_bytes or 0,
             recovering=int(self.recovering),
             slots_retired=self.index.retired_for_errors,
             breaker_state=int(self.io.breakers.state),

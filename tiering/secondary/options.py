@@ -1,17 +1,38 @@
-"""Options that all tiers have in common, as written in a stack file.
+"""Options of secondary tiers, as written in a stack file.
 
-The options of a medium are a subclass of :class:`TierOptions`. The subclass lists the options that the medium cannot
-support, each with the reason.
+The options of a tier are opt-in. :class:`TierOptions` has the words of every tier. The class of one tier adds words of
+its own, and takes further common words by mix-ins:
+
+- :class:`BlockTierOptions`: the words that :class:`tiering.secondary.block_tier.BlockTier` honours by itself.
+- :class:`CapacityOptions`: a bounded size.
+- :class:`SlotOptions`: a bounded size and eviction, as a slot index has them.
+- :class:`SharedOptions`: results of probes, as a shared index keeps them.
+- :class:`TtlOptions`: an age at which blocks may expire.
+- :class:`CompressionOptions`: compression, for stores that take blocks of any size.
+
+A stack with a common word that the class does not name is refused with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from tiering.api.units import Duration, Share, Size, Strict
+from tiering.table.block_table import load_policy
+
+
+def known_policy(name: str) -> str:
+    """Return ``name`` if it names an eviction policy.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    load_policy(name)
+    return name
 
 
 class RetryOptions(Strict):
@@ -37,74 +58,111 @@ class BreakerOptions(Strict):
 
 
 class TierOptions(Strict):
-    """Options common to all tiers.
-
-    An option that is left out keeps its default. An option that the medium cannot support is refused with the reason.
-    """
+    """Options of every tier, and the base of all mix-ins."""
 
     unsupported: ClassVar[Mapping[str, str]] = {}
-    """Options that this medium cannot support: option name → reason, as shown to the user."""
+    """Words that the tier refuses for a reason of its own: word → reason, as shown to the user."""
 
     type: str
     """Type of the tier: the name of a built-in tier, or ``module:Name``."""
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")
     """Name of the tier, unique in the stack; default: the type, without its module."""
-    capacity: Size | None = None
-    """Bytes that the tier may use on the medium; None (default): not set."""
-    high_watermark: Share = 1.0
-    """Share of ``capacity`` at which eviction begins; default 1."""
-    low_watermark: Share = 1.0
-    """Share of ``capacity`` at which eviction ends; default: ``high_watermark``."""
-    eviction: str = "lru"
-    """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
-    admission: Literal["all", "second_touch", "none"] = "all"
-    """Admission policy: "all" (default), "second_touch", or "none" for a tier that is only read."""
-    ttl: Duration | None = None
-    """Age in seconds at which stored blocks may expire; None (default): blocks do not expire."""
-    fill: bool = True
-    """True (default) if blocks promoted from a slower tier are offered to this tier."""
-    compression: Literal["none", "zstd"] = "none"
-    """Compression of the blocks on the medium; default none."""
-    deadline: Duration = 30.0
-    """Deadline of one job in seconds; default 30."""
-    lookup_deadline: Duration = 0.25
-    """Seconds that a shared medium may leave a lookup undecided before the answer is "no"; default 0.25."""
-    retries: RetryOptions = RetryOptions()
-    """Retries of temporary errors."""
-    breaker: BreakerOptions = BreakerOptions()
-    """Circuit breaker of the medium."""
-    max_inflight: Annotated[int, Field(ge=1, le=128)] = 8
-    """Number of blocks, or runs of neighbouring blocks, moved at the same time (threads); default 8."""
-    max_queued: Size = 1 << 30
-    """Bytes of stores that may wait or run; the tail of a larger store is dropped; default 1 GiB."""
-    primary_share: Share = 0.5
-    """Largest share of the primary rows that this tier's running loads may hold; default 0.5."""
-    min_prefix_blocks: Annotated[int, Field(ge=1, le=1 << 30)] = 1
-    """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
     required: bool = False
     """True if the engine must not start without this tier; default False."""
 
     @classmethod
     def refused_words(cls, words: Mapping[Any, Any]) -> dict[str, str]:
-        """Return the given options that this medium cannot support, with the reasons.
+        """Return the given words that this tier does not honour, with the reasons.
 
-        An unsupported option that is set to its default is not refused.
+        A word with its default value asks for nothing, and is not refused.
         """
-        return {
-            word: reason
-            for word, reason in cls.unsupported.items()
-            if word in words and not (word in cls.model_fields and words[word] == cls.model_fields[word].default)
-        }
+        refused: dict[str, str] = {}
+        for word, value in words.items():
+            common = _COMMON_WORDS.get(word) if isinstance(word, str) else None
+            reason = cls.unsupported.get(word) if isinstance(word, str) else None
+            if reason is None and common is not None and word not in cls.model_fields:
+                reason = common.absence
+            field = cls.model_fields.get(word, None if common is None else common.field)
+            if reason is not None and not (field is not None and value == field.default):
+                refused[word] = reason
+        return refused
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        for word, reason in (cls.refused_words(data) if isinstance(data, Mapping) else {}).items():
+        if not isinstance(data, Mapping):
+            return data
+        for word, reason in cls.refused_words(data).items():
             raise ValueError(f"{word} is not supported by this tier: {reason}")
-        return data
+        # The common words that remain, but are no fields of this class, have their default values.
+        return {word: item for word, item in data.items() if word in cls.model_fields or word not in _COMMON_WORDS}
+
+    @property
+    def tier_name(self) -> str:
+        """Name of the tier in metrics, logs and requests."""
+        return self.name or self.type.rpartition(":")[2]
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Capacity of the tier in bytes; None if the stack does not bound it."""
+        return None
+
+
+class BlockTierOptions(TierOptions):
+    """Options that every block tier honours, whatever its medium is."""
+
+    admission: Literal["all", "second_touch", "none"] = "all"
+    """Admission policy: "all" (default), "second_touch" or "none".
+
+    "second_touch" stores a block when it is used again; a tier with "none" is only read.
+    """
+    fill: bool = True
+    """True (default) if blocks promoted from a slower tier are offered to this tier."""
+    deadline: Duration = 30.0
+    """Deadline of one job in seconds; default 30.
+
+    A load that takes longer is a miss, and the request goes on.
+    """
+    retries: RetryOptions = RetryOptions()
+    """Retries of temporary errors."""
+    breaker: BreakerOptions = BreakerOptions()
+    """Circuit breaker of the medium; reads and writes have one each."""
+    max_inflight: Annotated[int, Field(ge=1, le=128)] = 8
+    """Number of blocks, or runs of neighbouring blocks, moved at the same time (threads); default 8."""
+    max_queued: Size = 1 << 30
+    """Bytes of stores that may wait or run; the tail of a larger store is dropped; default 1 GiB."""
+    primary_share: Share = 0.5
+    """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
+
+    Overdue loads count as running.
+    """
+    min_prefix_blocks: Annotated[int, Field(ge=1, le=1 << 30)] = 1
+    """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
+
+
+class CapacityOptions(TierOptions):
+    """Mix-in for tiers that keep within a number of bytes."""
+
+    capacity: Size | None = None
+    """Bytes that the tier may use on the medium; None (default): no bound."""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.capacity
+
+
+class SlotOptions(CapacityOptions):
+    """Mix-in for tiers with a slot index, which evicts blocks."""
+
+    high_watermark: Share = 1.0
+    """Share of ``capacity`` at which eviction begins; default 1."""
+    low_watermark: Share = 1.0
+    """Share of ``capacity`` at which eviction ends; default: ``high_watermark``."""
+    eviction: Annotated[str, AfterValidator(known_policy)] = "lru"
+    """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
 
     @model_validator(mode="after")
-    def _check_watermarks(self) -> TierOptions:
+    def _check_watermarks(self) -> SlotOptions:
         if "low_watermark" not in self.model_fields_set:
             object.__setattr__(self, "low_watermark", self.high_watermark)  # the model is frozen from here on
         if self.low_watermark > self.high_watermark:
@@ -114,7 +172,53 @@ class TierOptions(Strict):
             )
         return self
 
-    @property
-    def tier_name(self) -> str:
-        """Name of the tier in metrics, logs and requests."""
-        return self.name or self.type.rpartition(":")[2]
+
+class SharedOptions(TierOptions):
+    """Mix-in for tiers with a shared index, which probes the medium."""
+
+    present_ttl: Duration = 300.0
+    """Seconds for which a positive probe result stays valid; default 300."""
+    absent_ttl: Duration = 10.0
+    """Seconds for which a negative probe result stays valid; default 10."""
+    lookup_deadline: Duration = 0.25
+    """Seconds that a shared medium may leave a lookup undecided before the answer is "no"; default 0.25."""
+
+
+class TtlOptions(TierOptions):
+    """Mix-in for tiers whose blocks may expire."""
+
+    ttl: Duration | None = None
+    """Age in seconds at which stored blocks may expire; None (default): blocks do not expire."""
+
+
+class CompressionOptions(TierOptions):
+    """Mix-in for tiers whose store accepts blocks of any size; their I/O side then compresses."""
+
+    compression: Literal["none", "zstd"] = "none"
+    """Compression of the blocks on the medium; default none."""
+
+
+class _CommonWord(NamedTuple):
+    """Common word of the mix-ins."""
+
+    field: FieldInfo
+    """Field of the mix-in."""
+    absence: str
+    """Reason for which a tier without the mix-in refuses the word."""
+
+
+_ABSENCES: Sequence[tuple[type[TierOptions], str]] = (
+    (BlockTierOptions, "it has an I/O side of its own, which does not take this word"),
+    (SlotOptions, "it does not evict blocks"),
+    (CapacityOptions, "it does not bound the bytes that it uses"),
+    (SharedOptions, "it does not probe a shared medium"),
+    (TtlOptions, "its blocks do not expire by age"),
+    (CompressionOptions, "it does not compress blocks"),
+)
+
+_COMMON_WORDS: Mapping[str, _CommonWord] = {
+    word: _CommonWord(field, absence)
+    for mixin, absence in _ABSENCES
+    for word, field in mixin.model_fields.items()
+    if word not in TierOptions.model_fields
+}

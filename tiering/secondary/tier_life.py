@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore, Place
+from tiering.errors import ConfigError
 from tiering.runtime.forks import inert_in_children
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.secondary.event_log import EventLog
@@ -22,7 +23,7 @@ from tiering.secondary.io.assembly import build_io_host
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoResult
 from tiering.secondary.io.side import IoSide
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions
 from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.health import HealthCheck
@@ -69,7 +70,7 @@ class TierLife(SecondaryTierManager):
     def __init__(
         self,
         context: TierContext,
-        options: TierOptions,
+        options: BlockTierOptions,
         store: BlockStore,
         index: TierIndex,
         *,
@@ -77,6 +78,11 @@ class TierLife(SecondaryTierManager):
         element_size: int = 2,
         io: IoSide | None = None,
     ) -> None:
+        if not isinstance(options, BlockTierOptions):
+            raise ConfigError(
+                f"tier {context.name}: its options, {type(options).__name__}, lack the words of a BlockTier; "
+                "derive the class from tiering.tier.BlockTierOptions"
+            )
         self.context = context
         """Environment of the tier."""
         self.options = options

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from tiering.api.units import Directory, Duration, Size
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 
-class LocalOptions(TierOptions):
+class LocalOptions(BlockTierOptions, SlotOptions):
     """A directory on a local disk (NVMe) that this engine owns."""
 
     unsupported: ClassVar[Mapping[str, str]] = {

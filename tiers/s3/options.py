@@ -12,7 +12,7 @@ from pydantic import field_validator, model_validator
 
 from tiering.api.masking import mask_text
 from tiering.api.units import Duration, FilePath
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, CompressionOptions, SharedOptions, TtlOptions
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20
@@ -24,7 +24,7 @@ _NO_EVICTION = "a bucket is shared, and no engine sees all accesses; bound it wi
 _NO_SECRETS = "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)"
 
 
-class S3Options(TierOptions):
+class S3Options(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions):
     """The options of the object store tier. Keys and secrets come from boto3's chain or ``profile`` only."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -75,10 +75,6 @@ class S3Options(TierOptions):
 
     Set to false for services without DeleteObjects.
     """
-    present_ttl: Duration = 300.0
-    """Seconds for which a positive probe result stays valid (default: 300)."""
-    absent_ttl: Duration = 10.0
-    """Seconds for which a negative probe result stays valid (default: 10)."""
     connect_timeout: Duration = 5.0
     """Seconds within which a connection must be established (default: 5)."""
     request_timeout: Duration = 10.0

@@ -14,12 +14,12 @@ from tiering.secondary.io.layers.meter import MeterLayer
 from tiering.secondary.io.layers.retry import RetryLayer
 from tiering.secondary.io.pipeline import Pipeline
 from tiering.secondary.io.stats import IoStats
-from tiering.secondary.options import TierOptions
+from tiering.secondary.options import BlockTierOptions, CompressionOptions
 
 
 def build_io_host(
     store: BlockStore,
-    options: TierOptions,
+    options: BlockTierOptions,
     context: TierContext,
     *,
     element_size: int = 2,
@@ -62,7 +62,7 @@ def build_io_host(
         breakers=breakers,
         stats=stats,
         clock=clock,
-        compress=options.compression == "zstd",
+        compress=isinstance(options, CompressionOptions) and options.compression == "zstd",
         element_size=element_size,
     )
     return IoHost(
