@@ -36,7 +36,7 @@ def fill_primary(blocks: int) -> float:
     from tiering.manager.manager import TieringOffloadingManager
     from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
-    buffer = memoryview(np.zeros((blocks, 1), np.uint8))
+    buffer = np.zeros((blocks, 1), np.uint8).data
     before = resident_bytes()
     manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(buffer))
     ctx = ReqContext("request")

@@ -36,7 +36,7 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import object_name
 from tiering.secondary.io.assembly import build_io_host
 from tiering.secondary.io.host import IoHost
-from tiering.secondary.io.messages import IoJob, IoKind
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiers.s3.options import S3Options
 from tiers.s3.store import S3Store
 
@@ -82,7 +82,7 @@ class Workload:
         store.open()
         memory = self.rows.base
         assert memory is not None
-        context = TierContext("s3", memoryview(memory), (BLOCK_BYTES,), self.namespace)
+        context = TierContext("s3", memoryview(memory.data), (BLOCK_BYTES,), self.namespace)
         return store, build_io_host(store, options, context)
 
     def job(self, kind: IoKind, prefix: str, first_row: int) -> IoJob:
@@ -178,7 +178,7 @@ def cpu(stats: dict[str, Stats], client: str) -> float | str:
 def finish(host: IoHost, job: IoJob) -> None:
     """Run one job to its end."""
     host.submit(job)
-    results = []
+    results: list[IoResult] = []
     while not results:
         host.wait(1.0)
         results = list(host.poll())

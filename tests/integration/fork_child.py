@@ -142,7 +142,13 @@ def run_manager(path: str, region: str, pipe: Connection) -> None:
 
     fill(stored[:4])
     before = rows.array.copy()
-    pipe.send(fork(lambda: (use_manager(manager), use_manager(manager.primary_tier), rows.close())))
+
+    def use_all() -> None:
+        use_manager(manager)
+        use_manager(manager.primary_tier)
+        rows.close()
+
+    pipe.send(fork(use_all))
     pipe.send((rows.array == before).all())
     fill(stored[4:])
     pipe.send(manager.match_prefix(stored, CTX).hits)

@@ -89,7 +89,7 @@ class Child:
         ctx = self.request()
         out = self.manager.prepare_store([key_of(number) for number in numbers], ctx)
         if out is not None:
-            for key, row in zip(out.keys_to_store, out.store_spec.block_ids.tolist(), strict=True):  # type: ignore[attr-defined]
+            for key, row in zip(out.keys_to_store, out.store_spec.block_ids.tolist(), strict=True):
                 data = content(number_of(key), self.weights)
                 self.worker.array[row, : len(data)] = np.frombuffer(data, np.uint8)
             self.manager.complete_store(out.keys_to_store, ctx)
@@ -106,7 +106,7 @@ class Child:
             while (answer := self.manager.lookup(key, ctx)) is None and time.monotonic() < end:
                 self.manager.on_schedule_end()
             if answer:
-                row = int(self.manager.prepare_load([key], ctx).block_ids[0])  # type: ignore[attr-defined]
+                row = int(self.manager.prepare_load([key], ctx).block_ids[0])
                 expected = content(number, self.weights)
                 if self.worker.array[row, : len(expected)].tobytes() != expected:
                     wrong.append(number)

@@ -101,7 +101,8 @@ class Loop:
 
     def _note(self, pipe: Connection, timeout: float) -> bool:
         """Take one message; False if there is none in time, or the engine is gone."""
-        for word, numbers, *wrong in _messages(pipe, timeout):
+        for message in _messages(pipe, timeout):
+            word, numbers = message[:2]
             if word == "stored":
                 self.stored.update(dict.fromkeys(numbers))
             elif word == "removed":
@@ -110,7 +111,7 @@ class Loop:
                 self.resets += 1
                 self._forget(list(self.stored))
             elif word == "checked":
-                assert (numbers, wrong) == ([], [[]])
+                assert message[1:] == ([], [])
             else:
                 pytest.fail(f"wrong KV: {numbers}")
             return True
@@ -122,7 +123,11 @@ class Loop:
         self.others += numbers
 
 
-def _messages(pipe: Connection, timeout: float) -> Iterator[tuple[object, ...]]:
+Message = tuple[str, list[int]] | tuple[str, list[int], list[int]]
+"""A word, the numbers of blocks that it concerns, and for "checked" the numbers of wrong blocks."""
+
+
+def _messages(pipe: Connection, timeout: float) -> Iterator[Message]:
     """What comes, until nothing comes in time or the other side is gone."""
     try:
         while pipe.poll(timeout):
