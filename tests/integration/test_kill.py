@@ -93,7 +93,7 @@ class Loop:
     def _check(self, pipe: Connection, held: list[int]) -> None:
         for message in _messages(pipe, 60):
             if message[0] == "checked":
-                assert message == ("checked", [], []), f"missing {message[1]}, wrong {message[2]}"
+                assert message == ("checked", [], []), f"(word, missing, wrong) = {message}"
                 self.checked += 1
                 self.loaded += len(held)
                 return
