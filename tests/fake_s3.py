@@ -61,6 +61,7 @@ class _Fault:
     method: str
     part: str
     left: int
+    code: str = ""
 
 
 @dataclass(eq=False)
@@ -77,14 +78,23 @@ class FakeS3:
     """Released once for each request that hangs."""
     conditional_delete: int = 412
     """Status for a deletion whose If-Match is another ETag; 0: the condition is ignored; 501: it is not understood."""
+    access_key: str = ""
+    """Access key that requests must be signed with; empty: any."""
+    redirect_to: str = ""
+    """Endpoint to which every request is redirected; empty: none."""
     modified: dict[str, datetime.datetime] = field(default_factory=dict)
     """When objects were last written, by name; the others were at the beginning of 2026."""
     _faults: deque[_Fault] = field(default_factory=deque)
 
-    def fail(self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1) -> None:
-        """Let the next ``times`` requests with that method ("": any) and ``part`` in their name end like that."""
+    def fail(
+        self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1, code: str = "Injected"
+    ) -> None:
+        """Let the next ``times`` requests with that method ("": any) and ``part`` in their name end like that.
+
+        ``code`` is the error code in the body of a status.
+        """
         with self.lock:
-            self._faults.append(_Fault(what, method, part, times))
+            self._faults.append(_Fault(what, method, part, times, code))
 
     def heal(self) -> None:
         """Forget all faults that are still to come."""
@@ -96,12 +106,12 @@ class FakeS3:
         with self.lock:
             return [seen for seen in self.seen if seen.method == method and part in seen.name]
 
-    def fault_for(self, method: str, name: str) -> int | Trouble | None:
+    def fault_for(self, method: str, name: str) -> _Fault | None:
         with self.lock:
             for fault in self._faults:
                 if fault.method in {"", method} and fault.part in name and fault.left:
                     fault.left -= 1
-                    return fault.what
+                    return fault
         return None
 
     def environment(self) -> dict[str, str]:
@@ -181,9 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
                     self.client_address[1],
                 )
             )
-        fault = fake.fault_for(method, name)
-        if isinstance(fault, int):
-            self._send(fault, f"<Error><Code>Injected{fault}</Code></Error>".encode())
+        injected = fake.fault_for(method, name)
+        fault = None if injected is None else injected.what
+        key = re.search("Credential=([^/]*)/", self.headers.get("authorization", ""))
+        if fake.redirect_to:
+            self._send(307, b"", location=f"{fake.redirect_to}{self.path}")
+        elif fake.access_key and (key is None or key[1] != fake.access_key):
+            self._send(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+        elif injected is not None and isinstance(fault, int):
+            self._send(fault, f"<Error><Code>{injected.code}</Code></Error>".encode())
         elif fault is Trouble.RESET:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -264,8 +280,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._send(200, text.encode())
 
-    def _send(self, status: int, body: bytes, *, cut: bool = False, tag: str = '"x"') -> None:
+    def _send(self, status: int, body: bytes, *, cut: bool = False, tag: str = '"x"', location: str = "") -> None:
         self.send_response(status)
+        if location:
+            self.send_header("Location", location)
         self.send_header("Content-Length", str(0 if status == 204 else len(body)))
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.send_header("ETag", tag)

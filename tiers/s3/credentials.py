@@ -6,20 +6,29 @@ The chain looks in the environment, the configuration files, SSO, web identity, 
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiering.errors import ConfigError, PermanentStoreError
+from tiering.errors import ConfigError, PermanentStoreError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-LIFETIME = datetime.timedelta(minutes=10)
+logger = logging.getLogger("kv_tiering.s3")
+
+LIFETIME = datetime.timedelta(minutes=6)
 """Validity that is reported to obstore for an answer of the chain.
 
-obstore asks again five minutes before the end of this time. With five minutes or less it would ask at every request.
-boto3 renews credentials at least ten minutes before they expire, so the reported validity is correct.
+obstore asks again five minutes before the end of this time, that is once a minute. boto3 renews credentials at least
+ten minutes before they expire, so an answer is still valid when a renewal that it caused is used.
 """
+
+FIXED_SECONDS = 300.0
+"""Seconds after which credentials without an expiry are looked up again: a file may have changed."""
 
 DEFAULT_REGION = "us-east-1"
 """The region if neither the options nor the chain name one."""
@@ -41,20 +50,45 @@ def import_boto3() -> Any:
     return boto3
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Keys:
+    """Credentials that the chain found."""
+
+    access_key: str
+    secret_key: str
+    token: str | None
+    renewing: bool
+    """True if boto3 renews these credentials before they expire."""
+    found_at: float
+    """Time of the lookup, in monotonic seconds."""
+
+    def same(self, other: _Keys | None) -> bool:
+        return other is not None and (self.access_key, self.secret_key, self.token) == (
+            other.access_key,
+            other.secret_key,
+            other.token,
+        )
+
+
 class CredentialSource:
     """A credential provider for obstore on top of boto3's chain. Any thread may call it.
 
-    Credentials that boto3 renews are kept between calls. Fixed credentials are looked up at each call, so that a
-    rotated file is noticed. The representation never shows a secret.
+    Only the first call waits for the chain. Later calls return the credentials that are known, and look for newer ones
+    in the background. The representation never shows a secret.
 
     Args:
         profile: Profile of the AWS configuration files (default with None: the chain's choice).
+        clock: Function that returns monotonic seconds.
     """
 
-    def __init__(self, profile: str | None) -> None:
+    def __init__(self, profile: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._profile = profile
+        self._clock = clock
         self._lock = threading.Lock()
-        self._renewing: Any = None
+        """Guards the lookup; a thread may hold it for as long as the chain takes."""
+        self._source: Any = None
+        self._known: _Keys | None = None
+        self._renewal: threading.Thread | None = None
         self.region: str | None = None
         """The chain's region; None before the first call."""
 
@@ -81,34 +115,87 @@ class CredentialSource:
         Raises:
             PermanentStoreError: The chain has no credentials.
         """
+        known = self._known
+        if known is None:
+            known = self._find()
+        elif known.renewing or self._clock() - known.found_at >= FIXED_SECONDS:
+            self._renew()
+        return {
+            "access_key_id": known.access_key,
+            "secret_access_key": known.secret_key,
+            "token": known.token,
+            "expires_at": datetime.datetime.now(datetime.UTC) + LIFETIME,
+        }
+
+    @property
+    def has_token(self) -> bool:
+        """True if the present credentials are temporary ones with a session token."""
+        known = self._known
+        return known is not None and bool(known.token)
+
+    def forget(self) -> None:
+        """Drop the kept credentials; the next call looks them up from the start of the chain."""
+        with self._lock:
+            self._source = self._known = None
+
+    def rotated(self) -> bool:
+        """Look the credentials up from the start of the chain, and return True if they have changed.
+
+        Waits for the chain. If the chain fails, the known credentials stay.
+        """
+        before = self._known
+        try:
+            return not self._find(afresh=True).same(before)
+        except StoreError as error:
+            logger.debug("credentials could not be looked up again: %s", error)
+            return False
+
+    def _renew(self) -> None:
+        """Look for newer credentials in a thread that delays neither requests nor the end of the process."""
+        if self._renewal is not None and self._renewal.is_alive():
+            return
+        thread = threading.Thread(target=self._renew_now, name="s3-credentials", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            logger.debug("credentials are renewed later: no thread can be started: %s", error)
+            return
+        self._renewal = thread
+
+    def _renew_now(self) -> None:
+        try:
+            self._find()
+        except StoreError as error:
+            logger.warning("the credentials could not be renewed; the present ones are used on: %s", error)
+
+    def _find(self, *, afresh: bool = False) -> _Keys:
+        """Return what the chain finds now, and keep it.
+
+        Args:
+            afresh: Begin at the start of the chain (default: False, credentials that boto3 renews are asked again).
+
+        Raises:
+            PermanentStoreError: The chain has no credentials.
+        """
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError
 
         with self._lock:
             try:
-                credentials = self._renewing
+                credentials = None if afresh else self._source
                 if credentials is None:
                     session = self.session()
                     self.region = session.region_name
                     credentials = session.get_credentials()
-                    if isinstance(credentials, RefreshableCredentials):
-                        self._renewing = credentials
+                    self._source = credentials if isinstance(credentials, RefreshableCredentials) else None
                 frozen = None if credentials is None else credentials.get_frozen_credentials()
             except BotoCoreError as error:
                 raise PermanentStoreError(f"AWS credentials: {error}") from error
-        if frozen is None or not frozen.access_key or not frozen.secret_key:
-            raise PermanentStoreError(
-                "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "name a profile, or give this machine a role"
-            )
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.datetime.now(datetime.UTC) + LIFETIME,
-        }
-
-    def forget(self) -> None:
-        """Drop the kept credentials; the next call looks them up from the start of the chain."""
-        with self._lock:
-            self._renewing = None
+            if frozen is None or not frozen.access_key or not frozen.secret_key:
+                raise PermanentStoreError(
+                    "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                    "name a profile, or give this machine a role"
+                )
+            known = _Keys(frozen.access_key, frozen.secret_key, frozen.token, self._source is not None, self._clock())
+            self._known = known
+            return known

@@ -46,7 +46,7 @@ class S3Tier(BlockTier):
 
     def get_stats(self) -> TierStats:
         stats = super().get_stats()
-        stats.requests = self._s3.requests
+        stats.requests = self._s3.requests.sent.total()
         return stats
 
 

@@ -1,35 +1,170 @@
-"""Translation of obstore's exceptions into temporary and permanent store errors.
+"""Translation of obstore's exceptions into store errors that name the cause first.
 
-The exception's type decides where it is specific enough, then the HTTP status. Every other failure (no connection,
+The service's error code decides, then the HTTP status, then the exception's type. Every other failure (no connection,
 reset, time-out, truncated body) is the network's, hence temporary.
 """
 
 from __future__ import annotations
 
+import enum
 import re
+from dataclasses import dataclass
 
 from obstore.exceptions import (
+    AlreadyExistsError,
     BaseError,
-    GenericError,
     InvalidPathError,
     NotSupportedError,
     PermissionDeniedError,
+    PreconditionError,
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
 
 from tiering.api.masking import mask_text
-from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
 
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """The exceptions that obstore's functions raise; some failures come as built-in types."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]+)\s*</Code>")
+_URL = re.compile(r"Error performing [A-Z]+ [a-z]+://(?:[^/\s@]*@)?([^/\s?]+)")
+_DNS_ERROR = re.compile(r"error: \"([^\"]*lookup[^\"]*|[^\"]*name[^\"]*)\"", re.IGNORECASE)
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
+_MAX_TEXT = 300
 _TRY_AGAIN = frozenset({408, 409, 425, 429})
-_REFUSED = (
-    "refused: wrong or expired credentials, or no permission "
-    "(s3:GetObject, PutObject, DeleteObject and ListBucket are needed)"
+_KEYS = (
+    "wrong access key or secret key, of another service or withdrawn; correct the keys that boto3's chain finds "
+    "(environment, profile, role)"
 )
+_EXPIRED = "the temporary credentials have expired or are not valid here; renew them, or give this machine a role"
+_SPACE = "out of space or over a quota; blocks that are held are still served"
+
+
+class Cause(enum.Enum):
+    """Cause of a failure, as an operator tells causes apart."""
+
+    SPACE = "space"
+    """The service takes no more bytes: a quota, a full disk, a limit on sizes."""
+    KEYS = "keys"
+    """The credentials are wrong, have expired, or lack a permission."""
+    BUCKET = "bucket"
+    """There is no such bucket."""
+    REQUEST = "request"
+    """The service does not accept such a request."""
+    PASSING = "passing"
+    """A failure that may pass: throttling, time-outs, the network."""
+
+
+_CODES: dict[str, tuple[Cause, str]] = {
+    "QuotaExceeded": (Cause.SPACE, _SPACE),
+    "XMinioAdminBucketQuotaExceeded": (Cause.SPACE, _SPACE),
+    "XMinioStorageFull": (Cause.SPACE, _SPACE),
+    "EntityTooLarge": (Cause.SPACE, "the service takes no object of this size; lower block_size, or raise its limit"),
+    "InvalidAccessKeyId": (Cause.KEYS, _KEYS),
+    "SignatureDoesNotMatch": (Cause.KEYS, _KEYS),
+    "AuthorizationHeaderMalformed": (Cause.REQUEST, "wrong region; set region to that of the bucket"),
+    "PermanentRedirect": (Cause.REQUEST, "wrong region or endpoint; set region to that of the bucket"),
+    "ExpiredToken": (Cause.KEYS, _EXPIRED),
+    "InvalidToken": (Cause.KEYS, _EXPIRED),
+    "TokenRefreshRequired": (Cause.KEYS, _EXPIRED),
+    "RequestTimeTooSkewed": (Cause.KEYS, "this machine's clock is wrong by more than 15 minutes; set it (NTP)"),
+    "RequestExpired": (Cause.KEYS, "this machine's clock is wrong by more than 15 minutes; set it (NTP)"),
+    "AccessDenied": (
+        Cause.KEYS,
+        "no permission; the keys need s3:GetObject, PutObject, DeleteObject and ListBucket",
+    ),
+    "NoSuchBucket": (Cause.BUCKET, "no such bucket; create it, or correct bucket or endpoint_url"),
+    "SlowDown": (Cause.PASSING, "the service throttles requests"),
+}
+_STATUSES: dict[int, tuple[Cause, str]] = {
+    401: (Cause.KEYS, f"refused: {_KEYS}"),
+    403: (Cause.KEYS, "refused: wrong or expired credentials, no permission, or a wrong clock on this machine"),
+    404: (Cause.BUCKET, "no such bucket; create it, or correct bucket or endpoint_url"),
+    413: (Cause.SPACE, "the service or a proxy takes no object of this size; lower block_size, or raise its limit"),
+    429: (Cause.PASSING, "the service throttles requests"),
+    503: (Cause.PASSING, "the service is overloaded or throttles requests"),
+    507: (Cause.SPACE, _SPACE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A failed request."""
+
+    cause: Cause
+    """The cause."""
+    status: int | None
+    """HTTP status; None if there was no answer."""
+    code: str | None
+    """The service's error code; None if there was none."""
+    host: str | None
+    """Host and port that the request went to; None if not known."""
+    text: str
+    """The cause in words."""
+
+    def __str__(self) -> str:
+        known = " ".join(str(part) for part in (self.status, self.code) if part is not None)
+        host = f"from {self.host}" if known and self.host else self.host or ""
+        head = " ".join(part for part in (known, host) if part)
+        return f"{head}: {self.text}" if head else self.text
+
+
+def diagnose(error: BaseException) -> Fault:
+    """Return the fault that ``error``, an exception of obstore, tells of."""
+    message = str(error)
+    first = message.partition("\n\n")[0]
+    status, code, url = http_status(error), _CODE.search(first), _URL.search(first)
+    host = mask_text(url[1]) if url else None
+    known = code[1] if code else None
+
+    def fault(cause: Cause, text: str) -> Fault:
+        return Fault(cause, status, known, host, text)
+
+    if known in _CODES:
+        return fault(*_CODES[known])
+    if status in _STATUSES:
+        return fault(*_STATUSES[status])
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return fault(*_STATUSES[403])
+    if isinstance(error, FileNotFoundError):
+        return fault(*_STATUSES[404])
+    if isinstance(error, (PreconditionError, AlreadyExistsError)) or status in _TRY_AGAIN:
+        return fault(Cause.PASSING, "another request for the same object was under way" if status == 409 else first)
+    if isinstance(error, (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)):
+        return fault(Cause.REQUEST, summary(error))
+    if status is not None:
+        refused = status == 501 or 300 <= status < 500
+        return fault(Cause.REQUEST if refused else Cause.PASSING, summary(error, after_status=True))
+    if "BareRedirect" in message:
+        return fault(Cause.REQUEST, "a redirect to nowhere: wrong region or endpoint; set region to the bucket's")
+    return fault(Cause.PASSING, _network(message) or summary(error))
+
+
+def _network(message: str) -> str | None:
+    """Return the reason why no answer came, as text; None if the exception does not tell."""
+    if "dns error" in message:
+        found = _DNS_ERROR.search(message)
+        reason = f" ({found[1].rpartition(': ')[2]})" if found else ""
+        return f"DNS: the host's name has no address{reason}; correct endpoint_url or the resolver"
+    if certificate := _CERTIFICATE.search(message):
+        return (
+            f"TLS: the certificate is refused ({certificate[1]}); name its authority with ca_file, or correct the host"
+        )
+    if "ConnectionRefused" in message:
+        return "connection refused: no server listens there; correct endpoint_url, or start the server"
+    if "NetworkUnreachable" in message or "HostUnreachable" in message:
+        return "no route to the host; check the network"
+    if "kind: Timeout" in message or "TimedOut" in message:
+        return "no answer within the time-out (request_timeout, connect_timeout)"
+    if "rustls" in message.lower() or "InvalidMessage" in message or "CorruptMessage" in message:
+        return "TLS: the server does not speak TLS here; correct the scheme or port of endpoint_url"
+    if "IncompleteBody" in message or "UnexpectedEof" in message:
+        return "the body ended early"
+    if "IncompleteMessage" in message or "ConnectionReset" in message or "BrokenPipe" in message:
+        return "the connection was reset before an answer"
+    return None
 
 
 def translate(error: Exception, doing: str) -> StoreError:
@@ -37,36 +172,32 @@ def translate(error: Exception, doing: str) -> StoreError:
 
     Args:
         error: An exception that obstore raised.
-        doing: The operation that failed; begins the message.
+        doing: The operation that failed, with the object; ends the message.
     """
-    text = f"{doing}: {summary(error)}"
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-        return PermanentStoreError(f"{doing}: {_REFUSED}: {summary(error)}")
-    if isinstance(error, (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)):
-        return PermanentStoreError(text)
-    if isinstance(error, FileNotFoundError):
-        return PermanentStoreError(f"{doing}: no such bucket: {summary(error)}")
-    if isinstance(error, GenericError):
-        status = http_status(error)
-        if status in {401, 403}:
-            return PermanentStoreError(f"{doing}: {_REFUSED}: {summary(error)}")
-        if status == 404:
-            return PermanentStoreError(f"{doing}: no such bucket: {summary(error)}")
-        if status == 501 or (status is not None and 300 <= status < 500 and status not in _TRY_AGAIN):
-            return PermanentStoreError(text)
-    return TemporaryStoreError(text)
+    fault = diagnose(error)
+    text = f"{fault} ({doing})"
+    if fault.cause is Cause.PASSING:
+        return TemporaryStoreError(text)
+    return OutOfSpaceError(text) if fault.cause is Cause.SPACE else PermanentStoreError(text)
 
 
-def http_status(error: Exception) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """Return the HTTP status of the answer, found in the exception's text; None if there is none."""
     found = _STATUS.search(str(error).partition("\n\n")[0])
     return int(found[1]) if found else None
 
 
-def summary(error: Exception) -> str:
+def summary(error: BaseException, *, after_status: bool = False) -> str:
     """Return the first paragraph of an exception's text on one line of at most 300 characters.
 
     Secrets are masked. The later paragraphs, obstore's debugging output, are left out.
+
+    Args:
+        error: The exception.
+        after_status: Leave out everything up to the HTTP status (default: False).
     """
-    line = mask_text(" ".join(str(error).partition("\n\n")[0].split()))
-    return line if len(line) <= 300 else line[:297] + "..."
+    text = str(error).partition("\n\n")[0]
+    if after_status:
+        text = _STATUS.split(text)[-1].strip(" :")
+    line = mask_text(" ".join(text.split()))
+    return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 3] + "..."

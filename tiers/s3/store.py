@@ -10,29 +10,26 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
-from obstore.store import S3Store as ObjectClient
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
-from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import CorruptBlockError, StoreError, TemporaryStoreError
 from tiers.s3.admin import check_lifecycle
-from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
-from tiers.s3.faults import STORE_FAILURES, http_status, translate
+from tiers.s3.client import check_token, connect
+from tiers.s3.credentials import CredentialSource
+from tiers.s3.faults import STORE_FAILURES, diagnose, http_status, translate
 from tiers.s3.options import S3Options
+from tiers.s3.requests import Requests, Verb
 from tiers.s3.runtime import start_runtime
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig, S3Config
 
 logger = logging.getLogger("kv_tiering.s3")
 
@@ -71,18 +68,16 @@ class S3Store(BlockStore):
         self._credentials = CredentialSource(options.profile) if credentials is None else credentials
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
-        self._client: ObjectClient | None = None
         self._askers: ThreadPoolExecutor | None = None
-        self._requests = 0
-        self._count_lock = threading.Lock()
+        self._requests = Requests(options, self._credentials)
         self._lifecycle_checked = False
 
     def __repr__(self) -> str:
         return f"S3Store({self._options.location})"
 
     @property
-    def requests(self) -> int:
-        """Requests sent so far. The service charges for each."""
+    def requests(self) -> Requests:
+        """The requests sent so far. The service charges for each."""
         return self._requests
 
     # ---------------------------------------------------------------------------------------------------- life cycle
@@ -96,19 +91,20 @@ class S3Store(BlockStore):
         self.close()
         self._credentials.forget()
         self._credentials()
+        check_token(self._options, self._credentials)
+        client = connect(self._options, self._credentials)
         try:
-            client = self._connect()
-            self._count()
+            self._requests.count(Verb.LIST)
             for _ in obstore.list(client, self._blocks.rstrip("/"), offset=f"{self._blocks}{_LAST}", chunk_size=1):
                 break
         except STORE_FAILURES as error:
-            raise translate(error, f"asking for {self._options.location}") from error
-        self._client = client
+            raise translate(error, f"list {self._options.location}") from error
+        self._requests.use(client)
         self._askers = ThreadPoolExecutor(min(self._options.max_inflight, 8), thread_name_prefix="s3-probe")
         self._check_lifecycle()
 
     def close(self) -> None:
-        self._client = None
+        self._requests.use(None)
         askers, self._askers = self._askers, None
         if askers is not None:
             askers.shutdown(wait=True, cancel_futures=True)
@@ -116,29 +112,29 @@ class S3Store(BlockStore):
     # ---------------------------------------------------------------------------------------------------------- data
 
     def put_one(self, block: BlockIO) -> None:
-        client, name = self._open_client(), self._name(block.place)
-        if self._options.check_existing and self._is_there(client, name):
+        name = self._name(block.place)
+        if self._options.check_existing and self._is_there(name):
             return
+        # Two buffers, one request: neither this module nor obstore copies the row.
+        parts = (block.header, block.payload)
+        mode: Literal["create", "overwrite"] = "create" if self._options.conditional_put else "overwrite"
         try:
-            self._count()
-            # Two buffers, one request: neither this module nor obstore copies the row.
-            obstore.put(
-                client,
-                name,
-                (block.header, block.payload),
-                use_multipart=False,
-                mode="create" if self._options.conditional_put else "overwrite",
+            self._requests.send(
+                Verb.PUT,
+                lambda client: obstore.put(client, name, parts, use_multipart=False, mode=mode),
+                size=len(block.header) + len(block.payload),
             )
-        except AlreadyExistsError:
-            return
+        except AlreadyExistsError as error:
+            # 412: the object is there. 409: another request for it was under way, and may have failed.
+            if http_status(error) != 412 and not self._is_there(name):
+                raise translate(error, f"put {name}") from error
         except STORE_FAILURES as error:
             raise translate(error, f"put {name}") from error
 
     def get_one(self, block: BlockIO) -> Done:
-        client, name = self._open_client(), self._name(block.place)
+        name = self._name(block.place)
         try:
-            self._count()
-            result = obstore.get(client, name)
+            result = self._requests.send(Verb.GET, lambda client: obstore.get(client, name))
             length, header_bytes = result.meta["size"], len(block.header)
             if not header_bytes <= length <= header_bytes + len(block.payload):
                 raise CorruptBlockError(
@@ -157,15 +153,14 @@ class S3Store(BlockStore):
         return Done.DONE
 
     def delete(self, places: Sequence[Place]) -> None:
-        self._delete_names(self._open_client(), [self._name(place) for place in places])
+        self._delete_names([self._name(place) for place in places])
 
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
-        self._open_client()
         name = self._name(place)
         try:
-            self._count()
             # A client of its own has connections of its own.
-            result = obstore.get(self._connect(), name)
+            fresh = connect(self._options, self._credentials)
+            result = self._requests.send(Verb.GET, lambda client: obstore.get(client, name), through=fresh)
             size, version = result.meta["size"], result.meta["e_tag"] or ""
             content = result.bytes().to_bytes() if size <= limit else b""
         except FileNotFoundError:
@@ -176,7 +171,7 @@ class S3Store(BlockStore):
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
             if digest != version.strip('"').lower():
                 raise TemporaryStoreError(
-                    f"get {name} again: the bytes differ from their ETag; suspect a proxy or this machine's memory"
+                    f"the bytes differ from their ETag; suspect a proxy or this machine's memory (get {name} again)"
                 )
         return RawBlock(content, size, version)
 
@@ -185,19 +180,17 @@ class S3Store(BlockStore):
 
         A comparison comes first, for services that ignore the condition.
         """
-        client, name = self._open_client(), self._name(place)
+        name, send = self._name(place), self._requests.send
+        conditional = connect(self._options, self._credentials, if_match=version)
         try:
-            self._count()
-            if obstore.head(client, name)["e_tag"] != version:
+            if send(Verb.HEAD, lambda client: obstore.head(client, name))["e_tag"] != version:
                 return False
-            self._count()
             try:
-                obstore.delete(self._connect(if_match=version), [name])
+                send(Verb.DELETE, lambda client: obstore.delete(client, [name]), through=conditional)
             except STORE_FAILURES as error:
                 if http_status(error) not in _CONDITION_UNKNOWN:
                     raise
-                self._count()
-                obstore.delete(client, [name])
+                send(Verb.DELETE, lambda client: obstore.delete(client, [name]))
         except (FileNotFoundError, PreconditionError, AlreadyExistsError):
             return False
         except STORE_FAILURES as error:
@@ -205,13 +198,13 @@ class S3Store(BlockStore):
         return True
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
-        client, askers = self._client, self._askers
-        if client is None or askers is None:
+        askers = self._askers
+        if askers is None:
             return StoreProbe((None,) * len(places))
 
         def ask(place: Place) -> bool | None:
             try:
-                return self._is_there(client, self._name(place))
+                return self._is_there(self._name(place))
             except StoreError:
                 return None
 
@@ -226,20 +219,18 @@ class S3Store(BlockStore):
     # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
-        client = self._open_client()
+        path = f"{self._documents}{name}"
         try:
-            self._count()
-            return obstore.get(client, f"{self._documents}{name}").bytes().to_bytes()
+            return self._requests.send(Verb.GET, lambda client: obstore.get(client, path).bytes().to_bytes())
         except FileNotFoundError:
             return None
         except STORE_FAILURES as error:
             raise translate(error, f"get document {name}") from error
 
     def write_document(self, name: str, data: bytes) -> None:
-        client = self._open_client()
+        path = f"{self._documents}{name}"
         try:
-            self._count()
-            obstore.put(client, f"{self._documents}{name}", data, use_multipart=False)
+            self._requests.send(Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False))
         except STORE_FAILURES as error:
             raise translate(error, f"put document {name}") from error
 
@@ -251,11 +242,13 @@ class S3Store(BlockStore):
         found = self.read_document(name)
         if found is not None:
             return found
+        path = f"{self._documents}{name}"
         try:
-            self._count()
-            obstore.put(self._open_client(), f"{self._documents}{name}", data, use_multipart=False, mode="create")
-        except AlreadyExistsError:
-            logger.debug("document %s was already created by another process", name)
+            self._requests.send(
+                Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False, mode="create")
+            )
+        except AlreadyExistsError as error:
+            logger.debug("document %s is being created by another process: %s", name, diagnose(error))
         except STORE_FAILURES as error:
             raise translate(error, f"create document {name}") from error
         return self.read_document(name)
@@ -266,14 +259,14 @@ class S3Store(BlockStore):
         return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
 
     def remove_document(self, name: str) -> None:
-        self._delete_names(self._open_client(), [f"{self._documents}{name}"])
+        self._delete_names([f"{self._documents}{name}"])
 
     # ---------------------------------------------------------------------------------------------- many at a time
 
     def reclaim(self, place_prefix: str) -> int:
-        client, removed = self._open_client(), 0
+        removed = 0
         for objects in self.list_objects(place_prefix):
-            self._delete_names(client, [item["path"] for item in objects])
+            self._delete_names([item["path"] for item in objects])
             removed += len(objects)
         return removed
 
@@ -285,34 +278,20 @@ class S3Store(BlockStore):
         Raises:
             StoreError: The bucket cannot be listed.
         """
-        client = self._open_client()
         start = f"{self._blocks}{place_prefix}"
         # obstore lists below whole path segments only; the filter handles a prefix that ends within a segment.
-        directory = start.rpartition("/")[0]
-        try:
-            self._count()
-            for objects in obstore.list(client, directory, chunk_size=_LIST_CHUNK):
-                chosen = [item for item in objects if item["path"].startswith(start)]
-                if chosen:
-                    yield chosen
-                self._count()
-        except STORE_FAILURES as error:
-            raise translate(error, f"list {start}") from error
+        for objects in self._list(start.rpartition("/")[0]):
+            chosen = [item for item in objects if item["path"].startswith(start)]
+            if chosen:
+                yield chosen
 
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
-        """Yield all documents, up to 1,000 at a time.
+        """Return all documents, up to 1,000 at a time.
 
         Raises:
             StoreError: The bucket cannot be listed.
         """
-        client = self._open_client()
-        try:
-            self._count()
-            for objects in obstore.list(client, self._documents.rstrip("/"), chunk_size=_LIST_CHUNK):
-                yield objects
-                self._count()
-        except STORE_FAILURES as error:
-            raise translate(error, f"list {self._documents}") from error
+        return self._list(self._documents.rstrip("/"))
 
     def delete_objects(self, names: Sequence[str]) -> None:
         """Delete objects by their names in the bucket.
@@ -320,61 +299,9 @@ class S3Store(BlockStore):
         Raises:
             StoreError: Objects cannot be deleted.
         """
-        self._delete_names(self._open_client(), list(names))
+        self._delete_names(list(names))
 
     # --------------------------------------------------------------------------------------------------------- inner
-
-    def _connect(self, if_match: str | None = None) -> ObjectClient:
-        """Return a new client, with connections of its own.
-
-        Args:
-            if_match: version that every object must have for a request of this client (default: any).
-
-        Raises:
-            PermanentStoreError: the CA file cannot be read.
-        """
-        options = self._options
-        region = options.region or self._credentials.region or DEFAULT_REGION
-        config: S3Config = {
-            "region": region,
-            "unsigned_payload": True,
-            "virtual_hosted_style_request": not options.uses_path_style,
-            "disable_bulk_delete": not options.bulk_delete,
-        }
-        endpoint = options.endpoint
-        if endpoint is not None:
-            if not options.uses_path_style:
-                parts = urlsplit(endpoint)
-                endpoint = f"{parts.scheme}://{options.bucket}.{parts.netloc}"
-            config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
-        if options.sse != "none":
-            config["server_side_encryption"] = options.sse
-        if options.sse_kms_key_id is not None:
-            config["sse_kms_key_id"] = options.sse_kms_key_id
-        timeout = min(options.request_timeout, options.deadline)
-        client_options: ClientConfig = {
-            "allow_http": (endpoint or "").startswith("http://"),
-            "connect_timeout": timedelta(seconds=min(options.connect_timeout, timeout)),
-            "timeout": timedelta(seconds=timeout),
-        }
-        if if_match is not None:
-            # obstore has no conditional deletion, and its bulk deletion has no condition per object.
-            config["disable_bulk_delete"] = True
-            client_options["default_headers"] = {"if-match": if_match}
-        if options.ca_file is not None:
-            try:
-                client_options["root_certificate"] = options.ca_file.read_bytes()
-            except OSError as error:
-                raise PermanentStoreError(
-                    f"ca_file {options.ca_file} cannot be read ({error}); correct the path"
-                ) from error
-        return ObjectClient(
-            options.bucket,
-            config=config,
-            client_options=client_options,
-            retry_config={"max_retries": 0},
-            credential_provider=self._credentials,
-        )
 
     def _check_lifecycle(self) -> None:
         """Warn once if ``ttl`` is not enforced by the bucket. Blocks that stay too long are no outage."""
@@ -385,39 +312,39 @@ class S3Store(BlockStore):
         if problem is not None:
             logger.warning("%s: %s", self._options.location, problem)
 
-    def _open_client(self) -> ObjectClient:
-        client = self._client
-        if client is None:
-            raise PermanentStoreError(f"{self._options.location} is not open")
-        return client
-
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}"
 
-    def _count(self) -> None:
-        with self._count_lock:
-            self._requests += 1
-
-    def _is_there(self, client: ObjectClient, name: str) -> bool:
+    def _is_there(self, name: str) -> bool:
         try:
-            self._count()
-            obstore.head(client, name)
+            self._requests.send(Verb.HEAD, lambda client: obstore.head(client, name))
         except FileNotFoundError:
             return False
         except STORE_FAILURES as error:
             raise translate(error, f"head {name}") from error
         return True
 
-    def _delete_names(self, client: ObjectClient, names: list[str]) -> None:
+    def _list(self, directory: str) -> Iterator[Sequence[ObjectMeta]]:
+        """Yield the objects below ``directory``, up to 1,000 at a time."""
+        try:
+            self._requests.count(Verb.LIST)
+            for objects in obstore.list(self._requests.client, directory, chunk_size=_LIST_CHUNK):
+                yield objects
+                self._requests.count(Verb.LIST)
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {directory}") from error
+
+    def _delete_names(self, names: list[str]) -> None:
         if not names:
             return
         try:
-            self._count()
-            obstore.delete(client, names)
+            self._requests.send(Verb.DELETE, lambda client: obstore.delete(client, names))
+            if not self._options.bulk_delete:
+                self._requests.count(Verb.DELETE, len(names) - 1)
         except FileNotFoundError:
             # Some services answer 404 for an absent object, which ends a batch early: delete one by one.
             if len(names) > 1:
                 for name in names:
-                    self._delete_names(client, [name])
+                    self._delete_names([name])
         except STORE_FAILURES as error:
             raise translate(error, f"delete {len(names)} object(s)") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tiering.secondary.service.corrupt import BUDGET
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
+from tiers.s3.requests import Verb
 from tiers.s3.store import S3Store
 
 
@@ -118,13 +120,14 @@ def test_the_service_itself_refuses_to_delete_what_came_after_the_comparison(
 ) -> None:
     store = open_store()
     fake.objects["prod/blocks/ns/1"] = b"bad"
-    connect = store._connect
+    send = store.requests.send
 
-    def replaced_first(if_match: str | None = None) -> object:
-        fake.objects["prod/blocks/ns/1"] = b"good"
-        return connect(if_match)
+    def replaced_before_deletion(verb: Verb, request: Any, **words: Any) -> Any:
+        if verb is Verb.DELETE:
+            fake.objects["prod/blocks/ns/1"] = b"good"
+        return send(verb, request, **words)
 
-    monkeypatch.setattr(store, "_connect", replaced_first)
+    monkeypatch.setattr(store.requests, "send", replaced_before_deletion)
     assert not store.delete_version("ns/1", etag(b"bad"))
     assert fake.objects == {"prod/blocks/ns/1": b"good"}
 

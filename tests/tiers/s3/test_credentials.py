@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.fake_s3 import FakeS3
+from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.s3.blocks import empty
+from tests.tiers.s3.rigs import Make, lines
 from tiering.block_store import Done
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.secondary.contract import TierContext
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_rig import make_namespace
+from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.credentials import CredentialSource
+from tiers.s3.client import check_token, connect
+from tiers.s3.credentials import FIXED_SECONDS, CredentialSource
 from tiers.s3.store import S3Store
 
 
@@ -54,10 +61,13 @@ def test_a_profile_is_used_and_a_rotated_file_is_noticed(tmp_path: Path, monkeyp
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     write_profile(file, "OLD", "old")
-    source = CredentialSource("team")
+    clock = FakeClock()
+    source = CredentialSource("team", clock)
     assert source()["access_key_id"] == "OLD"
     write_profile(file, "NEW", "new")
-    assert source()["access_key_id"] == "NEW"
+    assert source()["access_key_id"] == "OLD"
+    clock.advance(FIXED_SECONDS)
+    assert until(lambda: source()["access_key_id"] == "NEW")
 
 
 def test_what_boto3_renews_is_asked_for_again_without_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +93,8 @@ def test_what_boto3_renews_is_asked_for_again_without_a_new_session(monkeypatch:
 
     monkeypatch.setattr("boto3.session.Session", Session)
     source = CredentialSource(None)
-    assert source()["access_key_id"] != source()["access_key_id"]
+    first = source()["access_key_id"]
+    assert until(lambda: source()["access_key_id"] != first)
     assert len(sessions) == 1
     source.forget()
     source()
@@ -103,6 +114,97 @@ def test_an_answer_is_used_for_minutes_and_not_asked_for_at_every_request(fake: 
     assert [store.get_one(empty(f"ns/{at}")) for at in range(20)] == [Done.ABSENT] * 20
     store.close()
     assert len(calls) <= 3
+
+
+def test_a_slow_chain_delays_no_request_once_there_are_credentials(fake: FakeS3) -> None:
+    slow, released = threading.Event(), threading.Event()
+
+    class Slow(CredentialSource):
+        def session(self) -> Any:
+            if slow.is_set():
+                released.wait()
+            return super().session()
+
+    clock = FakeClock()
+    source = Slow(None, clock)
+    source()
+    slow.set()
+    clock.advance(FIXED_SECONDS)
+    assert [source()["access_key_id"] for _ in range(3)] == ["AKIDFAKE0123456789AB"] * 3
+    (renewal,) = [thread for thread in threading.enumerate() if thread.name == "s3-credentials"]
+    assert renewal.daemon
+    released.set()
+    renewal.join()
+
+
+def test_rotated_keys_are_found_at_the_first_refusal(
+    fake: FakeS3, open_store: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    fake.access_key = "AKIDROTATED"
+    (outcome,) = store.get([empty("ns/1")])
+    assert isinstance(outcome, PermanentStoreError)
+    assert "InvalidAccessKeyId" in str(outcome)
+    looked = len(fake.seen)
+    monkeypatch.setattr(store.requests, "_look_again_at", 0.0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDROTATED")
+    assert store.get([empty("ns/1")]) == [Done.ABSENT]
+    assert store.get([empty("ns/1")]) == [Done.ABSENT]
+    assert len(fake.seen) == looked + 3
+
+
+def test_refused_keys_that_have_not_changed_are_not_looked_up_at_every_refusal(
+    fake: FakeS3, open_store: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    lookups: list[int] = []
+    monkeypatch.setattr(CredentialSource, "rotated", lambda self: bool(lookups.append(1)))
+    fake.fail(403, code="AccessDenied", times=20)
+    assert all(isinstance(outcome, PermanentStoreError) for outcome in store.get([empty("ns/1")] * 20))
+    assert len(lookups) == 1
+
+
+def test_a_job_goes_on_with_rotated_keys(fake: FakeS3, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make().open()
+    rig.store(K[:3])
+    fake.access_key = "AKIDROTATED"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDROTATED")
+    assert rig.load(K[:3]) == K[:3]
+    assert rig.tier.get_stats().breaker_opened == 0
+
+
+class TestSessionToken:
+    @pytest.fixture(autouse=True)
+    def _token(self, fake: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-0123456789")
+
+    def test_never_goes_to_a_host_that_the_endpoint_redirects_to(
+        self, fake: FakeS3, open_store: Callable[..., S3Store]
+    ) -> None:
+        with fake_s3() as other:
+            fake.redirect_to = other.endpoint.replace("127.0.0.1", "localhost")
+            with pytest.raises(PermanentStoreError, match=r"redirects to localhost:\d+, and the session token"):
+                open_store()
+            assert not other.seen
+            assert not [seen for seen in fake.seen if "x-amz-security-token" in seen.headers]
+
+    def test_is_sent_to_the_endpoint(self, fake: FakeS3, open_store: Callable[..., S3Store]) -> None:
+        open_store()
+        assert fake.seen[-1].headers["x-amz-security-token"] == "session-token-0123456789"
+
+    @pytest.mark.parametrize(("host", "warned"), [("s3.example", True), ("127.0.0.1", False), ("localhost", False)])
+    def test_over_plain_http_is_warned_about(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warned: bool
+    ) -> None:
+        monkeypatch.setattr("tiers.s3.client._redirection", lambda options, url: None)
+        source = CredentialSource(None)
+        source()
+        check_token(S3Options(bucket="kv-cache", endpoint_url=f"http://{host}:9000"), source)
+        assert bool(lines(caplog, "over plain HTTP")) == warned
+
+    def test_an_endpoint_with_https_never_redirects_to_plain_http(self) -> None:
+        options = S3Options(bucket="kv-cache", endpoint_url="https://s3.example")
+        assert connect(options, CredentialSource(None)).client_options["allow_http"] in {False, "false"}
 
 
 def test_none_at_all_is_a_permanent_error_that_says_what_to_do() -> None:

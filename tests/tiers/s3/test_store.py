@@ -13,6 +13,7 @@ from tests.tiers.s3.blocks import HEADER_BYTES, block, content, empty
 from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiers.s3.options import S3Options
+from tiers.s3.requests import Verb
 from tiers.s3.store import S3Store
 
 Open = Callable[..., S3Store]
@@ -46,6 +47,16 @@ class TestPut:
         assert store.put([block(PLACE, seed=2)]) == [Done.DONE]
         assert fake.objects[NAME] == first
         assert fake.asked("PUT")[-1].headers["if-none-match"] == "*"
+
+    def test_a_conflict_is_stored_only_if_the_object_is_there_afterwards(self, fake: FakeS3, open_store: Open) -> None:
+        store = open_store(check_existing=False)
+        fake.fail(409, method="PUT", part=PLACE, code="ConditionalRequestConflict")
+        assert isinstance(failure_of(lambda: store.put_one(block(PLACE))), TemporaryStoreError)
+        assert len(fake.asked("HEAD")) == 1
+        fake.objects[NAME] = b"stored by the other request"
+        fake.fail(409, method="PUT", part=PLACE, code="ConditionalRequestConflict")
+        store.put_one(block(PLACE))
+        assert len(fake.asked("HEAD")) == 2
 
     def test_replaces_when_nothing_is_to_be_checked(self, fake: FakeS3, open_store: Open) -> None:
         store = open_store(check_existing=False, conditional_put=False)
@@ -311,7 +322,8 @@ class TestAccounting:
         store.probe(["ns/1", "ns/2"])
         store.write_document("d", b"x")
         store.delete([PLACE])
-        assert store.requests == len(fake.seen)
+        assert store.requests.sent.total() == len(fake.seen)
+        assert store.requests.sent == {Verb.LIST: 1, Verb.HEAD: 3, Verb.PUT: 2, Verb.GET: 1, Verb.DELETE: 1}
 
     def test_no_secret_is_ever_printed(self, fake: FakeS3, open_store: Open, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.DEBUG)

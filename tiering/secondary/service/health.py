@@ -8,6 +8,9 @@ are names, or without such blocks, a document is read or written instead.
 from __future__ import annotations
 
 import mmap
+import os
+import re
+import socket
 from collections.abc import Callable, Sequence
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place
@@ -18,7 +21,7 @@ from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 
 HEALTH_DOCUMENT = "health"
-"""Name of the document that probes read and write."""
+"""Name of the document that probes read and write; on a shared medium, the prefix of the names."""
 _PROOF = b"written to see whether the medium answers\n"
 _PROBE_KEY = b"kv-tiering health probe"
 
@@ -52,6 +55,7 @@ class HealthCheck:
         self._io = io
         self._block_bytes = tuple(block_bytes)
         self._on_bad_places = on_bad_places
+        self._document = _own_document() if index.shared else HEALTH_DOCUMENT
         self._reading = False
         self._writing = False
 
@@ -92,8 +96,8 @@ class HealthCheck:
             error = outcome
         if error is not None:
             raise error
-        if self._store.read_document(HEALTH_DOCUMENT) not in {None, _PROOF}:
-            raise TemporaryStoreError(f"document {HEALTH_DOCUMENT} is not what was written")
+        if self._store.read_document(self._document) not in {None, _PROOF}:
+            raise TemporaryStoreError(f"document {self._document} is not what was written")
 
     # ----------------------------------------------------------------------------------------------------------- writes
 
@@ -129,7 +133,10 @@ class HealthCheck:
             error = outcome
         if error is not None:
             raise error
-        self._store.write_document(HEALTH_DOCUMENT, _PROOF)
+        self._store.write_document(self._document, _PROOF)
+        if self._index.shared:
+            # Machines come and go, and their documents must not pile up.
+            self._store.remove_document(self._document)
 
     def _block(self, key: bytes, place: Place) -> BlockIO:
         """Return buffers for one block, filled with zeros, with the medium's alignment."""
@@ -141,6 +148,12 @@ class HealthCheck:
         memory = memoryview(mmap.mmap(-1, traits.header_bytes + size + mmap.PAGESIZE))
         start = traits.header_bytes + -traits.header_bytes % traits.alignment
         return BlockIO(key, place, memory[: traits.header_bytes], memory[start : start + size])
+
+
+def _own_document() -> str:
+    """Return a name that no other process uses: two probes at once would have written one document."""
+    host = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())[:40]
+    return f"{HEALTH_DOCUMENT}-{host}-{os.getpid()}"
 
 
 def _record(breaker: Breaker, error: BaseException | None) -> None:

@@ -1,0 +1,114 @@
+"""What an operator reads of a failure: the cause first, the object last; and the kinds of failure told apart."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.fake_s3 import FakeS3, Trouble
+from tests.tiers.s3.blocks import block, empty
+from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiers.s3.store import S3Store
+
+Open = Callable[..., S3Store]
+
+
+def get_failure(store: S3Store) -> StoreError:
+    (outcome,) = store.get([empty("ns/1")])
+    assert isinstance(outcome, StoreError)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (403, "QuotaExceeded", OutOfSpaceError, "over a quota"),
+        (507, "InsufficientStorage", OutOfSpaceError, "out of space"),
+        (507, "XMinioStorageFull", OutOfSpaceError, "out of space"),
+        (413, "EntityTooLarge", OutOfSpaceError, "of this size"),
+        (413, "Injected", OutOfSpaceError, "of this size"),
+        (403, "InvalidAccessKeyId", PermanentStoreError, "wrong access key"),
+        (403, "SignatureDoesNotMatch", PermanentStoreError, "wrong access key or secret"),
+        (403, "ExpiredToken", PermanentStoreError, "temporary credentials have expired"),
+        (403, "RequestTimeTooSkewed", PermanentStoreError, "clock is wrong"),
+        (403, "AccessDenied", PermanentStoreError, "no permission"),
+        (404, "NoSuchBucket", PermanentStoreError, "no such bucket"),
+        (400, "AuthorizationHeaderMalformed", PermanentStoreError, "wrong region"),
+        (503, "SlowDown", TemporaryStoreError, "throttles"),
+        (500, "InternalError", TemporaryStoreError, "Internal Server Error"),
+    ],
+)
+def test_the_cause_comes_first_and_the_object_last(
+    fake: FakeS3, open_store: Open, status: int, code: str, kind: type[StoreError], words: str
+) -> None:
+    store = open_store(check_existing=False)
+    fake.fail(status, method="PUT", part="ns/1", code=code)
+    (outcome,) = store.put([block("ns/1")])
+    assert type(outcome) is kind
+    text = str(outcome)
+    assert text.startswith(f"{status} {code} from {fake.endpoint.removeprefix('http://')}: ")
+    assert text.endswith("(put prod/blocks/ns/1)")
+    assert words in text
+
+
+def test_nothing_listening(open_store: Open) -> None:
+    with pytest.raises(TemporaryStoreError, match=r"^127\.0\.0\.1:1: connection refused: .*\(list s3://kv-cache"):
+        open_store(endpoint_url="http://127.0.0.1:1")
+
+
+def test_a_name_without_an_address(open_store: Open) -> None:
+    with pytest.raises(TemporaryStoreError, match=r"^no-such-host\.invalid:9000: DNS: .* has no address"):
+        open_store(endpoint_url="http://no-such-host.invalid:9000")
+
+
+def test_no_answer_in_time(fake: FakeS3, open_store: Open) -> None:
+    store = open_store(request_timeout="200ms")
+    fake.fail(Trouble.HANG, method="GET", part="ns/1")
+    assert "no answer within the time-out" in str(get_failure(store))
+
+
+def test_a_reset_and_a_body_cut_short(fake: FakeS3, open_store: Open) -> None:
+    store = open_store()
+    fake.fail(Trouble.RESET, method="GET", part="ns/1")
+    assert "reset before an answer" in str(get_failure(store))
+    fake.objects["prod/blocks/ns/1"] = bytes(4096)
+    fake.fail(Trouble.CUT_BODY, method="GET", part="ns/1")
+    assert str(get_failure(store)).startswith("the body ended early (get prod/blocks/ns/1)")
+
+
+@pytest.fixture
+def https(tmp_path: Path) -> Iterator[str]:
+    """A server whose certificate nobody trusts."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_certificate_that_is_not_trusted(https: str, open_store: Open) -> None:
+    with pytest.raises(
+        TemporaryStoreError, match=r": TLS: the certificate is refused \(\w+\); name its authority with"
+    ):
+        open_store(endpoint_url=https)
