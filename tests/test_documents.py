@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from examples import vllm_offline
+from scripts import option_tables
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
@@ -92,6 +93,17 @@ def test_the_stack_and_the_request_that_the_server_document_writes_are_valid():
 def test_the_request_words_that_the_server_document_leaves_out_are_none():
     words = set(re.findall(r"[`\"]([a-z_]+)[`\"]", SERVER.read_text()))
     assert {field.name for field in dataclasses.fields(RequestPolicy)} - words == set()
+
+
+@pytest.mark.parametrize("path", option_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_options_are_those_of_the_option_classes(path):
+    text = path.read_text()
+    assert option_tables.render(text) == text, "python -m scripts.option_tables --write"
+
+
+def test_every_table_of_options_is_in_a_document():
+    named = [name for path in DOCUMENTS for name in re.findall(r"<!-- options: (\w+) -->", path.read_text())]
+    assert sorted(named) == sorted(option_tables.TABLES)
 
 
 def test_every_word_of_a_stack_is_documented():

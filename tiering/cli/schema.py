@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -14,6 +11,7 @@ from pydantic import BaseModel
 
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig
+from tiering.config.words import descriptions
 from tiering.secondary.options import BreakerOptions, RetryOptions, TierOptions
 
 REFERENCE = {"type": "string", "pattern": r"\$\{[^{}]*\}"}
@@ -73,7 +71,7 @@ def _tier(kind: str, options: type[TierOptions]) -> dict[str, Any]:
 def _object(model: type[BaseModel]) -> dict[str, Any]:
     """Return the schema of the words of ``model``, with the descriptions of its attributes."""
     given = model.model_json_schema()
-    texts = _descriptions(model)
+    texts = descriptions(model)
     words = {
         word: _word(found, texts.get(word, ""), given.get("$defs", {})) for word, found in given["properties"].items()
     }
@@ -99,29 +97,3 @@ def _word(found: Mapping[str, Any], text: str, parts: Mapping[str, Any]) -> dict
     choices = list(found.get("anyOf", ())) or [kept]
     default = {} if found.get("default") is None else {"default": found["default"]}
     return {"description": text, **default, "anyOf": [*choices, REFERENCE]}
-
-
-def _descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each attribute of ``model`` and its bases, as one line."""
-    texts: dict[str, str] = {}
-    for kind in reversed(model.__mro__):
-        if issubclass(kind, BaseModel) and kind.__module__.split(".")[0] != "pydantic":
-            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-            texts.update(_attribute_texts(body.body if isinstance(body, ast.ClassDef) else ()))
-    return texts
-
-
-def _attribute_texts(body: Iterable[ast.stmt]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    before: ast.stmt | None = None
-    for statement in body:
-        value = statement.value if isinstance(statement, ast.Expr) else None
-        if (
-            isinstance(before, ast.AnnAssign)
-            and isinstance(before.target, ast.Name)
-            and isinstance(value, ast.Constant)
-            and isinstance(value.value, str)
-        ):
-            texts[before.target.id] = " ".join(value.value.split())
-        before = statement
-    return texts

@@ -71,7 +71,7 @@ class PrimaryOptions(Strict):
     """The CPU tier."""
 
     capacity: Size
-    """Size of the shared memory for rows, in bytes."""
+    """Bytes of the shared memory for rows, of all ranks together."""
     eviction: Annotated[str, AfterValidator(known_policy)] = "lru"
     """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
     promotion_share: Share = 0.5

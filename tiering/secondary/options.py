@@ -39,11 +39,11 @@ class RetryOptions(Strict):
     """Retries of temporary errors: retry n waits ``backoff`` · 2ⁿ with jitter, at most ``backoff_max``."""
 
     attempts: Annotated[int, Field(ge=1, le=20)] = 4
-    """Number of attempts, including the first; 1 to 20, default 4."""
+    """Number of attempts, including the first; default 4."""
     backoff: Duration = 0.05
-    """Base of the waiting time in seconds; default 0.05."""
+    """Seconds before the first retry; default 0.05. The wait doubles for each further retry, with jitter."""
     backoff_max: Duration = 2.0
-    """Longest waiting time in seconds; default 2."""
+    """Longest wait before a retry, in seconds; default 2."""
 
 
 class BreakerOptions(Strict):
@@ -52,7 +52,10 @@ class BreakerOptions(Strict):
     failures: Annotated[int, Field(ge=1, le=1 << 30)] = 8
     """Number of failures in a row that open the breaker; default 8."""
     probe_after: Duration = 1.0
-    """Seconds until the first probe; the interval doubles after each failed probe; default 1."""
+    """Seconds until the first probe; default 1.
+
+    The interval doubles after each failed probe, and when the breaker opens again soon after it closed.
+    """
     probe_max: Duration = 60.0
     """Longest interval between probes in seconds; default 60."""
 
@@ -66,7 +69,10 @@ class TierOptions(Strict):
     type: str
     """Type of the tier: the name of a built-in tier, or ``module:Name``."""
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")
-    """Name of the tier, unique in the stack; default: the type, without its module."""
+    """Name of the tier in metrics, logs and a request's ``tiers``; default: the type, without its module.
+
+    The name is unique in the stack, and is not "cpu", the name of the primary tier.
+    """
     required: bool = False
     """True if the engine must not start without this tier; default False."""
 
@@ -181,7 +187,7 @@ class SharedOptions(TierOptions):
     absent_ttl: Duration = 10.0
     """Seconds for which a negative probe result stays valid; default 10."""
     lookup_deadline: Duration = 0.25
-    """Seconds that a shared medium may leave a lookup undecided before the answer is "no"; default 0.25."""
+    """Seconds that a shared medium may leave a lookup undecided before the answer is no; default 0.25."""
 
 
 class TtlOptions(TierOptions):

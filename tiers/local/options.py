@@ -28,17 +28,17 @@ class LocalOptions(BlockTierOptions, SlotOptions):
     capacity: Size
     """Bytes of everything in the directory, blocks of other namespaces included."""
     durability: Literal["none", "fsync"] = "none"
-    """Failures that a stored block survives (default: "none").
+    """Failures that a stored block survives; default "none".
 
     "none" covers kill -9 of the engine; "fsync" also covers a loss of power.
     """
     segment_size: Size = 1 << 30
-    """Bytes of one preallocated file of slots (default: 1 GiB).
+    """Bytes of one preallocated file of slots; default 1 GiB.
 
-    A capacity below four of them reduces the size.
+    A capacity below four of them reduces the size. A directory has at most 65,536 files smaller than 1 GiB.
     """
     checkpoint_interval: Duration = 300.0
-    """Seconds between two checkpoints of the block table (default: 300).
+    """Seconds between two checkpoints of the block table; default 300.
 
     A restart reads the headers of the segments that were written since the last checkpoint.
     """

@@ -42,45 +42,42 @@ class S3Options(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions)
     bucket: str
     """The bucket's name. The bucket must exist."""
     prefix: str = ""
-    """Begins every object's name, followed by a "/" (default: empty). Several stacks can share a bucket."""
+    """Begins every object's name, followed by a "/"; default empty. Several stacks can share a bucket."""
     endpoint_url: str | None = None
-    """``http(s)://host[:port]`` of a service that is not AWS.
+    """``http(s)://host[:port]`` of a service that is not AWS; default: AWS.
 
-    The default is AWS_ENDPOINT_URL_S3 of the environment, else AWS.
+    The variable AWS_ENDPOINT_URL_S3 of the environment replaces the default.
     """
     region: str | None = None
-    """The service's region (default: that of the profile or the environment, else us-east-1)."""
+    """The service's region; default: that of the profile or the environment, else us-east-1."""
     path_style: bool | None = None
-    """Use ``endpoint/bucket/name`` instead of ``bucket.endpoint/name``.
-
-    The default is True if there is an endpoint.
-    """
+    """True to use ``endpoint/bucket/name``, not ``bucket.endpoint/name``; default: True with an endpoint."""
     profile: str | None = None
-    """A profile of the AWS configuration files (default: boto3's choice)."""
+    """A profile of the AWS configuration files; default: boto3's choice."""
     ca_file: FilePath | None = None
-    """PEM file of certificate authorities to trust besides the system's (default: none)."""
+    """PEM file of certificate authorities to trust besides the system's; default none."""
     sse: Literal["none", "AES256", "aws:kms"] = "none"
-    """Server-side encryption requested with every put (default: none)."""
+    """Server-side encryption requested with every put; default none."""
     sse_kms_key_id: str | None = None
-    """Id of the KMS key for ``sse: aws:kms`` (default: the service's key)."""
+    """Id of the KMS key for ``sse: aws:kms``; default: the service's key."""
     check_existing: bool = True
-    """Probe an object before its upload, and skip the upload if it is present (default: true)."""
+    """Probe an object before its upload, and skip the upload if it is present; default True."""
     conditional_put: bool = True
-    """Let the service refuse to replace an object (``If-None-Match: *``, default: true).
+    """Let the service refuse to replace an object (``If-None-Match: *``); default True.
 
     A refused block counts as stored.
     """
     bulk_delete: bool = True
-    """Delete up to 1,000 objects per request (default: true).
+    """Delete up to 1,000 objects per request; default True.
 
     Set to false for services without DeleteObjects.
     """
     connect_timeout: Duration = 5.0
-    """Seconds within which a connection must be established (default: 5)."""
+    """Seconds within which a connection must be established; default 5."""
     request_timeout: Duration = 10.0
-    """Seconds for one attempt, up to the last byte (default: 10); at most ``deadline``."""
+    """Seconds for one attempt, up to the last byte and at most ``deadline``; default 10."""
     install_lifecycle: bool = False
-    """Write a missing lifecycle rule for ``ttl`` (default: false).
+    """Write a missing lifecycle rule for ``ttl``; default False.
 
     Needs the permission s3:PutLifecycleConfiguration.
     """

@@ -1,0 +1,36 @@
+"""Descriptions of the words of a stack, read from the source of the option classes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable
+
+from pydantic import BaseModel
+
+
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring of each attribute of ``model`` and its bases, as one line."""
+    texts: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if issubclass(kind, BaseModel) and kind.__module__.split(".")[0] != "pydantic":
+            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+            texts.update(_attribute_texts(body.body if isinstance(body, ast.ClassDef) else ()))
+    return texts
+
+
+def _attribute_texts(body: Iterable[ast.stmt]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    before: ast.stmt | None = None
+    for statement in body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if (
+            isinstance(before, ast.AnnAssign)
+            and isinstance(before.target, ast.Name)
+            and isinstance(value, ast.Constant)
+            and isinstance(value.value, str)
+        ):
+            texts[before.target.id] = " ".join(value.value.split())
+        before = statement
+    return texts
