@@ -1,2 +1,4 @@
-"""Benchmarks: what ``make bench`` runs.  One module per subject, ``bench_*.py``, each with ``run(bench: Bench) ->
-None``."""
+"""Benchmarks that ``make bench`` runs: one module ``bench_*.py`` per subject.
+
+Each module has ``run(bench: Bench) -> None``.
+"""

@@ -12,12 +12,15 @@ HERE = Path(__file__).resolve().parent
 
 
 def found() -> list[str]:
-    """The names of the benchmarks: ``bench_<name>.py`` beside this file."""
+    """Return the names of the benchmarks: ``bench_<name>.py`` beside this file."""
     return sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit code says whether all benchmarks ran (and, with --strict, reached their targets)."""
+    """Run the benchmarks, and return an exit code.
+
+    The code is 0 if all benchmarks ran to the end and, with ``--strict``, reached their targets.
+    """
     modules = {name: f"bench_{name}" for name in found()}
     return run("python -m benchmarks", "Run the benchmarks; variants run side by side.", modules, argv)
 

@@ -1,10 +1,10 @@
-"""CPU time of one scheduler step in the tiering manager, against a bare dict with an LRU order (no locks, no
-accounting, no tiers).
+"""CPU time of one scheduler step in the tiering manager, beside a bare dict with an LRU order.
 
-A step: 64 blocks stored (the CPU tier is full, so 64 are evicted), 64 blocks hit, touched and loaded, one request of 64
-keys that misses; batch calls, events off, a secondary tier that accepts everything and does nothing.  The floor does
-the same on an OrderedDict, in loops without a function call per block.  Keys are fresh random bytes, hits are equal but
-not identical objects.
+In a step, 64 blocks are stored, 64 blocks are hit, touched and loaded, and one request of 64 keys misses. The CPU tier
+is full, so that 64 blocks are evicted. Calls are in batches, events are off, and the secondary tier accepts every block
+and does nothing. The dict (the *floor*) does the same on an OrderedDict, in loops without a function call per block; it
+has no locks, no accounting and no tiers. Keys are fresh random bytes; hits are equal to the stored keys but not
+identical objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Work = list[tuple[Batch, Batch, Batch]]
 
 
 class NoopTier(SecondaryTierManager):
-    """Accepts every store at once, holds nothing."""
+    """A tier that accepts every store at once and holds nothing."""
 
     name = "noop"
 
@@ -58,7 +58,7 @@ class NoopTier(SecondaryTierManager):
 
 
 class Floor:
-    """A dict with an LRU order, and nothing else."""
+    """A dict with an LRU order."""
 
     def __init__(self, num_rows: int) -> None:
         self._lru: OrderedDict[OffloadKey, int] = OrderedDict()
@@ -88,13 +88,13 @@ class Floor:
 
 
 def fresh_keys() -> Batch:
-    """A batch of keys nobody has seen."""
+    """Return a batch of new random keys."""
     blob = os.urandom(32 * BATCH)
     return [blob[start : start + 32] + b"\0\0\0\0" for start in range(0, len(blob), 32)]
 
 
 def copied(batch: Batch) -> Batch:
-    """Equal keys that are other objects."""
+    """Return equal keys that are other objects."""
     return [bytes(bytearray(key)) for key in batch]
 
 
@@ -125,7 +125,7 @@ class Subject:
         self.manager.complete_store(output.keys_to_store, self.ctx)
 
     def work(self, steps: int) -> Work:
-        """The keys of so many steps: new ones, recent ones (as other objects), unknown ones."""
+        """Return the keys of ``steps`` steps: new ones, recent ones (as other objects) and unknown ones."""
         hits = [self._random.choice(self.history) for _ in range(steps)]
         new = [fresh_keys() for _ in range(steps)]
         self.history += new
@@ -167,8 +167,10 @@ def run(bench: Bench) -> None:
         turns: list[Work] = []
 
         def turn(subject: Subject = subject, turns: list[Work] = turns) -> Work:
-            """Both variants of a round get equal keys, but not the same objects: a key's hash is computed once per
-            object."""
+            """Return equal keys to both variants of a round, but not the same objects.
+
+            Python computes the hash of a bytes object once per object.
+            """
             if not turns:
                 work = subject.work(steps)
                 turns += [work, [(copied(new), copied(hit), copied(missed)) for new, hit, missed in work]]

@@ -1,9 +1,8 @@
-"""Copies between the KV cache and the primary rows on engines without an accelerator: GB/s and CPU seconds per GB, both
-ways.
+"""Copies between the KV cache and the primary rows on engines without an accelerator.
 
-A job moves 64 blocks of 32 layers (2 MiB a block) between scattered GPU blocks and scattered rows.  Beside it: one bare
-``copy_`` of the same bytes, contiguous, which is what the memory allows; and the same pages moved one by one with
-torch.
+The tables show GB/s and CPU seconds per GB in both directions. A job moves 64 blocks of 32 layers (2 MiB a block)
+between scattered GPU blocks and scattered rows. Beside the job stand one bare ``copy_`` of the same bytes in one piece,
+which shows the limit of the memory, and the same pages moved one by one with torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Copies between a KV cache on a GPU and the pinned primary rows: GB/s both ways, beside what the bus allows.
+"""Copies between a KV cache on a GPU and the pinned primary rows, beside the limit of the bus.
 
-A job moves 64 blocks of 32 layers (2 MiB a block, or 256 KiB) between scattered GPU blocks and scattered rows.  Beside
-it: one bare copy of the same bytes between contiguous pinned and device memory, which is the bus's limit; and the same
-pages moved one by one, each with a copy of its own.  "Submit": what a job costs the engine's thread before the device
-has done anything.
+The tables show GB/s in both directions. A job moves 64 blocks of 32 layers (2 MiB or 256 KiB a block) between scattered
+GPU blocks and scattered rows. Beside the job stand one bare copy of the same bytes between contiguous pinned memory and
+device memory, which shows the limit of the bus, and the same pages moved one by one, each with its own copy. "Submit"
+is the time that a job costs the engine's thread before the device has done anything.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NEAR_THE_BUS = 0.8
 
 
 def lacks() -> str:
-    """What is missing to run this here, if anything."""
+    """Return the reason why this benchmark cannot run here; an empty string if it can."""
     return "" if torch.cuda.is_available() else "it needs a CUDA device"
 
 
 def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None) -> None:
-    """Both ways with pages of this size; ``api`` in the place of torch.cuda."""
+    """Measure both directions with pages of this size; ``api`` stands for torch.cuda."""
     cuda = torch.cuda if api is None else api
     jobs = 1 if bench.quick else 8
     blocks, rows = 4 * BLOCKS_PER_JOB, 3 * BLOCKS_PER_JOB
@@ -96,7 +96,7 @@ def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None
 
 
 def moved(handler: CudaCopyHandler, spec: TransferSpec, jobs: int, nbytes: int) -> Sample:
-    """``jobs`` jobs, all submitted at once."""
+    """Run ``jobs`` jobs that are all submitted at once."""
     submitting = 0.0
 
     def move() -> None:

@@ -1,15 +1,17 @@
-"""What a local tier that works flat out costs the scheduler, against the same I/O done by a process of its own.
+"""Cost of a busy local tier to the scheduler, beside the same I/O in a process of its own.
 
-The step is that of ``control_plane`` (100,000 rows, always evicting), on the main thread, in wall time.  Beside it a
-local tier moves verified 2 MiB blocks, loads and stores half and half, in jobs of 16, either in the same process, fed
-between the steps and not inside the measured time, or in a child process that was spawned, with rows and a directory of
-its own.  A tier in the process needs the interpreter lock, and does not move the same amount in the same time; hence
-the child is measured both flat out and held to the rate that the tier in the process reached last, and for the target
-what the child adds to a step is scaled to the rate of the tier in the process.  Two engines: one whose steps follow
-each other without a pause (its thread wants the interpreter all the time: the hardest case, and no real engine), and
-one that computes 5 ms between steps without the interpreter, as an engine that waits for its accelerator does.
-"Blocked steps": those in which the scheduler's thread went to sleep, which nothing but the interpreter lock makes it
-do, per thousand; unlike wall times they hardly depend on what else the machine does.
+The step is that of ``control_plane`` (100,000 rows, always evicting) on the main thread, in wall time. Beside it, a
+local tier moves verified blocks of 2 MiB in jobs of 16, half of them loads and half of them stores. The tier works
+either in the same process, where it is fed between the steps and outside the measured time, or in a child process with
+rows and a directory of its own. A tier in the same process needs the interpreter lock and moves fewer bytes in the same
+time. So the child is measured both flat out and held to the rate that the tier in the process reached last. For the
+target, the time that the child adds to a step is scaled to the rate of the tier in the process.
+
+There are two engines. The steps of the first follow each other without a pause: its thread wants the interpreter all
+the time, which is the hardest case and no real engine. The second computes 5 ms between steps without the interpreter,
+as an engine does while it waits for its accelerator. "Blocked steps" are the steps per thousand in which the
+scheduler's thread went to sleep. Only the interpreter lock makes this thread sleep, so the number hardly depends on the
+load of the machine, unlike wall times.
 """
 
 from __future__ import annotations
@@ -53,8 +55,7 @@ REQUEST = ReqContext("flow")
 
 
 class Flow:
-    """A local tier with as much to do as it can take: jobs of stores, and of loads of what was stored before, in
-    equal numbers."""
+    """A local tier that works flat out: as many jobs of stores as jobs of loads of stored blocks."""
 
     def __init__(self, directory: Path) -> None:
         rows = JOBS_AHEAD * JOB_BLOCKS
@@ -82,17 +83,17 @@ class Flow:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written since the start."""
+        """Number of bytes read and written since the start."""
         stats = self.tier.io.stats
         return int(stats.read_bytes + stats.written_bytes)
 
     def begin(self, rate: float = 0.0) -> None:
-        """Begin a measurement; from here on at most ``rate`` bytes/s (0: as many as it can)."""
+        """Begin a measurement with at most ``rate`` bytes/s; 0 means no limit."""
         self._rate = rate
         self._began = (time.monotonic(), self.moved)
 
     def pump(self) -> None:
-        """What a scheduler does once per step: collect what has ended, hand over what is next."""
+        """Collect finished jobs and submit the next ones, as a scheduler does once per step."""
         for result in self.tier.get_finished():
             if not result.success:
                 raise RuntimeError(f"job {result.job_id} failed")
@@ -105,12 +106,12 @@ class Flow:
         self.tier.on_schedule_end()
 
     def rest(self) -> None:
-        """:meth:`pump` with nothing to do, so that a step finds the same caches whether or not the tier here works."""
+        """Call :meth:`pump` with nothing to do, so that all steps find the same processor caches."""
         self.tier.get_finished()
         self.tier.on_schedule_end()
 
     def drain(self) -> None:
-        """Let everything end."""
+        """Wait until all jobs have ended."""
         while self.tier.has_pending_work():
             self._rate = 1e-9
             self.tier.io.wait(0.05)
@@ -148,8 +149,11 @@ class Flow:
 
 
 def _child(directory: Path, orders: Connection) -> None:
-    """A process that owns a tier.  Orders: a rate begins a measurement (answered once it runs), None ends it
-    (answered with bytes/s)."""
+    """Run a process that owns a tier.
+
+    Its orders come through a pipe. A rate begins a measurement, and is confirmed once the measurement runs. None ends
+    the measurement, and is answered with bytes/s.
+    """
     flow = Flow(directory)
     orders.send(None)
     while (rate := orders.recv()) is not None:
@@ -167,7 +171,7 @@ def _child(directory: Path, orders: Connection) -> None:
 
 
 class Child:
-    """The process beside."""
+    """The parent's side of the child process."""
 
     def __init__(self, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -178,7 +182,7 @@ class Child:
 
     @contextmanager
     def flowing(self, rate: float, reached: list[float]) -> Iterator[None]:
-        """While the tier over there works; its bytes/s are appended to ``reached``."""
+        """Keep the child's tier at work while the context lasts, and append its bytes/s to ``reached``."""
         self._orders.send(rate)
         self._orders.recv()
         try:
@@ -195,15 +199,17 @@ class Child:
 
 @dataclass(slots=True)
 class Engine:
-    """Takes steps: control plane (measured), what feeds the tier (not measured), computation without the
-    interpreter."""
+    """Steps of an engine: the control plane, the feeding of the tier, computation without the interpreter.
+
+    Only the control plane is measured.
+    """
 
     subject: Subject
     steps: int
     compute: Callable[[], object]
 
     def run(self, between: Callable[[], object]) -> Sample:
-        """Wall µs per step; CPU and percentiles of a step, and how long the computation took."""
+        """Run the steps, and return wall µs per step, CPU, percentiles, and the time of the computation."""
         step, compute, clock, cpu_clock = self.subject.manager_step, self.compute, time.perf_counter, time.thread_time
         walls: list[float] = []
         cpu = computing = 0.0
@@ -232,13 +238,13 @@ class Engine:
         return Sample(sum(walls) * scale, extra=extra)
 
     def _work(self) -> Iterator[tuple[list[OffloadKey], list[OffloadKey], list[OffloadKey]]]:
-        """The keys of all steps, made in pieces: what is to be hit must not be evicted before its turn."""
+        """Yield the keys of all steps in pieces, because a block must not be evicted before its hit."""
         for start in range(0, self.steps, PIECE_STEPS):
             yield from self.subject.work(min(PIECE_STEPS, self.steps - start))
 
 
 def _sleeps() -> int:
-    """How often the calling thread has gone to sleep."""
+    """Return the number of times that the calling thread has gone to sleep."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
@@ -247,7 +253,7 @@ def _nothing() -> None:
 
 
 def _compute() -> Callable[[], object]:
-    """About :data:`COMPUTE_SECONDS` of arithmetic on one core, in one call that does not hold the interpreter lock."""
+    """Compute for about :data:`COMPUTE_SECONDS` on one core, in one call without the interpreter lock."""
     torch.set_num_threads(1)
     size = 128
     while True:
@@ -264,7 +270,7 @@ def _compute() -> Callable[[], object]:
 
 def _measure(bench: Bench, title: str, engine: Engine, flow: Flow, child: Child) -> None:
     rates = [0.0]
-    """What the tier in this process reached last, in bytes/s."""
+    """Rate that the tier in this process reached last, in bytes/s."""
 
     taken: dict[str, list[tuple[float, float]]] = {"alone": [], "inside": [], "same": [], "flat": []}
     """µs per step and GB/s, run by run."""

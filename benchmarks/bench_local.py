@@ -1,11 +1,10 @@
-"""The local tier on a real disk, through its index, frames, checksums and I/O threads, against bare I/O on the same
-disk.
+"""The local tier on a real disk with all its parts, beside bare I/O on the same disk.
 
-"tier": jobs submitted to the tier and collected; every block has a header and an xxh3-128, checked on loads; O_DIRECT;
-the tier is full, so that each store evicts.  "one file per block": an O_DIRECT write to a temporary name and a rename,
-into a new directory, no checksum, no sync.  "preadv loop": bare reads of the same slots.  All use a pool of threads;
-where several numbers of threads are measured, the best of each variant is compared.  Stores of one round are what the
-loads of the same round read.
+"Tier" means jobs that are submitted to the tier and collected. Every block has a header and an xxh3-128, which loads
+check. The tier uses O_DIRECT and is full, so that each store evicts. "One file per block" is an O_DIRECT write to a
+temporary name and a rename, into a new directory, without checksum and sync. "Preadv loop" means bare reads of the same
+slots. All variants use a pool of threads; where several numbers of threads are measured, the best of each variant is
+compared. The loads of a round read the blocks that the same round stored.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True)
 class Workload:
-    """Rows that hold blocks and rows to fill, and the files beside the tier."""
+    """Rows that hold blocks, rows to fill, and the files beside the tier."""
 
     directory: Path
     block_bytes: int
@@ -60,7 +59,7 @@ class Workload:
 
 
 class TierRun:
-    """One tier with one number of threads, full before anything is measured."""
+    """One tier with one number of threads, which is full before the measurement begins."""
 
     def __init__(self, work: Workload, threads: int) -> None:
         self.work = work
@@ -134,7 +133,7 @@ def store_files(work: Workload, pool: ThreadPoolExecutor) -> Sample:
 
 
 def preadv_loop(run: TierRun, pool: ThreadPoolExecutor) -> Sample:
-    """Bare reads of the slots that the tier's last store wrote, one call per block."""
+    """Read the slots that the tier's last store wrote, one call per block."""
     work, geometry = run.work, run.tier.store.geometry
     segments = run.tier.store.segments
     places = [place for place in run.tier.index.begin_load(run.keys) if isinstance(place, int)]
@@ -158,7 +157,7 @@ def preadv_loop(run: TierRun, pool: ThreadPoolExecutor) -> Sample:
 
 
 def best(stats: dict[str, Stats], word: str) -> Stats:
-    """The best of the variants whose name begins with ``word``."""
+    """Return the best of the variants whose name begins with ``word``."""
     return max((stat for name, stat in stats.items() if name.startswith(word)), key=lambda stat: stat.median)
 
 

@@ -1,7 +1,8 @@
-"""Resident memory per block of the tiering manager over a full primary tier (the local tier's index: see slot_index).
+"""Resident memory per block of the tiering manager over a full primary tier.
 
-A child process fills the primary tier to a million blocks and goes on until as many again have been evicted; the growth
-of its resident size, keys included, is divided by the number of blocks.
+A child process fills the primary tier to a million blocks and goes on until as many again have been evicted. The growth
+of its resident size, keys included, is divided by the number of blocks. The benchmark ``slot_index`` does the same with
+the local tier's index.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BATCH = 64
 
 
 def resident_bytes() -> int:
-    """Resident size of this process."""
+    """Return the resident size of this process in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -31,7 +32,7 @@ def _batches(blocks: int) -> list[bytes]:
 
 
 def fill_primary(blocks: int) -> float:
-    """Bytes per block of the manager over a full primary tier."""
+    """Return the bytes per block of the manager over a full primary tier."""
     from tiering.api.request import ReqContext
     from tiering.manager.manager import TieringOffloadingManager
     from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -51,7 +52,7 @@ def fill_primary(blocks: int) -> float:
 
 
 def in_child(work: Callable[[int], float], blocks: int) -> float:
-    """Run ``work`` in a fresh process, so that nothing resident before is counted or reused."""
+    """Run ``work`` in a fresh process, so that no memory of this process is counted or reused."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, (blocks,))
 

@@ -1,11 +1,10 @@
-"""The object store tier against real servers on loopback: CPU seconds of this process per GB, and GB/s, at concurrency
-8.
+"""The object store tier against real servers on loopback: GB/s and this process's CPU seconds per GB.
 
-Blocks of 2 MiB, uncompressed.  "tier" is everything between a primary row and the socket: frame, xxh3-128, layers, the
-question whether the object is there, and obstore.  Beside it: obstore alone (one buffer up; bytes down and copied into
-the row), and boto3 as it comes. The servers are processes of their own, their CPU does not count; but they share the
-machine, so that GB/s say more about them. rclone serves files in memory; Ceph RGW (skipped where it is not installed)
-keeps objects in memory.
+Blocks of 2 MiB go uncompressed, 8 at a time. "Tier" is everything between a primary row and the socket: frame,
+xxh3-128, layers, the probe for an existing object, and obstore. Beside it stand obstore alone (one buffer up; bytes
+down and copied into the row) and boto3 with its defaults. The servers are processes of their own, and their CPU time
+does not count. But they share the machine, so GB/s tell more about the servers than about the tier. rclone serves files
+in memory. Ceph RGW keeps objects in memory, and is skipped where it is not installed.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ PUT_LIMIT, GET_LIMIT = 0.6, 1.0
 
 @dataclass(slots=True)
 class Workload:
-    """Rows to send and rows to fill, and every client that moves them.  Each put round writes new names and removes
-    them."""
+    """Rows to send, rows to fill, and the clients. Each round of puts writes new names and removes them."""
 
     server: s3_server.S3Server
     rows: np.ndarray[Any, np.dtype[np.uint8]]
@@ -69,8 +67,10 @@ class Workload:
         return self.count * BLOCK_BYTES
 
     def host(self, *, check_existing: bool = True) -> tuple[S3Store, IoHost]:
-        """The store and I/O side as the tier has them, over the rows: sent from the first half, filled into the
-        second."""
+        """Return a store and an I/O side over the rows, as the tier has them.
+
+        The first half of the rows is sent; the second half is filled.
+        """
         words = {
             "bucket": BUCKET,
             "endpoint_url": self.server.endpoint,
@@ -109,7 +109,7 @@ class Workload:
 
 
 def run(bench: Bench) -> None:
-    """Both servers, puts and gets."""
+    """Measure puts and gets on both servers."""
     with serving_rclone() as server:
         measure(bench, "rclone", server)
     if ceph_rgw.installed():
@@ -125,7 +125,7 @@ def run(bench: Bench) -> None:
 
 
 def measure(bench: Bench, name: str, server: s3_server.S3Server) -> None:
-    """Everything against one server."""
+    """Measure all clients against one server."""
     with ExitStack() as stack:
         work = stack.enter_context(workload(server, 8 if bench.quick else 48))
         store, host = open_host(stack, work)
@@ -171,7 +171,7 @@ def measure(bench: Bench, name: str, server: s3_server.S3Server) -> None:
 
 
 def cpu(stats: dict[str, Stats], client: str) -> float | str:
-    """CPU s/GB of ``client``, where it was measured."""
+    """Return the CPU s/GB of ``client`` if it was measured."""
     return (stats[client].cpu or 0.0) if client in stats else "as above"
 
 
@@ -223,7 +223,7 @@ def get_boto3(work: Workload, prefix: str) -> Callable[[int], object]:
 
 @contextmanager
 def workload(server: s3_server.S3Server, count: int) -> Iterator[Workload]:
-    """Rows and clients for ``server``, whose credentials are in the environment meanwhile."""
+    """Make rows and clients for ``server``, with its credentials in the environment meanwhile."""
     s3_server.create_bucket(server, BUCKET)
     memory = np.zeros((2 * count, BLOCK_BYTES), np.uint8)
     memory[:count] = np.random.default_rng(7).integers(0, 256, (count, BLOCK_BYTES), np.uint8)
@@ -274,7 +274,7 @@ def open_host(stack: ExitStack, work: Workload, *, check_existing: bool = True) 
 
 @contextmanager
 def serving_rclone() -> Iterator[s3_server.S3Server]:
-    """rclone over a directory in memory, where there is one."""
+    """Run rclone over a directory in memory, if there is one."""
     parent = "/dev/shm" if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 2 << 30 else None
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-s3-") as directory:
         server = s3_server.start_rclone(Path(directory) / "objects")

@@ -1,11 +1,10 @@
-"""The simple scheduler, eager and lazy, beside the tiering manager without secondary tiers, on the mini engine with the
-same CPU memory.
+"""The simple scheduler, eager and lazy, beside the tiering manager without secondary tiers.
 
-Users talk in several turns about documents; the GPU holds a part of their KV, the CPU pool about half of it (small) or
-all of it (large). Told per variant: TTFT p50 and p95; the CPU time that all calls of the connector's scheduler half
-take per engine step; the share of prompt tokens that did not have to be computed (what a preemption made compute again
-counts against it); bytes stored and loaded.  The tiering manager stores outputs as well here, as the simple scheduler
-does (``offload_prompt_only: false``).
+All run on the mini engine with the same CPU memory. Users talk about documents in several turns. The GPU holds a part
+of their KV; the CPU pool holds about half of it (small) or all of it (large). The table shows per variant: TTFT p50 and
+p95; the CPU time per engine step of all calls to the connector's scheduler half; the share of prompt tokens that were
+not computed (tokens that are computed again after a preemption count as computed); bytes stored and loaded. The tiering
+manager stores outputs here as well, as the simple scheduler does (``offload_prompt_only: false``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The index of a local tier: lookups against a bare dict, its memory, and a restart from a checkpoint, at a million
-blocks.
+"""The index of a local tier with a million blocks: lookups, memory, and a restart from a checkpoint.
 
-Lookups: runs of 64 neighbouring keys, all held, by the batch call, against ``list(map(dict.__contains__, keys))`` on
-the same keys (equal to, but not identical with those in the table).  Memory: growth of the resident size while a
-million blocks are put in, the keys included.  Restart: from reading the file to the last block merged, the scheduler's
-steps in turn with the reading.
+Lookups are runs of 64 neighbouring keys that are all held, by the batch call, beside ``list(map(dict.__contains__,
+keys))`` on the same keys. The keys are equal to those in the table, but other objects. Memory is the growth of the
+resident size while a million blocks are entered, keys included. A restart is measured from the reading of the file to
+the merge of the last block, with the scheduler's steps and the reading in turns.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _fresh(count: int) -> list[bytes]:
 
 
 def _fill(index: SlotIndex, count: int) -> None:
-    """Put ``count`` blocks in, in batches as jobs bring them."""
+    """Enter ``count`` blocks in batches, as jobs do."""
     for start in range(0, count, BATCH):
         keys = _fresh(min(BATCH, count - start))
         plan = index.plan_store(keys, 0.0)

@@ -1,4 +1,4 @@
-"""What an object's methods cost, measured from outside."""
+"""CPU cost of an object's methods, measured from outside."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class CallClock:
         self._inside = False
 
     def watch(self, subject: Any, methods: Iterable[str]) -> None:
-        """From now on, every call of one of ``methods`` of ``subject`` counts; what it calls itself counts as its
-        own."""
+        """Count every call of ``methods`` of ``subject`` from now on, with all calls that it makes itself."""
         for name in methods:
             setattr(subject, name, self._timed(name, getattr(subject, name)))
 

@@ -1,18 +1,18 @@
-"""The harness that every benchmark uses: variants side by side, alternating, medians; results as a table, as Markdown
-and as JSON.
+"""The harness of all benchmarks: variants side by side, in turns, by medians.
 
-A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench: Bench) -> None`` and a module docstring
-that says what is measured and against what.  Machines are noisy: absolute numbers say little, ratios within one run and
-CPU seconds a lot. Hence :meth:`Bench.compare` runs the variants in turn, round by round (the order rotates), and
-:func:`ratio` is the median over the
-rounds of the ratio within a round::
+Results are a table, Markdown and JSON. A benchmark is a module ``benchmarks/bench_<subject>.py`` with ``def run(bench:
+Bench) -> None``; its docstring says which quantity is measured, and beside what. Machines are noisy: absolute numbers
+say little, ratios within one run and CPU seconds a lot. So :meth:`Bench.compare` runs the variants in turn, round by
+round (the order rotates), and :func:`ratio` is the median over the rounds of the ratio within a round::
 
     def run(bench: Bench) -> None:
         stats = bench.compare("store, 2 MiB blocks", {
             "tier": lambda: timed(store_with_tier, nbytes=total),
             "one file per block": lambda: timed(store_files, nbytes=total),
-        }, unit="GB/s") bench.target("store against one file per block", ratio(stats["tier"], stats["one file per
-        block"]), 1.4, "min", "x") bench.target("CPU of a store", stats["tier"].cpu, 0.22, "max", "s/GB")
+        }, unit="GB/s")
+        gain = ratio(stats["tier"], stats["one file per block"])
+        bench.target("store against one file per block", gain, 1.4, "min", "x")
+        bench.target("CPU of a store", stats["tier"].cpu, 0.22, "max", "s/GB")
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one variant: the quantity that is compared, its CPU cost, and whatever else is worth a median.
+    """One run of one variant: the compared quantity, its CPU cost, and other quantities worth a median.
 
     ``cpu`` is in CPU seconds (per GB if the run moved bytes), over this process and its children that have ended.
     """
@@ -66,7 +66,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a benchmark must reach, and what it reached."""
+    """A limit that a benchmark must reach, and the value that it reached."""
 
     name: str
     value: float
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def ok(self) -> bool:
-        """Whether it was reached."""
+        """True if the target was reached."""
         return self.value <= self.limit if self.direction == "max" else self.value >= self.limit
 
 
@@ -96,10 +96,10 @@ def cpu_seconds() -> float:
 
 
 def timed(work: Callable[[], object], *, nbytes: int | None = None, per: int = 1) -> Sample:
-    """Run ``work`` once.  With ``nbytes``: GB/s and CPU s/GB (1e9 bytes); otherwise wall and CPU seconds, divided by
-    ``per``.
+    """Run ``work`` once, and return its wall time and CPU time.
 
-    The garbage collector runs before, not meanwhile.
+    With ``nbytes``, the sample has GB/s and CPU s/GB (1e9 bytes); otherwise wall and CPU seconds, divided by ``per``.
+    The garbage collector runs before the measurement.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -117,7 +117,7 @@ def timed(work: Callable[[], object], *, nbytes: int | None = None, per: int = 1
 
 
 def ratio(numerator: Stats, denominator: Stats) -> float:
-    """The median over the rounds of one variant's value divided by the other's."""
+    """Return the median over the rounds of one variant's value divided by the other's."""
     return statistics.median(a / b for a, b in zip(numerator.samples, denominator.samples, strict=True))
 
 
@@ -133,7 +133,7 @@ def _summary(samples: Sequence[Sample]) -> Stats:
 
 
 def show(value: Cell) -> str:
-    """A cell as people read it: three significant digits, thousands separated."""
+    """Format a number for people: three significant digits, thousands separated."""
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else value
     if value == 0 or 0.001 <= abs(value) < 1000:
@@ -142,10 +142,10 @@ def show(value: Cell) -> str:
 
 
 class Bench:
-    """What a benchmark module is given.
+    """The argument of a benchmark's ``run``.
 
-    ``quick``: a smoke run, so use small sizes; the numbers mean little and are not written to the results file.
-    ``directory``: an empty directory on a real disk, removed afterwards.
+    ``quick`` asks for a smoke run with small sizes; its numbers mean little and are not written to the results file.
+    ``directory`` is an empty directory on a real disk, which is removed afterwards.
     """
 
     def __init__(self, name: str, directory: Path, *, quick: bool = False, out: TextIO | None = None) -> None:
@@ -167,11 +167,10 @@ class Bench:
         unit: str = "",
         warmup: int = 1,
     ) -> dict[str, Stats]:
-        """Run all variants ``repeats`` times in turn and return their statistics, after ``warmup`` rounds that do not
-        count.
+        """Run all variants ``repeats`` times in turn, and return their statistics; add a table.
 
-        A variant returns the quantity to compare, in ``unit``.  A quick run does one round and no warm-up.  Adds a
-        table.
+        A variant returns the quantity to compare, in ``unit``. ``warmup`` rounds run first and do not count. A quick
+        run does one round and no warm-up.
         """
         rounds, skipped = (1, 0) if self.quick else (max(repeats, 1), warmup)
         names = list(variants)
@@ -192,7 +191,7 @@ class Bench:
     def target(
         self, name: str, value: float | None, limit: float, direction: Direction = "max", unit: str = ""
     ) -> None:
-        """Declare what had to be reached: ``value`` at most (``max``) or at least (``min``) ``limit``."""
+        """Declare a target: ``value`` must be at most (``max``) or at least (``min``) ``limit``."""
         self.targets.append(Target(name, float("nan") if value is None else value, limit, direction, unit))
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
@@ -202,7 +201,7 @@ class Bench:
         print(render(table), file=self._out, flush=True)
 
     def note(self, text: str) -> None:
-        """A sentence that belongs to the results: what was left out, or how to read them."""
+        """Add a sentence to the results: a part that was left out, or an explanation."""
         self.notes.append(text)
         print(text, file=self._out, flush=True)
 
@@ -226,7 +225,7 @@ class Bench:
 
 
 def render(table: Table) -> str:
-    """A table as Markdown, its columns aligned so that it reads well on a terminal too."""
+    """Return a table as Markdown; aligned columns make it readable on a terminal too."""
     grid = [table.headers, *table.rows]
     widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.headers))]
     lines = [
@@ -237,7 +236,7 @@ def render(table: Table) -> str:
 
 
 def render_targets(targets: Sequence[Target], *, judged: bool = True) -> str:
-    """The table of what had to be reached; a quick run is not ``judged``."""
+    """Return the table of targets; those of a quick run are not ``judged``."""
     rows = [
         (
             target.name,
@@ -277,7 +276,7 @@ class Machine:
 
 
 def machine(directory: Path) -> Machine:
-    """The machine this runs on, and the file system that ``directory`` is on."""
+    """Return the shape of this machine, and the file system of ``directory``."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -319,7 +318,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def write_json(bench: Bench, machine_: Machine, path: Path) -> None:
-    """Everything that was measured, for programs."""
+    """Write all measurements as JSON."""
     data = {
         "benchmark": bench.name,
         "quick": bench.quick,

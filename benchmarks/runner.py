@@ -1,4 +1,4 @@
-"""Runs benchmarks one after another, each in a directory of its own, and keeps what they found."""
+"""Run benchmarks one after another, each in its own directory, and keep their results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
     """Run those of ``modules`` (name on the command line → module in this package) that ``argv`` asks for.
 
-    A module has ``run(bench)``, and ``lacks()`` if it cannot be run everywhere: what is missing here, or an empty
-    string. The exit code says whether all ran to the end (and, with --strict, reached their targets).
+    A module has ``run(bench)``. A module that cannot run everywhere has ``lacks()``, which returns the missing thing or
+    an empty string. The exit code is 0 if all ran to the end and, with --strict, reached their targets.
     """
     options = _arguments(prog, description, sorted(modules), argv)
     options.out.mkdir(parents=True, exist_ok=True)

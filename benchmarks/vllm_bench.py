@@ -1,5 +1,7 @@
-"""Benchmarks with the real vLLM (its environment is .venv-vllm): ``python -m benchmarks.vllm_bench [--quick] [--only
-ttft|cpu]``."""
+"""Benchmarks with the real vLLM: ``python -m benchmarks.vllm_bench [--quick] [--only ttft|cpu]``.
+
+Their environment is .venv-vllm.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ MODULES = {"ttft": "vllm_ttft", "cpu": "vllm_cpu"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit code says whether both ran (and, with --strict, reached their targets)."""
+    """Run the benchmarks, and return an exit code as :func:`benchmarks.runner.run` does."""
     prepare_environment()
     return run("python -m benchmarks.vllm_bench", "Run the benchmarks with the real vLLM.", MODULES, argv)
 

@@ -1,17 +1,18 @@
-"""What the connector costs when nothing is ever used again: CPU seconds per token of the real vLLM, with tiers and
-without connector.
+"""Cost of the connector without any reuse: CPU seconds per token of the real vLLM.
 
-A Llama of 12 layers, hidden size 768, float32, on vLLM's CPU platform.  Every engine is a process of its own that runs
-on command, one at a time, in an order that rotates: new prompts in each round, the same for all engines.  Processes of
-the very same code differ by some percent for as long as they live (where their memory happens to lie), so all are
-started anew several times, in another order each time, and "by start" tells how far the ratio moves with that alone.
-Threads that wait for others of a parallel loop sleep (OMP_WAIT_POLICY=passive): by default they spin, and whatever else
-runs on their cores, the S3 server above all, would show as seconds of the engine.  CPU seconds are those of all threads
-of an engine, from before the requests arrive until its copies and tiers have nothing left to do.  The ratio is the
-median over the rounds of that within a round.  Everything that is computed is stored in every tier; the S3 server
-(rclone on loopback) is a process of its own and not counted.  "Where": CPU seconds per round by kind of thread, and of
-the main thread those that it spends in the connector's methods, and in steps that only see copies and tiers to their
-end.  What is in "other threads" is the engine's own arithmetic, and the S3 client's runtime.
+Engines with tiers stand beside an engine without connector. The model is a Llama of 12 layers, hidden size 768,
+float32, on vLLM's CPU platform. Every engine is a process of its own that runs on command, one at a time, in an order
+that rotates. Each round has new prompts, the same for all engines. Processes of the very same code differ by some
+percent for as long as they live, by the places of their memory. So all are started anew several times, in another order
+each time; "by start" shows how far the ratio moves with the starts alone. Threads that wait for others of a parallel
+loop sleep (OMP_WAIT_POLICY=passive). By default they spin, and work of other processes on their cores, above all of the
+S3 server, would count as seconds of the engine.
+
+CPU seconds are those of all threads of an engine, from before the requests arrive until its copies and tiers have
+nothing left to do. The ratio is the median over the rounds of the ratio within a round. Every computed block is stored
+in every tier. The S3 server (rclone on loopback) is a process of its own and not counted. "Where" shows CPU seconds per
+round by kind of thread; for the main thread, it shows the seconds in the connector's methods and in steps that only see
+copies and tiers to their end. "Other threads" are the engine's own arithmetic and the S3 client's runtime.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tiering.api.keys import PRIMARY_TIER
 
 PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
 STARTS, ROUNDS = 5, 2
-"""How often all engines are started, and rounds that count from one start to the next."""
+"""Number of starts of all engines, and of rounds that count after each start."""
 BLOCKS = PROMPTS * (LENGTH // BLOCK)
 GPU_BLOCKS = 104
 CAPACITY = 104 * (BLOCK_BYTES + 4096)
@@ -49,8 +50,7 @@ ANSWER_TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One round of one engine: CPU seconds in all and by kind of thread, wall seconds, and bytes that every tier has
-    taken so far."""
+    """One round of one engine: CPU seconds (in all, by kind of thread), wall seconds, bytes per tier."""
 
     cpu: float
     threads: dict[str, float]
@@ -61,7 +61,7 @@ class Cost:
 
 
 def run(bench: Bench) -> None:
-    """Rounds over all engines, from several starts of each, then the tables."""
+    """Run rounds over all engines, from several starts of each, then write the tables."""
     progress("cpu: writing the model")
     model = bench.directory / "model"
     in_a_process(write_model, model)
@@ -70,7 +70,7 @@ def run(bench: Bench) -> None:
 
 
 def rounds_of_a_start(bench: Bench, model: Path, start: int) -> list[dict[str, Cost]]:
-    """The costs by engine, for each round that counts."""
+    """Return the costs by engine for each round that counts."""
     rounds: list[dict[str, Cost]] = []
     disk = bench.directory / f"disk-{start}"
     with started(model, disk, start) as engines:
@@ -89,7 +89,7 @@ def rounds_of_a_start(bench: Bench, model: Path, start: int) -> list[dict[str, C
 
 
 def in_a_process(work: Callable[..., object], *arguments: object) -> None:
-    """Run ``work`` elsewhere, so that this process stays small beside the engines."""
+    """Run ``work`` in a child, so that this process stays small beside the engines."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -99,8 +99,7 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 @contextmanager
 def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connection]]:
-    """An engine process per variant, and the pipe by which it is told what to do.  ``first``: where in their order
-    to begin."""
+    """Start an engine process per variant, ``first`` to begin with, and return the pipe to each."""
     progress("cpu: starting the engines")
     with ExitStack() as opened:
         opened.enter_context(patch.dict(os.environ, OMP_WAIT_POLICY="passive"))  # read when a process loads the library
@@ -131,13 +130,13 @@ def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connectio
 
 
 def rotated(names: list[str], by: int) -> list[str]:
-    """``names``, beginning somewhere else."""
+    """Return ``names`` in the same cyclic order, with another beginning."""
     at = by % len(names)
     return names[at:] + names[:at]
 
 
 def end(process: Any, pipe: Connection) -> None:
-    """Ask the engine to end, and see that it does."""
+    """Ask the engine to end, and wait for its end."""
     pipe.close()
     process.join(60)
     if process.is_alive():
@@ -146,14 +145,19 @@ def end(process: Any, pipe: Connection) -> None:
 
 
 def receive(pipe: Connection) -> Any:
-    """The engine's answer.  Raises RuntimeError if it takes too long; EOFError if the engine has ended."""
+    """Return the engine's answer.
+
+    Raises:
+        RuntimeError: the answer took too long.
+        EOFError: the engine has ended.
+    """
     if not pipe.poll(ANSWER_TIMEOUT):
         raise RuntimeError(f"an engine did not answer within {ANSWER_TIMEOUT:g} s")
     return pipe.recv()
 
 
 def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environment: dict[str, str]) -> None:
-    """An engine's process: a round per number that arrives, until the pipe is closed."""
+    """Run an engine's process: a round per number that arrives, until the pipe is closed."""
     os.environ.update(environment)
     with running(model, stack, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=2048) as engine:
         clock = CallClock()
@@ -208,7 +212,7 @@ CALLS = (
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds so far of this process's threads by kind."""
+    """Return the CPU seconds so far of this process's threads by kind."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
@@ -224,7 +228,10 @@ def thread_seconds() -> dict[str, float]:
 
 
 def check(rounds: list[dict[str, Cost]]) -> None:
-    """Every tier must have taken every block of every prompt, or its costs would look too good."""
+    """Check that every tier has taken every block of every prompt.
+
+    Otherwise its costs would look too good.
+    """
     for name, cost in rounds[-1].items():
         for tier, written in cost.written.items():
             if name != WITHOUT and written < len(rounds) * BLOCKS * BLOCK_BYTES:
@@ -232,7 +239,7 @@ def check(rounds: list[dict[str, Cost]]) -> None:
 
 
 def report(bench: Bench, starts: list[list[dict[str, Cost]]]) -> None:
-    """The tables, and what had to be reached."""
+    """Write the tables and the targets."""
     rounds = [costs for start in starts for costs in start]
     tokens = PROMPTS * (LENGTH + OUTPUTS)
     kinds = ("main thread", "connector", "draining", "copies", "tier I/O", "other threads")

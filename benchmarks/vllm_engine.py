@@ -1,5 +1,4 @@
-"""What the benchmarks of the real vLLM share: a model whose prefill matters, an engine in this process, one request
-step by step."""
+"""Common parts of the benchmarks with the real vLLM: a model, an engine, one request step by step."""
 
 from __future__ import annotations
 
@@ -24,17 +23,19 @@ BLOCK_BYTES = BLOCK * TOKEN_BYTES
 MAX_LEN = 4608
 GPU_BLOCKS = 280
 STEP_PAUSE = 0.001
-"""Seconds that vLLM's engine core rests after a step in which the model did not run, while requests or transfers are
-open."""
+"""Seconds that vLLM's engine core rests after a step without a run of the model, while work is open."""
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def write_model(directory: Path) -> Path:
-    """A Llama of 12 layers, hidden size 768, float32, with random weights whose logits depend on all of the context."""
+    """Write a Llama of 12 layers with random weights whose logits depend on the whole context.
+
+    The hidden size is 768, the type float32.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,14 +57,14 @@ def write_model(directory: Path) -> Path:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     dice = random.Random(seed)
     return [dice.randrange(VOCABULARY) for _ in range(length)]
 
 
 @contextmanager
 def running(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
-    """An engine with ``stack`` behind it; None: without connector."""
+    """Run an engine with ``stack`` behind it; None means without connector."""
     settings = {
         "num_gpu_blocks_override": GPU_BLOCKS,
         "max_model_len": MAX_LEN,
@@ -76,10 +77,10 @@ def running(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterat
 
 @dataclass(slots=True)
 class Asked:
-    """One request from its arrival on.  ``ttft``: seconds to the first token.  ``steps``: (begin, end) of each engine
-    step until then.
+    """One request from its arrival on.
 
-    ``decode``: seconds of each step after it.  ``keys``: of the prompt's blocks, where a connector is.
+    ``ttft`` is the number of seconds to the first token; ``steps`` has (begin, end) of each engine step until then.
+    ``decode`` has the seconds of each later step. ``keys`` are those of the prompt's blocks if there is a connector.
     """
 
     tokens: list[int]
@@ -95,7 +96,7 @@ _ids = itertools.count()
 def ask(
     running: Engine, tokens: list[int], max_tokens: int, tiers: Sequence[str] | None = None, load: bool = True
 ) -> Asked:
-    """Ask for ``max_tokens`` tokens; ``tiers``: the secondary tiers that the request may use (None: all)."""
+    """Ask for ``max_tokens`` tokens; ``tiers`` are the secondary tiers that may be used (None: all)."""
     from vllm import SamplingParams
 
     words: dict[str, Any] = {} if load else {"load": False}
@@ -152,8 +153,10 @@ def settle(running: Engine, timeout: float = 120.0) -> None:
 
 @dataclass
 class Watch:
-    """When I/O ran: (begin, end) in seconds of ``time.perf_counter``, of loads of each tier and of copies to the GPU
-    ("cpu")."""
+    """Times of I/O, as (begin, end) in seconds of ``time.perf_counter``.
+
+    They are those of each tier's loads, and of copies to the GPU under the name "cpu".
+    """
 
     spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
@@ -170,12 +173,12 @@ class Watch:
         self.moved.clear()
 
     def during(self, step: tuple[float, float]) -> bool:
-        """Whether any I/O ran in some part of ``step``."""
+        """Return True if any I/O ran in some part of ``step``."""
         begin, end = step
         return any(start < end and stop > begin for spans in self.spans.values() for start, stop in spans)
 
     def seconds(self, name: str) -> float:
-        """From the first beginning to the last end."""
+        """Return the seconds from the first beginning to the last end."""
         spans = self.spans.get(name)
         return max(stop for _, stop in spans) - min(start for start, _ in spans) if spans else 0.0
 

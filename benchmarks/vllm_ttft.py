@@ -1,15 +1,16 @@
-"""Time to the first token of the same prompt of 4,000 tokens, computed, and back from each place that may hold its KV;
-the real vLLM.
+"""Time to the first token of a prompt of 4,000 tokens, computed or loaded, in the real vLLM.
 
-A Llama of 12 layers, hidden size 768, float32 (73,728 bytes of KV per token), vLLM's CPU platform, one process.  Every
-round computes a new prompt, then has it back, in turns, from the engine's own prefix cache, the CPU tier, the local
-tier and an S3 server (rclone on loopback).  The CPU tier has room for 1.3 prompts: two others push the prompt out of it
-before each turn of a slower tier, and the bytes read from the tier and copied to the engine's blocks are checked, as
-are the tokens.  Bandwidths: the same bytes moved by the same tier in the same round while the engine stands still (the
-tier into the CPU tier's rows; the CPU tier into the engine's blocks). A step is one of the engine's median steps that
-decode at this context.  The limit: the engine's own cache plus 1.5 times the transfer plus two steps.  "Steps beside
-I/O": engine steps between arrival and first token in which no transfer ran, beyond those that a hit in the engine's own
-cache takes.
+The model is a Llama of 12 layers, hidden size 768, float32 (73,728 bytes of KV per token), on vLLM's CPU platform in
+one process. Every round computes a new prompt, then gets it back, in turns, from the engine's own prefix cache, the CPU
+tier, the local tier and an S3 server (rclone on loopback). The CPU tier has room for 1.3 prompts. Two other prompts
+push the first one out before each turn of a slower tier. The bytes read from the tier and copied to the engine's blocks
+are checked, and so are the tokens.
+
+Bandwidths are those of the same bytes, moved by the same tier in the same round while the engine stands still (from the
+tier into the CPU tier's rows; from the CPU tier into the engine's blocks). A step is one of the engine's median decode
+steps at this context. The limit is the engine's own cache plus 1.5 times the transfer plus two steps. "Steps beside
+I/O" are engine steps between arrival and first token in which no transfer ran, beyond the steps that a hit in the
+engine's own cache takes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TRANSFER_FACTOR, STEPS = 1.5, 2
 
 @dataclass(slots=True)
 class Rounds:
-    """What was measured, one entry per round: seconds, bytes per second, steps."""
+    """The measurements, one entry per round: seconds, bytes per second, steps."""
 
     ttft: dict[str, list[float]] = field(default_factory=dict)
     bandwidth: dict[str, list[float]] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Rounds:
 
 
 def run(bench: Bench) -> None:
-    """Rounds on one engine, then the table."""
+    """Run rounds on one engine, then write the table."""
     progress("ttft: writing the model")
     model = write_model(bench.directory / "model")
     with stack_of(bench.directory) as stack, running(model, stack) as engine:
@@ -75,8 +76,10 @@ def run(bench: Bench) -> None:
 
 @contextmanager
 def stack_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """A CPU tier of 1.3 prompts, a local tier, and a bucket on a server of its own; its credentials are in the
-    environment meanwhile."""
+    """Yield a stack of a CPU tier of 1.3 prompts, a local tier, and a bucket on a server of its own.
+
+    The server's credentials are in the environment for as long as the context lasts.
+    """
     with ExitStack() as opened:
         server = opened.enter_context(rclone_server())
         before = dict(os.environ)
@@ -150,7 +153,7 @@ class Subject:
         )
 
     def _back(self, path: str, tokens: list[int]) -> Asked:
-        """The prompt from ``path`` and from nowhere else: bytes by way of each tier are checked."""
+        """Ask for the prompt from ``path`` alone; the bytes of each tier are checked."""
         if path in {"own cache", "cpu"}:
             ask(self._engine, tokens, 1)
             if path == "cpu":
@@ -200,7 +203,7 @@ class Subject:
     # ---------------------------------------------------------------------------- bandwidths, the engine standing still
 
     def _promote(self, tier: str, keys: list[Any]) -> float:
-        """Bytes per second from ``tier`` into the CPU tier's rows."""
+        """Return the bytes per second from ``tier`` into the CPU tier's rows."""
         manager = self._engine.connector.scheduler_half._manager
         context = ReqContext(f"bandwidth-{next(self._jobs)}", {"kv_tiering": {"tiers": [tier]}})
         manager.on_new_request(context)
@@ -220,7 +223,7 @@ class Subject:
         return blocks * BLOCK_BYTES / seconds
 
     def _copy(self, keys: list[Any]) -> float:
-        """Bytes per second from the CPU tier's rows into the engine's blocks, which hold nothing."""
+        """Return the bytes per second from the CPU tier's rows into the engine's blocks, which are empty."""
         manager = self._engine.connector.scheduler_half._manager
         context = ReqContext(f"bandwidth-{next(self._jobs)}")
         manager.on_new_request(context)
@@ -238,7 +241,7 @@ class Subject:
 
 
 def report(bench: Bench, rounds: Rounds) -> None:
-    """The table, and what had to be reached."""
+    """Write the table and the targets."""
     ttft = {path: statistics.median(values) for path, values in rounds.ttft.items()}
     rate = {tier: statistics.median(values) for tier, values in rounds.bandwidth.items()}
     step, own, nbytes = statistics.median(rounds.decode), ttft["own cache"], BLOCKS * BLOCK_BYTES

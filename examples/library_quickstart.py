@@ -1,4 +1,4 @@
-"""The library without an engine: store blocks, push them out of CPU memory, and get them back, verified.
+"""The library without an engine: store blocks, evict them from CPU memory, load them back, verified.
 
     python -m examples.library_quickstart [stack.yaml] [number of blocks]
 

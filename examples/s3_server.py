@@ -1,4 +1,4 @@
-"""An S3 server on loopback for demonstrations and tests: rclone if it is installed, else moto's server.
+"""An S3 server on loopback for demonstrations and tests: rclone if installed, else moto's server.
 
 Both serve plain HTTP on a free port of 127.0.0.1, and keep all objects under one directory (rclone) or in memory
 (moto). Do not use these servers in production.
@@ -82,7 +82,7 @@ def stop(process: subprocess.Popen[bytes], timeout: float = 10.0) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of the program ``name`` beside this interpreter, else on the path; None if it is missing."""
+    """Return the path of the program ``name`` beside this interpreter, else on the path, else None."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.is_file() else shutil.which(name)
 

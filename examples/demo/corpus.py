@@ -1,4 +1,4 @@
-"""Real text for the conversations: modules of the running interpreter's library, and questions about them."""
+"""Real text for the conversations: modules of the interpreter's library, and questions about them."""
 
 from __future__ import annotations
 

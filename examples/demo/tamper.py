@@ -1,4 +1,4 @@
-"""Altering blocks behind the tiers' back: what a failing disk, or a stray write, does."""
+"""Damage to blocks behind the tiers' back, as a failing disk or a stray write does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _INTO_FRAME = 9_000
 
 
 def flip_blocks(directory: Path, keys: Iterable[bytes]) -> int:
-    """Flip one byte of every copy of the blocks ``keys`` in the files under ``directory``; how many were flipped."""
+    """Flip one byte of every copy of the blocks ``keys`` in the files under ``directory``.
+
+    Returns:
+        The number of flipped bytes.
+    """
     flipped = 0
     for path in sorted(file for file in directory.rglob("*") if file.is_file()):
         data = path.read_bytes()

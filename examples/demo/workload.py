@@ -1,4 +1,4 @@
-"""The workload: users who talk with the model about a document, in several turns, a few of them at a time."""
+"""The workload: users who talk with the model about a document in several turns, a few at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The KV cache's book-keeping: a pool of blocks, which request holds which, and which prefix can be found again.
+"""The KV cache's book-keeping: a pool of blocks, the block tables of requests, and the prefix cache.
 
-As in vLLM: blocks of all groups come from one pool; a block that nobody uses keeps its content and its name until it is
-needed, least recently used first; block 0 is the *null block*, which stands where a window has passed.
+As in vLLM, blocks of all groups come from one pool. A block without users keeps its content and its name until it is
+needed; the least recently used one is taken first. Block 0 is the *null block*, which stands for blocks that a window
+has passed.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ class KVCacheManager:
     def allocate(
         self, request: Request, tokens: int, new_tokens: int, prefix: Prefix | None = None
     ) -> tuple[list[int], ...] | None:
-        """Give ``request``, of which ``tokens`` are (or will be loaded) in the cache, room for ``new_tokens`` more.
+        """Give ``request`` room for ``new_tokens`` more; ``tokens`` are cached or will be loaded.
 
-        Returns the ids of the new blocks per group, or None, and nothing changed but windows that slid on, if there is
-        no room.
+        Returns:
+            The ids of the new blocks per group. None if there is no room; then only windows have slid on.
         """
         held = self._tables.get(request.request_id)
         if held is not None:

@@ -62,9 +62,9 @@ class LayerWeights:
 
 
 class PagedKV:
-    """The KV cache: one tensor per layer of a group, shared by the layers of the other groups at the same place.
+    """The KV cache: one tensor per layer of a group; other groups share it at the same place.
 
-    ``kv_first`` False: each tensor is (num_blocks, 2, block_size, kv_heads, head_dim); True: (2, num_blocks, ...).  A
+    ``kv_first`` False: each tensor is (num_blocks, 2, block_size, kv_heads, head_dim); True: (2, num_blocks, ...). A
     block id belongs to one group at a time, so layers of different groups never touch the same block.
     """
 

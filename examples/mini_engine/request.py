@@ -15,7 +15,10 @@ ROOT_HASH = hashlib.sha256(b"mini-engine").digest()
 
 
 def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a block: sha256 over its parent's name and its tokens, so that equal names mean equal prefixes."""
+    """Return the name of a block: sha256 over its parent's name and its tokens.
+
+    Equal names mean equal prefixes.
+    """
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()
 
 

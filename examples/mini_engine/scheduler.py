@@ -1,7 +1,7 @@
-"""The scheduler: which requests compute how many tokens in a step, and the scheduler half of the connector.
+"""The scheduler: the requests of each step and their tokens, and the scheduler half of the connector.
 
-Continuous batching with chunked prefill; when blocks run out, the youngest running request is preempted (it gives all
-its blocks back and starts again later).  The connector is called in vLLM's order: for each waiting request
+Continuous batching with chunked prefill. When blocks run out, the youngest running request is preempted: it gives all
+its blocks back and starts again later. The connector is called in vLLM's order: for each waiting request
 ``get_num_new_matched_tokens`` → allocation → ``update_state_after_alloc``; once per step ``build_connector_meta``;
 after the step ``update_connector_output``.
 """
@@ -41,7 +41,10 @@ class NewRequest:
 
 @dataclass(slots=True)
 class CachedRequests:
-    """Requests that ran before, co-indexed; ``new_block_ids`` replace all blocks of those in ``resumed_req_ids``."""
+    """Requests that ran before, as parallel lists.
+
+    ``new_block_ids`` replace all blocks of those in ``resumed_req_ids``.
+    """
 
     req_ids: list[str] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)
@@ -218,7 +221,11 @@ class Scheduler:
             self._take_back_loaded()
 
     def _take_back_loaded(self) -> bool:
-        """Make room: the youngest waiting request that holds loaded blocks starts over.  False if there is none."""
+        """Make room: the youngest waiting request that holds loaded blocks starts over.
+
+        Returns:
+            False if there is no such request.
+        """
         for request in reversed(self.waiting):
             if request.status is Status.WAITING and request.num_computed_tokens:
                 self._start_over(request)
@@ -289,7 +296,7 @@ class Scheduler:
             self.kv.free(request)
 
     def _load_ended(self, request: Request) -> bool:
-        """Return True if the load of ``request`` has ended; the request can then be scheduled with the loaded KV."""
+        """Return True if the load of ``request`` has ended, so that the request can be scheduled."""
         if request.request_id not in self._arrived:
             return False
         self._arrived.discard(request.request_id)

@@ -87,7 +87,7 @@ class FreeQueue:
 
 
 class MirroredPool:
-    """A drop-in for :class:`examples.mini_engine.kv_cache.BlockPool`, which also is what the simple scheduler binds."""
+    """A replacement of the engine's ``BlockPool`` with the interface that the simple scheduler needs."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [PoolBlock(number) for number in range(num_blocks)]
@@ -136,7 +136,7 @@ class MirroredPool:
 
 
 class SimpleWorkerHalf(SimpleCPUOffloadWorker):
-    """The worker half of the simple scheduler; ``replace_loads`` replaces the load handler, for negative controls."""
+    """The worker half of the simple scheduler; ``replace_loads`` (for controls) replaces the load handler."""
 
     replace_loads: ReplaceLoads | None = None
 

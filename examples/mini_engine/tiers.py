@@ -40,7 +40,7 @@ class Tiers:
                 self.bytes_moved[kind] = self.bytes_moved.get(kind, 0) + int(value)
 
     def secondary_stats(self) -> dict[str, dict[str, Any]]:
-        """Counters and gauges of each secondary tier by its name (see :class:`tiering.secondary.stats.TierStats`)."""
+        """Return counters and gauges of each secondary tier by name."""
         tiers: dict[str, dict[str, Any]] = self.scheduler_half.get_stats()["tiers"]
         return {name: fields for name, fields in tiers.items() if name != PRIMARY_TIER}
 
@@ -93,7 +93,7 @@ def connect(
 def describe(
     worker: Worker, groups: tuple[KVCacheGroup, ...], factor: int, block_bytes: tuple[int, ...]
 ) -> ModelIdentity:
-    """Return the identity of the engine's KV: all parameters that change the bytes of a block, or their meaning."""
+    """Return the identity of the engine's KV: all parameters that change a block's bytes or their meaning."""
     config, cache = worker.model.config, worker.cache
     heads = f"{config.kv_heads} KV heads of {config.head_dim}"
     layout = KVLayout(
@@ -133,7 +133,7 @@ class _Spec(TieringOffloadingSpec):
 
 
 class CopyNothing(OffloadingHandler):
-    """A load handler that reports success and copies no bytes. A check of the outputs must then find wrong ones."""
+    """A load handler that reports success and copies no bytes, so that a check of the outputs must fail."""
 
     def __init__(self) -> None:
         self._claimed: list[TransferResult] = []
