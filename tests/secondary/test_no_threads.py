@@ -12,8 +12,8 @@ from tests.secondary.fakes import FakeStore, make_namespace
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.io.host import THREAD_RETRY_SECONDS
 from tiering.secondary.io.messages import IoKind, IoTask
+from tiering.secondary.io.threads import THREAD_RETRY_SECONDS
 from tiering.secondary.service.medium import Medium
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore

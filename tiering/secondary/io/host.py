@@ -5,12 +5,8 @@ The scheduler's thread only appends to deques and takes from them (:meth:`IoHost
 prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side. Tasks run before
 loads, and loads before stores.
 
-Threads are daemons: a thread that hangs in a medium delays neither other threads nor the end of the process. While
-threads are stuck in units after their deadline, substitute threads run, at most as many again. They end when the stuck
-threads return.
-
-A thread that cannot be started (the process or its container has reached a limit) is tried again later. As long as no
-thread runs, jobs and tasks fail with a :class:`TemporaryStoreError`. The component that submitted a task tries again.
+As long as no thread runs (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
+:class:`TemporaryStoreError`. The component that submitted a task tries again.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from tiering.block_store import BlockStore, Done, Outcome
@@ -31,7 +26,7 @@ from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
-from tiering.secondary.io.threads import ThreadStarter
+from tiering.secondary.io.threads import IoThreads
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -40,9 +35,6 @@ BATCH_UNIT_BYTES = 8 << 20
 
 SINGLE_UNIT_BYTES = 1 << 20
 """Maximum bytes of one unit for media that move one block after the other."""
-
-THREAD_RETRY_SECONDS = 0.1
-"""Seconds after a failure to start an I/O thread until the next try."""
 
 _LONGEST_WAIT = 0.05
 
@@ -124,14 +116,10 @@ class IoHost:
         self._pipeline = pipeline
         self._clock = clock
         self._unit_bytes = unit_bytes
-        self._num_threads = threads
-        self._threads: list[threading.Thread] = []
-        self._background: list[threading.Thread] = []
-        self._starter = ThreadStarter(name, clock)
-        self._start_due = float("-inf")
+        self._threads = IoThreads(
+            name, threads, work=self._work, abandon=self._abandon, stopping=self.stopping, clock=clock
+        )
         self._queues = _Queues()
-        # There are at least as many tokens as queued items: a thread that finds no item for its token takes the next.
-        self._tokens: SimpleQueue[None] = SimpleQueue()
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = (news or News()).announce
@@ -140,10 +128,6 @@ class IoHost:
         self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
-        self._hanging = RateLimit(LOG_PERIOD, clock)
-        self._running: dict[threading.Thread, float] = {}
-        """Deadline of the unit that each thread runs."""
-        self._alive = 0
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -163,25 +147,20 @@ class IoHost:
         else:
             queues = self._queues
             (queues.loads if job.kind is IoKind.LOAD else queues.stores).append(unit)
-            self._tokens.put(None)
+            self._threads.wake()
 
     def run(self, task: IoTask) -> None:
         """Submit a task; returns at once.
 
         :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
         """
-        if (refusal := self._closed_error() if task.background else self._refusal()) is not None:
-            self._end(_TaskDone(task, None, refusal))
-        elif not task.background:
+        if task.background:
+            refusal = self._closed_error() or self._threads.run_alone(task.name, lambda: self._run_task(task))
+        elif (refusal := self._refusal()) is None:
             self._queues.tasks.append(task)
-            self._tokens.put(None)
-        else:
-            self._background = [thread for thread in self._background if thread.is_alive()]
-            started = self._starter.start(f"kv-{self.name}-{task.name}", lambda: self._run_task(task))
-            if isinstance(started, TemporaryStoreError):
-                self._end(_TaskDone(task, None, started))
-            else:
-                self._background.append(started)
+            self._threads.wake()
+        if refusal is not None:
+            self._end(_TaskDone(task, None, refusal))
 
     def poll(self) -> list[IoResult]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
@@ -216,7 +195,7 @@ class IoHost:
 
         :meth:`poll` still returns their results.
         """
-        for wait in self._waits(deadline):
+        for wait in _waits(self._clock, deadline):
             self._sweep()
             if self._finished == self._submitted:
                 return True
@@ -239,23 +218,21 @@ class IoHost:
             True if no thread touches rows or the medium any more.
         """
         self.stopping.set()
-        for _ in self._threads:
-            self._tokens.put(None)
+        self._threads.stop()
         self._abandon()
-        threads = [*self._threads, *self._background]
-        for wait in self._waits(deadline):
-            threads = [thread for thread in threads if thread.is_alive()]
+        for wait in _waits(self._clock, deadline):
+            threads = self._threads.running()
             if not threads:
                 break
             threads[0].join(wait)
-        if any(thread.is_alive() for thread in threads):
+        if self._threads.running():
             return False
         self._abandon()
         self._pipeline.release()
         return True
 
     def join(self) -> None:
-        for thread in [*self._threads, *self._background]:
+        for thread in self._threads.running():
             thread.join()
 
     def _closed_error(self) -> StoreError | None:
@@ -268,41 +245,9 @@ class IoHost:
         """
         if (closed := self._closed_error()) is not None:
             return closed
-        if not self._alive and self._clock() >= self._start_due:
-            self._add_threads(self._num_threads)
-        return (
-            None if self._alive else TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
-        )
-
-    def _add_threads(self, count: int) -> None:
-        """Start up to ``count`` more I/O threads, stopping at the first that cannot be started."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for number in range(count):
-            with self._lock:
-                self._alive += 1
-            started = self._starter.start(f"kv-{self.name}-io-{number}", self._work)
-            if isinstance(started, TemporaryStoreError):
-                with self._lock:
-                    self._alive -= 1
-                self._start_due = self._clock() + THREAD_RETRY_SECONDS
-                return
-            self._threads.append(started)
-
-    def _stuck(self) -> int:
-        """Return the number of threads that run a unit after its deadline."""
-        now = self._clock()
-        return sum([deadline <= now for deadline in list(self._running.values())])
-
-    def _waits(self, deadline: float) -> Iterator[float]:
-        """Yield lengths of waits until ``deadline``; the last one is 0.
-
-        The waits also end when the real time that the clock promised has passed.
-        """
-        begun = time.monotonic()
-        allowed = deadline - self._clock()
-        while (left := min(deadline - self._clock(), allowed - (time.monotonic() - begun))) > 0:
-            yield min(left, _LONGEST_WAIT)
-        yield 0.0
+        if self._threads.ensure():
+            return None
+        return TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
 
     def _sweep(self) -> None:
         """Fail the jobs that wait in vain, and start substitutes for threads that hang.
@@ -319,13 +264,7 @@ class IoHost:
                 with self.stats.lock:
                     self.stats.overdue += unit.stop - unit.start
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        if self._alive and self._clock() >= self._start_due and not self.stopping.is_set():
-            stuck = min(self._stuck(), self._num_threads)
-            missing = self._num_threads + stuck - self._alive
-            if missing > 0:
-                if stuck and (count := self._hanging.admit(stuck)):
-                    _log.warning("tier %s: %d I/O thread(s) hang in the medium, starting others", self.name, count)
-                self._add_threads(missing)
+        self._threads.replace_stuck()
 
     def _take_overdue(self, queue: _Queue, now: float) -> _Unit | None:
         try:
@@ -339,7 +278,7 @@ class IoHost:
         # Another thread took the overdue unit in between: put this one back, with a token for the thread that found
         # the queue empty meanwhile.
         queue.appendleft(unit)
-        self._tokens.put(None)
+        self._threads.wake()
         return None
 
     def _abandon(self) -> None:
@@ -351,27 +290,7 @@ class IoHost:
     # -------------------------------------------------------------------------------------------------- the I/O threads
 
     def _work(self) -> None:
-        while True:
-            self._tokens.get()
-            if self.stopping.is_set():
-                self._abandon()
-                return
-            try:
-                self._work_once()
-            except BaseException:
-                _log.exception("tier %s: an I/O thread met an error outside a job", self.name)
-            if self._alive > self._num_threads and self._leave():
-                return
-
-    def _leave(self) -> bool:
-        """Return True if the calling thread is surplus and must end."""
-        with self._lock:
-            if self._alive <= self._num_threads + self._stuck():
-                return False
-            self._alive -= 1
-            return True
-
-    def _work_once(self) -> None:
+        """Run the most urgent task or unit, if there is one."""
         queues = self._queues
         if (task := _take(queues.tasks)) is not None:
             self._run_task(task)
@@ -385,12 +304,14 @@ class IoHost:
         if unit is None or not unit.whole:
             return unit
         job = unit.state.job
-        blocks = max(1, min(-(-unit.stop // self._num_threads), self._unit_bytes // max(1, max(job.sizes, default=1))))
+        blocks = max(
+            1, min(-(-unit.stop // self._threads.count), self._unit_bytes // max(1, max(job.sizes, default=1)))
+        )
         units = [_Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         unit.state.unfinished = len(units)
         queue.extendleft(units[:0:-1])
         for _ in units[1:]:
-            self._tokens.put(None)
+            self._threads.wake()
         return units[0]
 
     def _run_unit(self, unit: _Unit) -> None:
@@ -402,7 +323,7 @@ class IoHost:
             ordered = positions
             if isinstance(job.places[unit.start], int):
                 ordered = sorted(positions, key=job.places.__getitem__)
-            self._running[thread] = job.deadline
+            self._threads.deadlines[thread] = job.deadline
             outcomes = self._pipeline.run(job, ordered)
         except BaseException as error:
             if not isinstance(error, StoreError) and self._unexpected.admit():
@@ -417,7 +338,7 @@ class IoHost:
         else:
             self._end_unit(unit, ordered, outcomes, begun)
         finally:
-            self._running.pop(thread, None)
+            self._threads.deadlines.pop(thread, None)
 
     def _run_task(self, task: IoTask) -> None:
         result: Any = None
@@ -454,6 +375,18 @@ class IoHost:
         self._ended.append(item)
         self._news.set()
         self._announce()
+
+
+def _waits(clock: Callable[[], float], deadline: float) -> Iterator[float]:
+    """Yield lengths of waits until ``deadline`` on ``clock``; the last one is 0.
+
+    The waits also end when the real time that the clock promised has passed.
+    """
+    begun = time.monotonic()
+    allowed = deadline - clock()
+    while (left := min(deadline - clock(), allowed - (time.monotonic() - begun))) > 0:
+        yield min(left, _LONGEST_WAIT)
+    yield 0.0
 
 
 def _take(queue: deque[Any]) -> Any:
