@@ -185,3 +185,100 @@ def test_sequence_numbers_of_a_later_process_are_higher() -> None:
     later = SequenceSource()
     later.advance_past(used)
     assert later.take(1) > used
+
+
+def test_the_bytes_of_a_header_are_those_of_the_format() -> None:
+    key, digest = bytes(range(1, 37)), xxh3_128_digest(RAW)
+    view = header_of(key, codec=Codec.ZSTD_SPLIT16, stored=700, sequence=2**40 + 3)
+    fields = (
+        b"\x89KVTIER\n"
+        + FORMAT_VERSION.to_bytes(2, "little")
+        + b"\x02\0"
+        + (36).to_bytes(4, "little")
+        + (1024).to_bytes(8, "little")
+        + (700).to_bytes(8, "little")
+        + (2**40 + 3).to_bytes(8, "little")
+        + digest
+        + FINGERPRINT
+        + key
+        + bytes(12)
+    )
+    assert bytes(view) == fields + xxh3_64_intdigest(fields).to_bytes(8, "little")
+
+
+def test_the_numbers_of_codecs_are_those_on_the_media() -> None:
+    assert {codec.name: int(codec) for codec in Codec} == {"RAW": 0, "ZSTD": 1, "ZSTD_SPLIT16": 2}
+
+
+def test_the_longest_key_that_a_header_names_has_48_bytes() -> None:
+    named, digested = parse_header(header_of(bytes(48))), parse_header(header_of(bytes(49)))
+    assert isinstance(named, FrameHeader)
+    assert isinstance(digested, FrameHeader)
+    assert (named.key, named.key_digest) == (bytes(48), b"")
+    assert (digested.key, digested.key_length, digested.key_digest) == (None, 49, xxh3_128_digest(bytes(49)))
+
+
+def test_a_header_is_followed_by_other_bytes() -> None:
+    view = memoryview(bytes(header_of()) + b"more")
+    assert refusal(view) is None
+
+
+@pytest.mark.parametrize("key", [b"\0" * 36, b"\xff" * 36])
+def test_a_key_below_or_above_the_block_s_own_is_another_key(key: bytes) -> None:
+    assert refusal(header_of(), key=key) is CorruptReason.KEY
+
+
+@pytest.mark.parametrize("length", [49, 50, 300])
+@pytest.mark.parametrize("other", [49, 50, 300])
+def test_a_long_key_is_known_by_its_length_and_its_digest(length: int, other: int) -> None:
+    view, asked = header_of(b"k" * length), b"k" * other
+    resealed(view, 72, xxh3_128_digest(asked))
+    assert refusal(view, key=asked) is (None if length == other else CorruptReason.KEY)
+
+
+@pytest.mark.parametrize("digest", [bytes(16), b"\xff" * 16])
+def test_a_long_key_with_another_digest_is_another_key(digest: bytes) -> None:
+    key = b"k" * 60
+    assert refusal(resealed(header_of(key), 72, digest), key=key) is CorruptReason.KEY
+
+
+@pytest.mark.parametrize("fingerprint", [b"\0" * 16, b"\xff" * 16])
+def test_a_namespace_below_or_above_the_asked_one_is_another_namespace(fingerprint: bytes) -> None:
+    assert refusal(header_of(), fingerprint=fingerprint) is CorruptReason.NAMESPACE
+
+
+@pytest.mark.parametrize("magic", [b"\0" * 8, b"\xff" * 8])
+def test_bytes_below_or_above_the_magic_are_no_frame(magic: bytes) -> None:
+    assert refusal(resealed(header_of(), 0, magic)) is CorruptReason.MAGIC
+
+
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION - 1, FORMAT_VERSION + 1, 2**16 - 1])
+def test_older_and_newer_versions_are_refused(version: int) -> None:
+    assert refusal(resealed(header_of(), 8, version.to_bytes(2, "little"))) is CorruptReason.VERSION
+
+
+@pytest.mark.parametrize("raw_length", [0, len(RAW) - 1, len(RAW) + 1, 2**64 - 1])
+def test_a_raw_length_other_than_the_block_s_is_refused_by_the_header_alone(raw_length: int) -> None:
+    view = resealed(header_of(codec=Codec.ZSTD, stored=1), 16, raw_length.to_bytes(8, "little"))
+    with pytest.raises(FrameError, match="wrong length"):
+        verify(view, key=KEY, fingerprint=FINGERPRINT, raw_length=len(RAW))
+
+
+@pytest.mark.parametrize("codec", [Codec.ZSTD, Codec.ZSTD_SPLIT16])
+@pytest.mark.parametrize("stored", [1, len(RAW) - 1, len(RAW)])
+def test_a_compressed_block_may_be_shorter_than_the_block(codec: Codec, stored: int) -> None:
+    header = verify(header_of(codec=codec, stored=stored), key=KEY, fingerprint=FINGERPRINT, raw_length=len(RAW))
+    assert (header.codec, header.stored_length) == (codec, stored)
+
+
+def test_a_raw_length_is_compared_by_value() -> None:
+    raw = bytes(100_000)
+    header = verify(header_of(raw=raw), key=KEY, fingerprint=FINGERPRINT, raw_length=int("100000"))
+    assert header.raw_length == len(raw)
+
+
+@pytest.mark.parametrize("length", [len(RAW) - 1, len(RAW) + 1])
+def test_a_block_shorter_or_longer_than_its_header_says_is_refused(length: int) -> None:
+    header = verify(header_of(), key=KEY, fingerprint=FINGERPRINT, raw_length=len(RAW))
+    with pytest.raises(FrameError, match="wrong length"):
+        verify_raw(header, memoryview((RAW + b"x")[:length]), KEY)
