@@ -10,21 +10,25 @@ document is not used; new errors lead to its slots again.
 from __future__ import annotations
 
 import logging
+import mmap
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from xxhash import xxh3_128_digest
 
 from tiering.block_store import Place
 from tiering.errors import DeviceError, StoreError
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.files import store_error
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
+from tiers.local.layout import PAGE
 from tiers.local.store import LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
@@ -45,6 +49,7 @@ _LOG_PERIOD = 30.0
 _HEADER = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<IId")
 _DIGEST_BYTES = 16
+_PATTERN = 0x5A
 _MAGIC = b"KVBADSL1"
 
 
@@ -77,6 +82,36 @@ def decode(document: bytes) -> list[tuple[int, int, float]] | None:
     if magic != _MAGIC or len(data) != _HEADER.size + count * _ENTRY.size:
         return None
     return list(_ENTRY.iter_unpack(data[_HEADER.size :]))
+
+
+def exercise(store: LocalStore, slot: int) -> None:
+    """Write a pattern over the whole unused ``slot``, sync it and read it back.
+
+    Args:
+        store: The store that has the slot.
+        slot: Number of the slot.
+
+    Raises:
+        StoreError: The slot failed its trial.
+    """
+    segment, offset = store.geometry.locate(slot)
+    memory = memoryview(mmap.mmap(-1, 2 * store.geometry.slot_bytes))
+    written, back = memory[: store.geometry.slot_bytes], memory[store.geometry.slot_bytes :]
+    # The header's page stays zero, so that the slot holds no valid block afterwards.
+    np.frombuffer(written[PAGE:], np.uint8).fill(_PATTERN)
+    segments = store.segments
+    ledger = segments.ledger(segment)
+    try:
+        store.marks.mark(segment)
+        ticket = ledger.begin_write()
+        segments.write(segment, offset, [written])
+        ledger.end_write(ticket, lambda: segments.sync(segment))
+        segments.forget_cached(segment, offset, len(written))
+        complete = segments.read(segment, offset, [back]) == len(back)
+    except OSError as error:
+        raise store_error(error, f"slot {slot} failed its trial") from error
+    if not complete or not np.array_equal(np.frombuffer(written, np.uint8), np.frombuffer(back, np.uint8)):
+        raise DeviceError(f"slot {slot} failed its trial: the bytes read differ from the bytes written")
 
 
 class BadSlots:
@@ -220,12 +255,12 @@ class BadSlots:
         self._trying = True
         outcomes: dict[int, StoreError | None] = {}
 
-        def exercise() -> None:
+        def try_all() -> None:
             for slot in due:
                 if self._stop.is_set():
                     return
                 try:
-                    self._store.exercise(slot)
+                    exercise(self._store, slot)
                     outcomes[slot] = None
                 except StoreError as error:
                     outcomes[slot] = error
@@ -234,7 +269,7 @@ class BadSlots:
             self._trying = False
             self._tried(due, outcomes)
 
-        self._io.run(IoTask("bad-slots", exercise, ended, background=True))
+        self._io.run(IoTask("bad-slots", try_all, ended, background=True))
 
     def _tried(self, due: Sequence[int], outcomes: dict[int, StoreError | None]) -> None:
         now = self._clock()

@@ -1,17 +1,166 @@
-"""Durable removal of a document, also on a full disk or after a failed removal."""
+"""The documents beside the blocks: small files that are replaced atomically and removed durably."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tiering.secondary.files import Files
+from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
+from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiers.local.lock import DirectoryLock
 
 logger = logging.getLogger("kv_tiering.local")
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,127}")
+_MOST_BYTES = 1 << 20
+
+
+class Documents:
+    """The documents of one directory. Methods that read or write them raise :class:`StoreError`.
+
+    Args:
+        directory: The tier's directory.
+        files: File operations to use.
+        lock: The lock by which this process owns the directory.
+    """
+
+    def __init__(self, directory: Path, files: Files, lock: DirectoryLock) -> None:
+        self._directory = directory
+        self._path = directory / "documents"
+        self._files = files
+        self._lock = lock
+        self._opened: tuple[int, int] | None = None
+        """Device and inode of the directory of documents that :meth:`opened` found or this object made."""
+        self._guard = threading.Lock()
+        """Held while the directory of documents is made, so that no inspection takes it for a stranger's."""
+        self._gave_up = False
+        """True if a segment was given up for a document and no document has been written since."""
+
+    # ---------------------------------------------------------------------------------------------------- the directory
+
+    def make(self) -> None:
+        """Create the directory of documents and the missing directories above it, durably and for the owner only.
+
+        Raises:
+            OSError: A directory cannot be created.
+        """
+        lost = not self._path.is_dir() and any(self._directory.glob("slots-*"))
+        self._make_directory(self._path)
+        if lost:
+            logger.warning(
+                "%s is missing: every block that was stored in %s before is foreign", self._path, self._directory
+            )
+
+    def _make_directory(self, path: Path) -> None:
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self._files.sync_directory(path.parent)
+
+    def opened(self) -> None:
+        """Note which directory of documents is in place: from now on, another one is not used."""
+        self._opened = self._found()
+
+    def moved(self) -> str | None:
+        """Return the reason why the documents are not those that were opened, or None."""
+        with self._guard:
+            found = self._found()
+            if found is None or found == self._opened:
+                return None
+        return f"holds another directory {self._path.name} than the one that was opened"
+
+    def _found(self) -> tuple[int, int] | None:
+        """Return the device and inode of the directory of documents; None if it is missing."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _require_opened(self) -> None:
+        """Raise TemporaryStoreError unless documents are still in the directory that was opened.
+
+        Another directory at the path may give way to the opened one again, with the documents that it held.
+        """
+        moved = self._lock.moved() or self.moved()
+        if moved is not None:
+            raise TemporaryStoreError(f"{self._directory} {moved}")
+
+    # ---------------------------------------------------------------------------------------------------- the documents
+
+    def read(self, name: str) -> bytes | None:
+        """Return a document; None if there is none of this name."""
+        path = self._path_of(name)
+        try:
+            return bytes(self._files.read_all(path, _MOST_BYTES))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise store_error(error, f"cannot read {path}") from error
+
+    def write(self, name: str, data: bytes, give_up: Callable[[], bool]) -> None:
+        """Replace a document atomically and durably.
+
+        Args:
+            name: Name of the document.
+            data: The new content.
+            give_up: Frees space on a full disk, and returns True if it could. The tier needs its documents to enter
+                service.
+        """
+        path = self._path_of(name)
+        try:
+            self._require_opened()
+            if not self._path.is_dir():
+                # Another process has removed the directory of documents. If the tier's directory is gone too, this call
+                # fails.
+                with self._guard:
+                    self._path.mkdir(mode=DIRECTORY_MODE)
+                    self._opened = self._found()
+                self._files.sync_directory(self._directory)
+            try:
+                self._files.replace(path, [data])
+            except OSError as error:
+                # If a segment that was given up did not help, another one would not help either.
+                if not isinstance(store_error(error, ""), OutOfSpaceError) or self._gave_up:
+                    raise
+                self._gave_up = give_up()
+                if not self._gave_up:
+                    raise
+                self._files.replace(path, [data])
+            self._gave_up = False
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the documents that begin with ``prefix``."""
+        try:
+            names = [path.name for path in self._path.iterdir()]
+        except OSError as error:
+            raise store_error(error, f"cannot list {self._path}") from error
+        return [name for name in names if name.startswith(prefix) and _NAME.fullmatch(name)]
+
+    def remove(self, name: str) -> None:
+        """Make a document's content unreadable, durably."""
+        path = self._path_of(name)
+        try:
+            # Also afterwards: the directory may be taken away in between.
+            self._require_opened()
+            remove_durably(self._files, path)
+            self._require_opened()
+        except OSError as error:
+            raise store_error(error, f"cannot remove {path}") from error
+
+    def _path_of(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise PermanentStoreError(f"{name!r} cannot name a document; allowed are a-z, 0-9, '.' and '-'")
+        return self._path / name
 
 
 def remove_durably(files: Files, path: Path) -> None:

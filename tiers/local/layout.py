@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,12 @@ def is_segment(name: str) -> bool:
     """
     match = _SEGMENT.fullmatch(name)
     return match is not None and f"{int(match[3]):06d}" == match[3]
+
+
+def entries_of(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of ``directory`` without a look at each file."""
+    with os.scandir(directory) as entries:
+        yield from entries
 
 
 def tier_directory(path: str, replica: str | None) -> Path:

@@ -30,9 +30,10 @@ from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import Geometry, tier_directory
+from tiers.local.new_segments import Pace
 from tiers.local.options import LocalOptions
 from tiers.local.recovery import Remembered, recover
-from tiers.local.segments import Damage, Pace
+from tiers.local.segments import Damage
 from tiers.local.store import Inspection, LocalStore
 from tiers.local.syncs import UnsyncedError
 
@@ -317,7 +318,7 @@ class LocalTier(BlockTier):
 
         def prepare() -> tuple[Inspection, int | None]:
             inspection = self.store.inspect()
-            return inspection, None if inspection.moved else self.store.prepare(pace, taken)
+            return inspection, None if inspection.moved else self.store.new_segments.add(pace, taken)
 
         self.io.run(IoTask("segment", prepare, self._grown, background=True))
 

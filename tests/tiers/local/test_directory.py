@@ -20,14 +20,13 @@ from tiering.secondary.files import Files
 from tiering.secondary.service import service as service_module
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
-from tiers.local import Geometry, LocalStore, read_checkpoint
+from tiers.local import Geometry, LocalStore, new_segments, read_checkpoint
 from tiers.local import layout as layout_module
-from tiers.local import store as store_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
-from tiers.local.segments import Pace
+from tiers.local.new_segments import Pace
 
 K = [key_of(number) for number in range(64)]
 CAPACITY = 2 << 20
@@ -280,7 +279,7 @@ def test_a_crowded_directory_is_opened_without_a_look_at_every_file(
         counted.append(root)
         return used_bytes(root)
 
-    monkeypatch.setattr("tiers.local.segments.used_bytes", count)
+    monkeypatch.setattr("tiers.local.room.used_bytes", count)
     store = LocalStore(tmp_path, rig.tier.store.geometry, rig.tier.store.capacity)
     store.open()
     assert counted == []
@@ -293,7 +292,7 @@ def test_a_crowded_directory_is_opened_without_a_look_at_every_file(
 def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_COUNTED_AT_ONCE", 50)
+    monkeypatch.setattr(new_segments, "COUNTED_AT_ONCE", 50)
     (tmp_path / "large").write_bytes(bytes(CAPACITY))
     with pytest.raises(OutOfSpaceError, match="holds other files"):
         LocalStore(tmp_path, GEOMETRY, CAPACITY).open()
@@ -302,7 +301,7 @@ def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
     store = LocalStore(tmp_path, GEOMETRY, CAPACITY)
     store.open()
     assert store.fresh
-    assert store.prepare(Pace(share=1.0)) is None
+    assert store.new_segments.add(Pace(share=1.0)) is None
     store.close()
 
 
@@ -473,7 +472,7 @@ def test_a_copy_of_a_segment_under_another_name_is_neither_used_nor_deleted(tmp_
 
 
 def test_blocks_of_a_copied_segment_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     with opened(tmp_path) as rig:
         rig.store(K[:8])
         geometry = rig.tier.store.geometry

@@ -14,7 +14,7 @@ import pytest
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.testing.frames import key_of
-from tiers.local import store as store_module
+from tiers.local import new_segments
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 
@@ -65,7 +65,7 @@ def test_recovery_goes_on_when_threads_can_be_started(
 def test_segments_are_added_when_threads_can_be_started(
     tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     monkeypatch.setattr(tier_module, "RETRY_SPACE_SECONDS", 0.01)
     thread_limit.reach("segment")
     with opened(tmp_path) as rig:

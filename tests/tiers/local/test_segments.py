@@ -28,7 +28,7 @@ from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
 from tiers.local import Geometry, LocalOptions, LocalStore, LocalTier
 from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
-from tiers.local.segments import Pace
+from tiers.local.new_segments import Pace
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20
@@ -260,10 +260,10 @@ def test_a_segment_that_is_needed_at_once_is_not_written_first(tmp_path: Path, d
     device.calls.clear()
     pace = Pace()
     pace.hurry()
-    assert store.prepare(pace) == 1
+    assert store.new_segments.add(pace) == 1
     assert operations(device, "allocate") == 1
     assert operations(device, "write") == 0
-    assert store.prepare(Pace()) is None
+    assert store.new_segments.add(Pace()) is None
     put = blocks(store, 64, 65)
     assert store.put(put) == [Done.DONE] * 2
     assert come_back(store, put)
@@ -281,7 +281,7 @@ def test_segments_of_another_shape_are_deleted_oldest_first_when_room_is_needed(
     assert used_bytes(tmp_path) <= CAPACITY
     left = [name for name in sizes if (tmp_path / name).exists()]
     assert left in (["slots-8192-4-000001"], ["slots-8192-4-000001", "slots-12288-9-000000"], [])
-    while store.prepare(Pace(share=1.0)) is not None:
+    while store.new_segments.add(Pace(share=1.0)) is not None:
         assert used_bytes(tmp_path) <= CAPACITY
     assert not any((tmp_path / name).exists() for name in sizes)
     store.close()
@@ -290,7 +290,7 @@ def test_segments_of_another_shape_are_deleted_oldest_first_when_room_is_needed(
 def test_a_smaller_capacity_gives_segments_back(tmp_path: Path) -> None:
     big = LocalStore(tmp_path, Geometry.plan(4 << 20, BLOCK_BYTES, 256 << 10), 4 << 20)
     big.open()
-    while big.prepare(Pace(share=1.0)) is not None:
+    while big.new_segments.add(Pace(share=1.0)) is not None:
         pass
     assert used_bytes(tmp_path) > 3 << 20
     big.close()
@@ -356,7 +356,7 @@ def test_very_many_small_segments_are_created_with_one_count_of_the_directory(
         counts.append(root)
         return used_bytes_of_few(root, most)
 
-    monkeypatch.setattr("tiers.local.store.used_bytes_of_few", count)
+    monkeypatch.setattr("tiers.local.new_segments.used_bytes_of_few", count)
     store = LocalStore(tmp_path / "kv", SMALL, 8 << 20)
     store.open()
     store.close()

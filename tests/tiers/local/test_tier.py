@@ -19,8 +19,7 @@ from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import make_namespace
-from tiers.local import LOCAL_TIER, LocalTier
-from tiers.local import store as store_module
+from tiers.local import LOCAL_TIER, LocalTier, new_segments
 from tiers.local import tier as tier_module
 from tiers.local.layout import used_bytes
 
@@ -76,7 +75,7 @@ def test_another_block_size_takes_the_place_of_the_old_segments_and_finds_nothin
 
 
 def test_segments_are_added_until_the_capacity_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     with opened(tmp_path) as rig:
         geometry = rig.tier.store.geometry
         assert len(segment_files(tmp_path)) == 1
@@ -107,7 +106,7 @@ class FullDisk(FaultyDevice):
 def test_a_disk_too_full_for_another_segment_leaves_a_smaller_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     device = FullDisk()
     with opened(tmp_path, files=device) as rig:
         slots = rig.tier.index.slots

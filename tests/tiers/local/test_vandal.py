@@ -15,7 +15,7 @@ from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
 from tiering.secondary.index.slots import SlotIndex
 from tiering.testing.frames import key_of
-from tiers.local import store as store_module
+from tiers.local import new_segments
 
 KEYS = [key_of(number) for number in range(240)]
 
@@ -74,7 +74,7 @@ class Life:
 def test_lives_among_vandals(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_module, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     caplog.set_level(logging.INFO)
     path = tmp_path / "kv"
     remembered: set[OffloadKey] = set()

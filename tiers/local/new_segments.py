@@ -1,0 +1,255 @@
+"""New segments: their files are reserved and written ahead of need, in the background.
+
+The first write to an extent is slow, so it is done before the slots are used.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Collection
+
+from tiering.errors import OutOfSpaceError
+from tiering.secondary.files import store_error
+from tiers.local.layout import FRESH, used_bytes_of_few
+from tiers.local.marks import WrittenMarks
+from tiers.local.room import Room
+from tiers.local.segments import Segments
+
+logger = logging.getLogger("kv_tiering.local")
+
+FILL_BYTES = 4 << 20
+"""Bytes of one piece when a new segment is written ahead."""
+
+FIRST_BYTES = 256 << 20
+"""Bytes of a new directory that are written before the tier serves."""
+
+FIRST_SEGMENTS = 256
+"""Most segments of a new directory that are created before the tier serves."""
+
+COUNTED_AT_ONCE = 10_000
+"""Most files of a new directory that are counted before the tier serves."""
+
+
+class Pace:
+    """The speed at which a new segment is written ahead.
+
+    Args:
+        share: Largest share of the time that writing may take (default: 0.5).
+        pieces: Pieces written at most (default: all).
+    """
+
+    def __init__(self, share: float = 0.5, pieces: int | None = None) -> None:
+        self._share = share
+        self._pieces = pieces
+        self._hurry = threading.Event()
+        self.abandoned = False
+        """True if the segment is not needed any more."""
+        self._began: float | None = None
+
+    @classmethod
+    def of_first(cls) -> Pace:
+        """Return the pace of the first segments of a directory, for which the tier's opening waits."""
+        return cls(share=1.0, pieces=FIRST_BYTES // FILL_BYTES)
+
+    def proceed(self) -> bool:
+        """Wait until the next piece may be written. Return False if the rest stays unwritten."""
+        if self._pieces is not None:
+            self._pieces -= 1
+            if self._pieces < 0:
+                return False
+        if self._began is not None and self._share < 1:
+            self._hurry.wait((time.monotonic() - self._began) * (1 - self._share) / self._share)
+        self._began = time.monotonic()
+        return not self._hurry.is_set()
+
+    def hurry(self) -> None:
+        """End the writing ahead, because the segment is needed now."""
+        self._hurry.set()
+
+    def abandon(self) -> None:
+        """End the creation, because the segment is not needed any more.
+
+        A file whose space could not be reserved is not written to its end then.
+        """
+        self.abandoned = True
+        self._hurry.set()
+
+
+class NewSegments:
+    """Creates the segments of one directory.
+
+    Args:
+        segments: The segments in use; new ones are added to them.
+        room: The room in the directory.
+        marks: The marks of written segments.
+    """
+
+    def __init__(self, segments: Segments, room: Room, marks: WrittenMarks) -> None:
+        self._segments = segments
+        self.room = room
+        """The room in the directory."""
+        self._marks = marks
+        self._directory = segments.directory
+        self._geometry = segments.geometry
+        self._files = segments.files
+        self._unreserved = False
+
+    def add(self, pace: Pace, taken: Collection[int] = ()) -> int | None:
+        """Create one more segment and return its number; None if the capacity is used up.
+
+        Args:
+            pace: Speed and amount of the writes ahead.
+            taken: Numbers not to use (default: none).
+
+        Raises:
+            StoreError: The segment cannot be created.
+        """
+        try:
+            number = self._next_number(taken)
+            if number is None or not self.room.make(self._geometry.segment_bytes):
+                return None
+            # The checkpoint may name blocks of an earlier segment with this number.
+            self._marks.mark(number)
+            self._create(number, pace)
+        except OSError as error:
+            raise store_error(error, f"cannot add a segment in {self._directory}") from error
+        return number
+
+    def add_first(self, pace: Pace) -> list[int]:
+        """Create the first segments of a directory without any, at least one, and return their numbers.
+
+        A small directory gets all of its segments now; the others are added later. Very many other files are counted
+        in the background later, before further segments are added.
+
+        Args:
+            pace: Amount of the writes ahead; ends the creation early once it is abandoned.
+
+        Raises:
+            OutOfSpaceError: Other files leave no room for a segment.
+            StoreError: No segment can be created.
+        """
+        segment_bytes, capacity = self._geometry.segment_bytes, self.room.capacity
+        used = used_bytes_of_few(self._directory, COUNTED_AT_ONCE) or 0
+        if not self.room.delete_strangers(used + segment_bytes - capacity):
+            raise OutOfSpaceError(
+                f"{self._directory} holds other files, and a first segment of {segment_bytes} bytes "
+                f"does not fit into the capacity of {capacity} beside them; remove them, or raise the capacity"
+            )
+        created: list[int] = []
+        counted: int | None = None
+        for _ in range(min(self._geometry.max_segments, max(1, FIRST_BYTES // segment_bytes), FIRST_SEGMENTS)):
+            if created:
+                if pace.abandoned:
+                    break
+                if counted is None:
+                    counted = used_bytes_of_few(self._directory, COUNTED_AT_ONCE)
+                else:
+                    counted += segment_bytes
+                if counted is None:
+                    break
+                excess = counted + segment_bytes - capacity
+                if not self.room.delete_strangers(excess):
+                    break
+                if excess > 0:
+                    counted = None  # files were deleted, so the directory is counted again
+            number = self._next_number(())
+            if number is None:
+                break
+            try:
+                self._create(number, pace)
+            except OSError as error:
+                if not created:
+                    raise store_error(error, self._no_first_segment()) from error
+                logger.warning(
+                    "%s: %s; beginning with %d segment(s)", self._directory, error.strerror or error, len(created)
+                )
+                break
+            created.append(number)
+        return created
+
+    def _no_first_segment(self) -> str:
+        room = os.statvfs(self._directory)
+        return (
+            f"cannot create a first segment of {self._geometry.segment_bytes} bytes in {self._directory}, where "
+            f"{room.f_bavail * room.f_frsize} bytes are free; free some, or lower segment_size or the capacity"
+        )
+
+    def _next_number(self, taken: Collection[int]) -> int | None:
+        """Return the lowest number for a new segment; None if the capacity allows no more segments.
+
+        Args:
+            taken: Numbers not to use.
+        """
+        existing = set(self._segments.existing())
+        for number in range(self._geometry.max_segments):
+            if number in existing or number in taken:
+                continue
+            if not (self._directory / self._geometry.segment_name(number)).is_dir():
+                return number
+        return None
+
+    def _create(self, segment: int, pace: Pace) -> None:
+        """Create ``segment``: its space is reserved, and ``pace`` limits how much of it is written once.
+
+        The file gets its name only when it is complete.
+
+        Args:
+            segment: Number of the new segment.
+            pace: Speed and amount of the writes.
+
+        Raises:
+            OSError: The file cannot be created. Nothing is left behind.
+        """
+        final = self._directory / self._geometry.segment_name(segment)
+        fresh = final.with_name(final.name + FRESH)
+        try:
+            self._files.unlink(fresh)
+            fd = self._files.open(fresh, self._segments.flags | os.O_CREAT | os.O_EXCL)
+            try:
+                self._reserve(fd, pace)
+                self._files.fdatasync(fd)
+                if not self._segments.direct:
+                    self._files.drop_cached(fd, 0, 0)
+                created = os.fstat(fd)
+            finally:
+                self._files.close(fd)
+            self._segments.put_in_place(segment, fresh, (created.st_dev, created.st_ino))
+            self._files.sync_directory(self._directory)
+        except OSError:
+            self._files.unlink(fresh)
+            raise
+
+    def _reserve(self, fd: int, pace: Pace) -> None:
+        """Reserve the new file's space, and write as much of it as ``pace`` allows.
+
+        On file systems that reserve no space, the whole file is written.
+        """
+        try:
+            self._files.allocate(fd, self._geometry.segment_bytes)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                raise
+            if not self._unreserved:
+                self._unreserved = True
+                logger.warning(
+                    "%s: the file system reserves no space (fallocate); segments are written as a whole first",
+                    self._directory,
+                )
+            self._fill(fd, pace, wholly=True)
+        else:
+            self._fill(fd, pace)
+
+    def _fill(self, fd: int, pace: Pace, *, wholly: bool = False) -> None:
+        zeros = memoryview(mmap.mmap(-1, min(FILL_BYTES, self._geometry.segment_bytes)))
+        offset, end = 0, self._geometry.segment_bytes
+        while offset < end and (pace.proceed() or wholly):
+            if pace.abandoned:
+                raise OSError(errno.ECANCELED, "the tier is closing")
+            part = zeros[: end - offset]
+            self._files.write_all(fd, part, offset)
+            offset += len(part)
