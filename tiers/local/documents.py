@@ -45,7 +45,7 @@ class Documents:
     # ---------------------------------------------------------------------------------------------------- the directory
 
     def make(self) -> None:
-        """Create the directory of documents and the missing directories above it, durably and for the owner only.
+        """Create the directory of documents and those above it, durably and for the owner only.
 
         Raises:
             OSError: A directory cannot be created.

@@ -1,4 +1,4 @@
-"""The segment files in use: reads and writes of runs of slots, open descriptors, and damage to the files."""
+"""The segment files in use: reads and writes of runs of slots, descriptors, and damage to the files."""
 
 from __future__ import annotations
 

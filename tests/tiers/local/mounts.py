@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.testing.frames import key_of
-from tiers.local import tier as tier_module
+from tiers.local import inspections
 
 K = [key_of(number) for number in range(512)]
 PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
@@ -124,7 +124,7 @@ def full(directory: Path) -> None:
 def main(scenario: str, directory: Path) -> None:
     """Run one scenario."""
     logging.basicConfig(level=logging.INFO)
-    tier_module.INSPECT_SECONDS = tier_module.INSPECT_AT_ONCE_SECONDS = 0.0
+    inspections.INSPECT_SECONDS = inspections.INSPECT_AT_ONCE_SECONDS = 0.0
     scenarios = {"replaced": replaced, "read-only": read_only, "full": full}
     if scenario in scenarios:
         scenarios[scenario](directory)

@@ -20,9 +20,8 @@ from tiering.secondary.files import Files
 from tiering.secondary.service import service as service_module
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
-from tiers.local import Geometry, LocalStore, new_segments, read_checkpoint
+from tiers.local import Geometry, LocalStore, inspections, new_segments, read_checkpoint
 from tiers.local import layout as layout_module
-from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
@@ -36,8 +35,8 @@ PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 @pytest.fixture(autouse=True)
 def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
-    monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_AT_ONCE_SECONDS", 0.0)
 
 
 # ------------------------------------------------------------------------------------------------- removed and replaced

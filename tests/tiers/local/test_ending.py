@@ -10,6 +10,7 @@ import pytest
 from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
 from tiering.secondary.files import Files
 from tiering.testing.frames import key_of
+from tiers.local import checkpoints
 from tiers.local import feed as feed_module
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
@@ -21,7 +22,7 @@ K = [key_of(number) for number in range(64)]
 
 
 def test_a_checkpoint_of_many_slices_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "SLICE_SLOTS", 1)
+    monkeypatch.setattr(checkpoints, "SLICE_SLOTS", 1)
     rig = LocalRig(tmp_path).open()
     rig.store(K[:10])
     assert rig.tier.shutdown(rig.context.clock() + 4)

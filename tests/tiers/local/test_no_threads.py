@@ -14,7 +14,7 @@ import pytest
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.testing.frames import key_of
-from tiers.local import new_segments
+from tiers.local import checkpoints, growth, inspections, new_segments
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 
@@ -66,7 +66,7 @@ def test_segments_are_added_when_threads_can_be_started(
     tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
-    monkeypatch.setattr(tier_module, "RETRY_SPACE_SECONDS", 0.01)
+    monkeypatch.setattr(growth, "RETRY_SPACE_SECONDS", 0.01)
     thread_limit.reach("segment")
     with opened(tmp_path) as rig:
         rig.store(K[:4])
@@ -80,7 +80,7 @@ def test_segments_are_added_when_threads_can_be_started(
 def test_a_checkpoint_is_written_when_threads_can_be_started(
     tmp_path: Path, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "RETRY_CHECKPOINT_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoints, "RETRY_CHECKPOINT_SECONDS", 0.01)
     with opened(tmp_path, checkpoint_interval="1h") as rig:
         rig.store(K)
         thread_limit.reach("checkpoint")
@@ -113,12 +113,12 @@ def test_a_directory_that_went_away_is_opened_again_when_threads_can_be_started(
     part: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
-    monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_AT_ONCE_SECONDS", 0.0)
     path = tmp_path / "kv"
     with opened(path, **FAST) as rig:
         rig.store(K[:8])
-        rig.wait(lambda: not rig.tier._inspecting)
+        rig.wait(lambda: not rig.tier.inspecting)
         thread_limit.reach(part)
         shutil.rmtree(path)
         rig.store(K[8:12])

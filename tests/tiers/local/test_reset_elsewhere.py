@@ -14,7 +14,7 @@ from tests.tiers.local.rig import LocalRig, opened
 from tiering.secondary.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
-from tiers.local import tier as tier_module
+from tiers.local import inspections
 
 K = [key_of(number) for number in range(32)]
 PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
@@ -22,8 +22,8 @@ PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 @pytest.fixture(autouse=True)
 def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "INSPECT_SECONDS", 0.0)
-    monkeypatch.setattr(tier_module, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(inspections, "INSPECT_AT_ONCE_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("part", ["kv", "kv/documents"])

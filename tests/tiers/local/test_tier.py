@@ -19,8 +19,7 @@ from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import make_namespace
-from tiers.local import LOCAL_TIER, LocalTier, new_segments
-from tiers.local import tier as tier_module
+from tiers.local import LOCAL_TIER, LocalTier, growth, new_segments
 from tiers.local.layout import used_bytes
 
 K = [key_of(number) for number in range(64)]
@@ -123,7 +122,7 @@ def test_a_disk_too_full_for_another_segment_leaves_a_smaller_tier(
 def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "RETRY_SPACE_SECONDS", 0.02)
+    monkeypatch.setattr(growth, "RETRY_SPACE_SECONDS", 0.02)
     device = FullDisk()
     with opened(tmp_path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
         rig.store(K[:4])

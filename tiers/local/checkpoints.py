@@ -1,0 +1,169 @@
+"""The checkpoints of a local tier: their schedule, the copy of the index, and the writing of the file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tiering.api.namespace import Namespace
+from tiering.secondary.files import store_error
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.io.frame import SEQUENCE
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
+from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.store import Inspection, LocalStore
+
+logger = logging.getLogger("kv_tiering.local")
+
+SLICE_SLOTS = 32768
+"""Slots copied for a checkpoint in one step."""
+
+RETRY_CHECKPOINT_SECONDS = 30.0
+"""Seconds from a failed checkpoint to the next one, at most."""
+
+
+class Checkpoints:
+    """Writes the checkpoints of one tier.
+
+    Args:
+        name: The tier's name, for log lines.
+        store: The tier's store.
+        index: The index to copy.
+        io: Runs the tasks.
+        clock: Returns monotonic seconds.
+        interval: Seconds between two checkpoints.
+        namespace: Returns the present namespace; None while the tier has none.
+        examine: Receives the comparison of the directory that precedes each checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: LocalStore,
+        index: SlotIndex,
+        io: IoSide,
+        clock: Callable[[], float],
+        interval: float,
+        namespace: Callable[[], Namespace | None],
+        examine: Callable[[Inspection], object],
+    ) -> None:
+        self.changed = False
+        """True if the index has changed since the last checkpoint."""
+        self.running = False
+        """True while a checkpoint is being copied or written."""
+        self._name = name
+        self._store = store
+        self._index = index
+        self._io = io
+        self._clock = clock
+        self._interval = interval
+        self._namespace = namespace
+        self._examine = examine
+        self._builder: CheckpointBuilder | None = None
+        self._failed = False
+        self._due = float("inf")
+
+    @property
+    def pending(self) -> bool:
+        """True if a checkpoint is being written or about to be written."""
+        return self.running or (self.changed and self._clock() >= self._due)
+
+    def wait_an_interval(self) -> None:
+        """Begin an interval before the next checkpoint."""
+        self._due = self._clock() + self._interval
+
+    def request(self) -> None:
+        """Write a checkpoint in the next steps, without waiting for the end of the interval."""
+        self.changed = True
+        self._due = self._clock()
+
+    def drop(self) -> None:
+        """Drop the copy in progress, because it contains blocks that are gone."""
+        if self._builder is not None:
+            self._builder, self.running = None, False
+
+    def tick(self) -> None:
+        """Copy the next slots of a checkpoint, or begin one that is due."""
+        if self._builder is not None:
+            self._copy_slice(self._builder)
+        elif self._clock() >= self._due:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin a checkpoint if the index has changed and none is running."""
+        if self.running:
+            return
+        if not self.changed:
+            self.wait_an_interval()
+            return
+        self.running = True
+        self.changed = False
+        store = self._store
+        marks = store.marks
+        namespace = self._namespace()
+
+        def begin() -> tuple[Inspection, int]:
+            inspection = store.inspect()
+            if inspection.moved is not None:
+                return inspection, 0
+            try:
+                return inspection, marks.begin()
+            except OSError as error:
+                raise store_error(error, "cannot begin a checkpoint") from error
+
+        def begun(started: tuple[Inspection, int] | None, error: BaseException | None) -> None:
+            if started is None:
+                self._ended(None, error)
+                return
+            inspection, generation = started
+            self._examine(inspection)
+            if namespace is None or self._namespace() != namespace:
+                self.running = False
+            else:
+                sequence = SEQUENCE.take(1)
+                self._builder = CheckpointBuilder(store.geometry, namespace.fingerprint, generation, sequence)
+
+        self._io.run(IoTask("checkpoint", begin, begun, background=True))
+
+    def advance(self) -> bool:
+        """Complete the copy at once, and return True when no checkpoint is being written.
+
+        It does not bound the time of a step. Used at the tier's shutdown only.
+        """
+        while self._builder is not None:
+            self._copy_slice(self._builder)
+        return not self.running
+
+    def _copy_slice(self, builder: CheckpointBuilder) -> None:
+        """Copy the next slots; after the last ones, write the checkpoint on the I/O side."""
+        store = self._store
+        num_slots = store.geometry.num_slots
+        builder.add(self._index.slice(builder.position, min(builder.position + SLICE_SLOTS, num_slots)))
+        if builder.position < num_slots:
+            return
+        self._builder = None
+
+        def write() -> int:
+            try:
+                checkpoint = builder.finish(store.segments.modified())
+                write_checkpoint(store.directory, checkpoint, store.files)
+                store.marks.forget_before(checkpoint.generation)
+            except OSError as error:
+                raise store_error(error, "cannot write a checkpoint") from error
+            return len(checkpoint)
+
+        self._io.run(IoTask("checkpoint", write, self._ended, background=True))
+
+    def _ended(self, blocks: int | None, error: BaseException | None) -> None:
+        self.running = False
+        self.wait_an_interval()
+        if error is not None:
+            self.changed = True
+            self._due = min(self._due, self._clock() + RETRY_CHECKPOINT_SECONDS)
+            if not self._failed:
+                logger.warning("tier %s: %s; a restart would read more headers; it is tried again", self._name, error)
+            self._failed = True
+        elif blocks is not None:
+            self._failed = False
+            logger.debug("tier %s: checkpoint of %d blocks", self._name, blocks)
