@@ -24,7 +24,9 @@ from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoResult
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import BlockTierOptions
+from tiering.secondary.service.common_epoch import EpochWatch
 from tiering.secondary.service.corrupt import CorruptBlocks
+from tiering.secondary.service.epoch import Target
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.health import HealthCheck
 from tiering.secondary.service.lease import Lease
@@ -118,6 +120,7 @@ class TierLife(SecondaryTierManager):
             context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes
         )
         self._lease = Lease(context.name, store, self.io, context.clock)
+        self._watch = EpochWatch(context.name, store, self.io, context.clock, self._follow)
         self._service = TierService(context.name, self._medium, self.io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, self.io, context.group_bytes, self.retire)
         self._corrupt = CorruptBlocks(context.name, index, self.io, store.traits.header_bytes, context.clock)
@@ -272,6 +275,16 @@ class TierLife(SecondaryTierManager):
     def reset_done(self) -> bool:
         return self._medium.shared or self._service.in_service
 
+    def _follow(self, namespace: Namespace) -> None:
+        """Move to the common epoch of ``namespace``, which another process has begun."""
+        if not self._service.in_service or self.namespace is None:
+            return
+        self._medium.follow(namespace)
+        self._forget_blocks()
+        self._offers.clear()
+        self.io.discard()
+        self._service.leave(Target(namespace))
+
     def _reset_decided(self) -> bool:
         return self.reset_done() or not self._service.attempting
 
@@ -282,6 +295,7 @@ class TierLife(SecondaryTierManager):
         self._closing = True
         self._service.stop()
         self._lease.hold(None)
+        self._watch.watch(None, None)
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
@@ -316,6 +330,7 @@ class TierLife(SecondaryTierManager):
         """Record that an epoch has been entered, at the first opening or by a reset."""
         self.namespace = namespace
         self._lease.hold(namespace if self._medium.needs_lease(namespace) else None)
+        self._watch.watch(namespace, self._medium.common(namespace))
         if self._place_prefix is not None:
             self.index.enter(self._place_prefix(namespace))
         first, self._opened = not self._opened, True
@@ -328,6 +343,7 @@ class TierLife(SecondaryTierManager):
     def _tick(self, now: float) -> None:
         self._service.tick(now)
         self._lease.tick(now)
+        self._watch.tick(now)
         self._health.tick()
         for rows in self._overdue.expire(now):
             self.stats.loads_overdue += rows

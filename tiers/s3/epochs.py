@@ -1,14 +1,17 @@
-"""Collection of blocks of abandoned epochs, which have no epoch document and no fresh lease."""
+"""Administration of epochs: the beginning of new common ones, and the collection of abandoned ones."""
 
 from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tiering.api.namespace import fingerprint_of
-from tiering.secondary.service.epoch import EPOCHS, LEASES, EpochDocument
+from tiering.api.namespace import Namespace, fingerprint_of
+from tiering.errors import ConfigError
+from tiering.secondary.service.common_epoch import begin_common
+from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS, EpochDocument
 from tiers.s3.admin import DELETE_BATCH, BlockLister, Collected
 
 if TYPE_CHECKING:
@@ -26,6 +29,67 @@ class EpochLister(BlockLister, Protocol):
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]: ...
 
     def read_document(self, name: str) -> bytes | None: ...
+
+
+class EpochStore(EpochLister, Protocol):
+    """The part of :class:`tiers.s3.store.S3Store` that beginning epochs needs."""
+
+    def create_document(self, name: str, data: bytes) -> bytes | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BegunEpoch:
+    """A common epoch that has begun."""
+
+    namespace: str
+    """The namespace, 32 hex digits."""
+    parameters: str
+    """The namespace's parameters, as JSON."""
+    epoch: bytes
+    """The epoch."""
+
+
+def begin_epochs(store: EpochStore, namespaces: Collection[str] | None = None) -> list[BegunEpoch]:
+    """Begin new common epochs: no process looks up blocks that were stored in the older ones.
+
+    Running processes notice within a minute; their CPU tiers and disks keep their blocks until a ``reset_cache``.
+    Processes in a private epoch, or in that of a revision, stay there. The blocks of the older epochs are collected by
+    :func:`collect_epochs` after its grace time.
+
+    Args:
+        store: The open store.
+        namespaces: The namespaces, as 32 hex digits each (default: all in the bucket).
+
+    Raises:
+        StoreError: A document cannot be read or written. The epochs that were begun before stay.
+        ConfigError: The bucket lacks one of ``namespaces``.
+    """
+    begun: list[BegunEpoch] = []
+    found = dict(_parameters(store))
+    if missing := set(namespaces or ()) - found.keys():
+        raise ConfigError(
+            f"namespace {min(missing)} is not in this bucket; it holds {', '.join(sorted(found)) or 'none'}"
+        )
+    for directory, parameters in sorted(found.items()):
+        if namespaces is None or directory in namespaces:
+            common = begin_common(store, Namespace(parameters))
+            if common.epoch is not None:
+                begun.append(BegunEpoch(directory, parameters, common.epoch))
+    return begun
+
+
+def _parameters(store: EpochStore) -> Iterator[tuple[str, str]]:
+    """Yield each namespace of the bucket with its parameters; damaged documents are left out."""
+    for objects in store.list_document_objects():
+        for item in objects:
+            name = item["path"].rpartition("/")[2]
+            if not name.startswith(PARAMETERS):
+                continue
+            content = store.read_document(name)
+            text = "" if content is None else content.decode(errors="replace")
+            directory = Namespace(text).directory
+            if name == f"{PARAMETERS}{directory}.json":
+                yield directory, text
 
 
 def collect_epochs(
@@ -66,16 +130,23 @@ def collect_epochs(
 
 
 def _epochs_in_use(store: EpochLister, oldest_kept: datetime.datetime) -> set[tuple[str, ...]]:
-    """Return (namespace, fingerprint), in hexadecimal, of each epoch in use."""
+    """Return (namespace, fingerprint), in hexadecimal, of each epoch in use.
+
+    Of the numbered epoch documents of a namespace, the highest valid one counts.
+    """
     used: set[tuple[str, ...]] = set()
+    common: dict[bytes, tuple[int, bytes]] = {}
     for objects in store.list_document_objects():
         for item in objects:
             name = item["path"].rpartition("/")[2]
             if name.startswith(EPOCHS):
                 content = store.read_document(name)
                 document = None if content is None else EpochDocument.parse(content)
-                if document is not None:
-                    used.add((document.base.hex(), fingerprint_of(document.base, document.epoch).hex()))
+                number = name.removeprefix(EPOCHS).partition("-")[2] or "0"
+                if document is not None and number.isdecimal():
+                    newest = (int(number), document.epoch)
+                    common[document.base] = max(newest, common.get(document.base, newest))
             elif name.startswith(LEASES) and item["last_modified"] >= oldest_kept:
                 used.add(tuple(name.removeprefix(LEASES).split("-")))
+    used.update((base.hex(), fingerprint_of(base, epoch).hex()) for base, (_, epoch) in common.items())
     return used

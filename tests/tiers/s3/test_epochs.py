@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
+from tiering.errors import ConfigError
 from tiering.secondary.service.epoch import lease_document
 from tiering.secondary.service.medium import Medium
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.epochs import EPOCH_GRACE, collect_epochs
+from tiers.s3.epochs import EPOCH_GRACE, begin_epochs, collect_epochs
 from tiers.s3.store import S3Store
 
 BLOCK_BYTES = 64 << 10
@@ -177,3 +178,99 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
     fake.objects[name] = bytes(len(fake.objects[name]))
     assert make().load(OBJECTS[:4]) == []
     assert collect_epochs(open_store(), now=LATER).removed_blocks == 4
+
+
+# ------------------------------------------------------------------------------------------------- a new common epoch
+
+
+def follow(rig: TierRig) -> None:
+    """Let the time of a look for a new common epoch come, and wait until the tier has moved."""
+    before = rig.tier.namespace
+    rig.tier._watch._due = 0.0
+    rig.wait(lambda: rig.tier.namespace not in {None, before})
+
+
+def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_start(
+    fake: FakeS3, make: Make, open_store: Open
+) -> None:
+    one, two = make(), make(absent_ttl="20ms", lookup_deadline="10s")
+    assert one.store(OBJECTS[:4]) == OBJECTS[:4]
+    (begun,) = begin_epochs(open_store())
+    for rig in (one, two):
+        follow(rig)
+        assert rig.load(OBJECTS[:4]) == []
+    assert one.tier.namespace.epoch == begun.epoch
+    assert one.store(OBJECTS[:6]) == OBJECTS[:6]
+    for rig in (two, make(lookup_deadline="10s")):
+        assert rig.lookup(OBJECTS) == 6
+        assert rig.load(OBJECTS[:6]) == OBJECTS[:6]
+    assert not [name for name in fake.objects if "documents/lease-" in name]
+    assert fake.asked("DELETE") + fake.asked("POST") == []
+
+
+def test_a_running_machine_looks_for_a_new_common_epoch_within_a_minute(
+    fake: FakeS3, make: Make, open_store: Open
+) -> None:
+    rig = make()
+    begin_epochs(open_store())
+    assert 0 < rig.tier._watch._due - time.monotonic() <= 60
+    looked = len(fake.asked("GET", "documents/epoch-"))
+    rig.wait(lambda: rig.tier.get_stats().available)
+    assert len(fake.asked("GET", "documents/epoch-")) == looked
+
+
+def test_machines_in_an_epoch_of_their_own_stay_there(make: Make, open_store: Open) -> None:
+    private, named = make(), make("step-1")
+    reset(private)
+    for rig in (private, named):
+        rig.store(OBJECTS[:2])
+        before = rig.tier.namespace
+        begin_epochs(open_store())
+        rig.tier._watch._due = 0.0
+        assert rig.load(OBJECTS[:2]) == OBJECTS[:2]
+        assert rig.tier.namespace == before
+
+
+def test_commands_that_begin_an_epoch_at_once_agree(make: Make, fake: FakeS3) -> None:
+    make()
+    barrier = threading.Barrier(4)
+
+    def begin(number: int) -> bytes:
+        store = _Meeting(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/"), barrier)
+        store.open()
+        (begun,) = begin_epochs(store)
+        store.close()
+        return begun.epoch
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(begin, range(4)))) == 1
+
+
+def test_only_the_namespaces_that_were_named_begin_anew(make: Make, open_store: Open) -> None:
+    make()
+    with pytest.raises(ConfigError, match="is not in this bucket"):
+        begin_epochs(open_store(), ["0" * 32])
+    assert begin_epochs(open_store(), []) == []
+
+
+def test_blocks_of_the_older_common_epoch_are_collected_after_the_grace_time(
+    fake: FakeS3, make: Make, open_store: Open
+) -> None:
+    one = make()
+    one.store(OBJECTS[:4])
+    begin_epochs(open_store())
+    follow(one)
+    one.store(OBJECTS[4:6])
+    assert collect_epochs(open_store(), now=LATER - datetime.timedelta(hours=2)).removed_blocks == 0
+    assert collect_epochs(open_store(), now=LATER).removed_blocks == 4
+    assert one.load(OBJECTS[4:6]) == OBJECTS[4:6]
+
+
+def test_a_damaged_newest_document_does_not_bring_an_older_epoch_back(
+    fake: FakeS3, make: Make, open_store: Open
+) -> None:
+    make().store(OBJECTS[:4])
+    begin_epochs(open_store())
+    name = max(name for name in fake.objects if "documents/epoch-" in name)
+    fake.objects[name] = bytes(len(fake.objects[name]))
+    assert make().load(OBJECTS[:4]) == []

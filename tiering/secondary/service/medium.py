@@ -6,20 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.service.common_epoch import CommonEpoch, begin_common, find_common
 from tiering.secondary.service.epoch import PARAMETERS, EpochDocument, Target, epoch_document, parameters_document
 from tiering.secondary.service.nearest import tell_nearest
 
 logger = logging.getLogger("kv_tiering.tier")
 
 _LOG_PERIOD = 30.0
-
-_MAX_DAMAGED = 100
-"""Maximum number of damaged epoch documents that are skipped on a shared medium before opening fails."""
 
 _THREAD_RETRY_SECONDS = 0.01
 _THREAD_WAIT_SECONDS = 1.0
@@ -57,7 +56,7 @@ class Medium:
         self._closer: threading.Thread | None = None
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
-        self._common_epoch: bytes | None = None
+        self._common: CommonEpoch | None = None
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
         self.shared = shared
@@ -110,7 +109,7 @@ class Medium:
 
     def needs_lease(self, namespace: Namespace) -> bool:
         """Return True if blocks are stored in the entered epoch and no epoch document names it."""
-        return self.shared and self._writes and namespace.epoch != self._common_epoch
+        return self.shared and self._writes and self.common(namespace) is None
 
     def forget(self) -> None:
         """Record that the store was closed: :meth:`enter` opens it again."""
@@ -202,36 +201,33 @@ class Medium:
     # -------------------------------------------------------------------------------------------------- a shared medium
 
     def _enter_common(self, *, known: bool) -> Namespace:
-        """Enter the common epoch of all processes without a revision: that of the first valid document.
+        """Enter the common epoch of all processes without a revision; the first process begins it."""
+        found = find_common(self._store, self._namespace)
+        for document in found.damaged:
+            self._tell_loss(document, missing=False, known=True)
+        if found.epoch is None:
+            if not self._writes:
+                raise TemporaryStoreError(
+                    f"document {epoch_document(self._namespace, found.count)} is missing: nothing was stored in this "
+                    "namespace yet, and this tier stores nothing itself"
+                )
+            if known and not found.damaged:
+                self._tell_loss(epoch_document(self._namespace), missing=True, known=True)
+            found = begin_common(self._store, self._namespace, known=found)
+        if found.epoch is None:
+            raise TemporaryStoreError(f"namespace {self._namespace.directory} has no valid epoch document")
+        self._common = found
+        return self._namespace.with_epoch(found.epoch)
 
-        The first process creates the document. Damaged documents stay, because another process may be able to read
-        them.
-        """
-        for number in range(_MAX_DAMAGED):
-            document = epoch_document(self._namespace, number)
-            stored = self._store.read_document(document)
-            if stored is None:
-                if not self._writes:
-                    raise TemporaryStoreError(
-                        f"document {document} is missing: nothing was stored in this namespace yet, "
-                        "and this tier stores nothing itself"
-                    )
-                if known:
-                    self._tell_loss(document, missing=True, known=True)
-                fresh = EpochDocument.of(self._namespace.next_epoch(), None, private=False)
-                stored = self._store.create_document(document, fresh.pack())
-            for reread in (False, True):
-                if reread:
-                    stored = self._store.read_document(document)
-                found = None if stored is None else EpochDocument.parse(bytes(stored))
-                if found is not None and found.admits(self._namespace, None):
-                    self._common_epoch = found.epoch
-                    return self._namespace.with_epoch(found.epoch)
-            self._tell_loss(document, missing=stored is None, known=True)
-        raise PermanentStoreError(
-            f"{_MAX_DAMAGED} epoch documents of namespace {self._namespace.directory} are damaged; "
-            "remove what is left of them"
-        )
+    def follow(self, namespace: Namespace) -> None:
+        """Record that the common epoch is that of ``namespace`` from now on."""
+        if self._common is not None:
+            self._common = replace(self._common, epoch=namespace.epoch)
+
+    def common(self, namespace: Namespace) -> CommonEpoch | None:
+        """Return the common epoch if ``namespace`` is in it; None if not."""
+        common = self._common
+        return common if common is not None and common.epoch == namespace.epoch else None
 
     # ---------------------------------------------------------------------------------------------- both kinds of media
 
