@@ -5,8 +5,9 @@ It serves tests and demos, and it is the smallest example of a store.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from tiering.api.namespace import Namespace
 from tiering.api.units import Size
 from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
 from tiering.errors import ConfigError, CorruptBlockError
+from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
@@ -212,6 +214,23 @@ def build(options: MemoryOptions, context: TierContext) -> MemoryTier:
     return MemoryTier(context, options)
 
 
+class MemoryAdmin(TierAdmin):
+    """Administration of a memory tier: its blocks live in the engine's process, and only a scratch tier can be used."""
+
+    @property
+    def place(self) -> str:
+        return "the memory of the engine's process"
+
+    @contextlib.contextmanager
+    def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
+        yield self.options.model_copy(update={"share": None, "capacity": capacity})
+
+
 MEMORY_TIER = TierDefinition(
-    options=MemoryOptions, build=build, persistent=False, location=lambda options: options.share, distance="process"
+    options=MemoryOptions,
+    build=build,
+    persistent=False,
+    location=lambda options: options.share,
+    distance="process",
+    admin=MemoryAdmin,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import click
 
 from tiering import __version__
 from tiering.api.masking import mask_text
+from tiering.cli.check import check
 from tiering.cli.schema import schema
 from tiering.errors import ConfigError, TieringError
 
@@ -27,6 +29,7 @@ Exit codes: 0 nothing wrong, 1 problems found or work not finished,
 
 \b
 Examples:
+  kv-tiering check stack.yaml
   kv-tiering schema > stack.schema.json
 """
 
@@ -37,17 +40,24 @@ Examples:
     invoke_without_command=True,
 )
 @click.version_option(__version__, prog_name="kv-tiering")
+@click.option("--verbose", "-v", is_flag=True, help="Show the library's log on stderr.")
 @click.pass_context
-def cli(context: click.Context) -> None:
+def cli(context: click.Context, verbose: bool) -> None:
     """Check, measure, inspect and size the tiers of a KV cache.
 
     STACK is the YAML file that an engine gets. No command needs an engine or a model.
     """
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    else:
+        # Commands report problems themselves. Without a handler, Python would print the log's warnings on stderr.
+        logging.getLogger("kv_tiering").addHandler(logging.NullHandler())
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-cli.add_command(schema)
+for command in (check, schema):
+    cli.add_command(command)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 
 from tiering.api.masking import guard_logs, mask_text, safe_cause
 from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.units import format_bytes
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
@@ -17,7 +18,6 @@ from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.region import SharedRegion, row_stride
-from tiering.primary.memory.room import format_bytes
 from tiering.runtime.news import News
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
 from tiering.secondary.options import TierOptions
@@ -109,7 +109,8 @@ def open_manager(
         guard_logs()  # again, because modules imported for these tiers have added loggers
         opened = _open_tiers(stack, manager, clock)
         undo.pop_all()
-    _warn_of_order(stack)
+    for problem in order_problems(stack):
+        _log.warning("%s", problem)
     _log.info("%s", _summary(stack, rows, opened, namespace))
     return manager
 
@@ -176,8 +177,8 @@ _DISTANCES: Sequence[Distance] = ("process", "machine", "network")
 _PLACES = {"process": "in this process's memory", "machine": "on this machine", "network": "on the network"}
 
 
-def _warn_of_order(stack: StackConfig) -> None:
-    """Warn if a slower tier stands before a faster one.
+def order_problems(stack: StackConfig) -> Iterator[str]:
+    """Yield a sentence for each slower tier that stands before a faster one.
 
     Every lookup and load would then go to the slower tier first.
     """
@@ -185,15 +186,10 @@ def _warn_of_order(stack: StackConfig) -> None:
     for index, (earlier, later) in enumerate(pairwise(distances)):
         if earlier is not None and later is not None and _DISTANCES.index(earlier) > _DISTANCES.index(later):
             slow, fast = stack.secondary[index : index + 2]
-            _log.warning(
-                "secondary[%d] (%s) is %s and stands before secondary[%d] (%s), which is %s: list tiers fastest first, "
-                "or blocks that both hold are loaded from the slower one",
-                index,
-                slow.tier_name,
-                _PLACES[earlier],
-                index + 1,
-                fast.tier_name,
-                _PLACES[later],
+            yield (
+                f"secondary[{index}] ({slow.tier_name}) is {_PLACES[earlier]} and stands before "
+                f"secondary[{index + 1}] ({fast.tier_name}), which is {_PLACES[later]}: list tiers fastest first, "
+                "or blocks that both hold are loaded from the slower one"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
 from tiering.secondary.options import TierOptions
 
@@ -29,4 +30,9 @@ class TierDefinition:
     """Distance of the medium; None (default): not known.
 
     KV events contain the distance. A warning uses it when a stack does not list its tiers fastest first.
+    """
+    admin: Callable[[Any, str | None], TierAdmin] = TierAdmin
+    """Function ``admin(options, replica)`` that returns the tier's administration for the command line.
+
+    The default supports no operation. ``replica`` is the name of a data-parallel replica, or None.
     """

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 
+from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.files import Files
@@ -43,6 +44,12 @@ def _build(options: LocalOptions, context: TierContext) -> LocalTier:
     return LocalTier(context, options)
 
 
+def _admin(options: LocalOptions, replica: str | None) -> TierAdmin:
+    from tiers.local.admin import LocalAdmin
+
+    return LocalAdmin(options, replica)
+
+
 def _location(options: LocalOptions) -> str:
     """Return the directory's absolute path, from its spelling alone.
 
@@ -52,5 +59,7 @@ def _location(options: LocalOptions) -> str:
     return os.path.abspath(os.path.expanduser(options.path))  # noqa: PTH100, PTH111
 
 
-LOCAL_TIER = TierDefinition(options=LocalOptions, build=_build, persistent=True, location=_location, distance="machine")
+LOCAL_TIER = TierDefinition(
+    options=LocalOptions, build=_build, persistent=True, location=_location, distance="machine", admin=_admin
+)
 """The definition with which the framework makes local tiers."""

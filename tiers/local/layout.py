@@ -143,6 +143,12 @@ def entries_of(directory: Path) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
+def segment_shape(name: str) -> tuple[int, int] | None:
+    """Return (slot bytes, slots) of the segment file ``name``; None if the name is not that of a segment."""
+    match = _SEGMENT.fullmatch(name) if is_segment(name) else None
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def tier_directory(path: str, replica: str | None) -> Path:
     """Return the directory of one engine.
 

@@ -225,6 +225,30 @@ def describe_owner(directory: Path) -> str:
     return "another process"
 
 
+def owner_of(directory: Path) -> str | None:
+    """Return the process that owns ``directory``, as text for people; None if none does.
+
+    The locks are tried for a moment, without waiting. An engine that opens the directory in this very moment is
+    refused, and takes the directory half a second later.
+
+    Raises:
+        OSError: The directory cannot be opened.
+    """
+    for path in (directory, directory / LOCK_NAME):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if _is_held_elsewhere(error):
+                return describe_owner(directory)
+        finally:
+            os.close(fd)
+    return None
+
+
 def _after_fork() -> None:
     global _guard  # noqa: PLW0603 - a thread of the parent may hold it
     _guard = threading.Lock()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from tiers.s3.store import S3Store
 
 logger = logging.getLogger("kv_tiering.s3")
+
+NO_OBSTORE = "the s3 tier needs obstore; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
+"""Message about the package of the data path that is missing."""
 
 
 class S3Tier(BlockTier):
@@ -60,9 +64,7 @@ def build(options: S3Options, context: TierContext) -> S3Tier:
     try:
         from tiers.s3.store import S3Store
     except ImportError as error:
-        raise ConfigError(
-            "the s3 tier needs obstore; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
-        ) from error
+        raise ConfigError(NO_OBSTORE) from error
     return S3Tier(context, options, S3Store(options))
 
 
@@ -84,6 +86,25 @@ def element_size(namespace: Namespace) -> int:
     return 4 if dtype.endswith("32") else 2
 
 
+def make_admin(options: S3Options, replica: str | None) -> TierAdmin:
+    """Return the administration of a bucket for the command line.
+
+    Raises:
+        ConfigError: A package that the tier needs is missing.
+    """
+    import_boto3()
+    try:
+        from tiers.s3.command import S3Admin
+    except ImportError as error:
+        raise ConfigError(NO_OBSTORE) from error
+    return S3Admin(options, replica)
+
+
 S3_TIER = TierDefinition(
-    options=S3Options, build=build, persistent=True, location=lambda options: options.location, distance="network"
+    options=S3Options,
+    build=build,
+    persistent=True,
+    location=lambda options: options.location,
+    distance="network",
+    admin=make_admin,
 )

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.units import format_bytes
 from tiering.errors import RegionError
-from tiering.primary.memory.room import format_bytes
 
 logger = logging.getLogger("kv_tiering.region")
 

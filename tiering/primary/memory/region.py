@@ -24,10 +24,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory.filelock import is_held_elsewhere, is_linked, locked, try_lock, unlock
 from tiering.primary.memory.prefault import prefault as populate
-from tiering.primary.memory.room import check_room, format_bytes
+from tiering.primary.memory.room import check_room
 
 logger = logging.getLogger("kv_tiering.region")
 

@@ -6,20 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiering.api.units import format_bytes
 from tiering.errors import RegionError
 
 _UNLIMITED = 1 << 60
 """Smallest number that means "no limit" in cgroup v1."""
-
-
-def format_bytes(nbytes: int) -> str:
-    """Return ``nbytes`` in readable form, e.g. ``"1.5 GiB"``."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 def _number(path: Path) -> int | None:

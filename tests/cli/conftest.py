@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.fake_s3 import FakeS3, fake_s3
+from tests.servers import RawBucket, S3Endpoint, moto_server
+
+WriteStack = Callable[..., Path]
+
+
+@pytest.fixture
+def write_stack(tmp_path: Path) -> WriteStack:
+    """Write a stack of these tiers, and return the path of its file."""
+
+    def write(*tiers: Mapping[str, Any], capacity: object = "16MiB", **words: object) -> Path:
+        path = tmp_path / "stack.yaml"
+        path.write_text(yaml.safe_dump({"primary": {"capacity": capacity}, "secondary": list(tiers)} | words))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[S3Endpoint]:
+    with moto_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Let boto3's chain yield a server's credentials, and nothing of this machine."""
+
+    def set_environment(server: S3Endpoint | FakeS3) -> None:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+
+    return set_environment
+
+
+@pytest.fixture
+def bucket(moto: S3Endpoint, use: Callable[[Any], None], request: pytest.FixtureRequest) -> RawBucket:
+    use(moto)
+    return moto.make_bucket(f"kv-{abs(hash(request.node.nodeid)):x}")
+
+
+@pytest.fixture
+def fake(use: Callable[[Any], None]) -> Iterator[FakeS3]:
+    with fake_s3() as running:
+        use(running)
+        yield running

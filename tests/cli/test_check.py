@@ -1,0 +1,371 @@
+"""``check``: what it finds in stacks that are broken in each of the ways, and that it disturbs nothing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.cli.conftest import WriteStack
+from tests.cli.runner import kv_tiering, process
+from tests.fake_s3 import FakeS3
+from tests.servers import RawBucket, S3Endpoint, rclone_server
+from tests.tiers.local.rig import LocalRig
+from tiering.cli import check as check_module
+from tiering.config.stack_file import StackConfig
+from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
+from tiering.secondary.definition import TierDefinition
+from tiering.secondary.files import Files
+from tiering.testing.tier_tests import K
+from tiers.local import LocalOptions, probes
+from tiers.memory import MEMORY_TIER
+from tiers.s3.bucket_probes import clock_skew
+
+Use = Callable[[Any], None]
+BLOCK = "64KiB"
+
+
+class Report(NamedTuple):
+    """What a run of ``check`` said."""
+
+    code: int
+    findings: dict[tuple[str, str], dict[str, str]]
+
+    def severity(self, tier: str, subject: str) -> str:
+        return self.findings[tier, subject]["severity"]
+
+    def text(self, tier: str, subject: str) -> str:
+        found = self.findings[tier, subject]
+        return f"{found['text']} -> {found['remedy']}"
+
+
+def check(stack: Path, *words: str) -> Report:
+    done = kv_tiering("check", stack, "--json", "--block-bytes", BLOCK, *words)
+    assert done.err == ""
+    found = json.loads(done.out)
+    assert found["ok"] == (done.code == 0)
+    return Report(done.code, {(item["tier"], item["subject"]): item for item in found["findings"]})
+
+
+def local(path: Path, **words: object) -> dict[str, object]:
+    return {"type": "local", "path": str(path), "capacity": "64MiB"} | words
+
+
+def s3(bucket: str, endpoint: str, **words: object) -> dict[str, object]:
+    return {"type": "s3", "bucket": bucket, "endpoint_url": endpoint, "prefix": "prod"} | words
+
+
+# ---------------------------------------------------------------------------------------------------------- the machine
+
+
+def test_a_sound_stack_passes_and_nothing_is_left_behind(write_stack: WriteStack, tmp_path: Path) -> None:
+    stack = write_stack({"type": "memory", "capacity": "8MiB"}, local(tmp_path / "kv"))
+    report = check(stack)
+    assert report.code == 0
+    assert "identical" in report.text("memory", "round trip")
+    assert "identical" in report.text("local", "round trip")
+    assert [path.name for path in tmp_path.iterdir()] == ["stack.yaml"]
+
+
+def test_on_pipes_each_finding_is_a_line_of_words_between_tabs(write_stack: WriteStack, tmp_path: Path) -> None:
+    done = process("check", write_stack(local(tmp_path / "kv")), "--block-bytes", BLOCK)
+    assert done.code == 0
+    lines = [line.split("\t") for line in done.out.splitlines()]
+    assert ["local", "ok", "round trip"] in [line[:3] for line in lines]
+
+
+def test_an_invalid_stack_is_refused_before_anything_is_probed(write_stack: WriteStack, tmp_path: Path) -> None:
+    done = kv_tiering("check", write_stack(local(tmp_path / "kv", capacty="1GiB")))
+    assert (done.code, done.out) == (2, "")
+    assert "did you mean capacity?" in done.err
+    assert kv_tiering("check", tmp_path / "none.yaml").code == 2
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_tier_that_the_stack_does_not_have_is_refused(write_stack: WriteStack) -> None:
+    done = kv_tiering("check", write_stack({"type": "memory"}), "--tier", "s3")
+    assert (done.code, done.err) == (2, "kv-tiering: --tier: the stack has no tier 's3'; it has memory\n")
+
+
+def test_a_primary_tier_that_no_machine_has_room_for(write_stack: WriteStack) -> None:
+    report = check(write_stack(capacity="1PiB"))
+    assert (report.code, report.severity("primary", "memory")) == (1, "error")
+    assert "lower primary.capacity" in report.text("primary", "memory")
+
+
+def test_too_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    (found,) = check_module._probe_shared_memory(free * 2, tmp_path)
+    assert (found.severity, "--shm-size" in found.remedy) == (Severity.WARNING, True)
+
+
+def test_blocks_larger_than_the_primary_tier(write_stack: WriteStack) -> None:
+    done = kv_tiering("check", write_stack(capacity="1MiB"), "--json", "--block-bytes", "2MiB")
+    found = {item["subject"]: item["severity"] for item in json.loads(done.out)["findings"]}
+    assert (done.code, found["capacity"]) == (1, "error")
+
+
+def test_a_slow_tier_before_a_fast_one_is_a_warning(tmp_path: Path) -> None:
+    stack = StackConfig.model_validate(
+        {"primary": {"capacity": "1MiB"}, "secondary": [s3("kv-cache", "http://127.0.0.1:1"), local(tmp_path)]}
+    )
+    found = {finding.subject: finding.severity for finding in check_module.probe_machine(stack, 4096)}
+    assert found["order"] is Severity.WARNING
+
+
+def test_warnings_fail_a_strict_check_only(
+    write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "probe_direct", lambda *_args, **_words: False)
+    stack = write_stack(local(tmp_path / "kv"))
+    report = check(stack)
+    assert (report.code, report.severity("local", "O_DIRECT")) == (0, "warning")
+    assert check(stack, "--strict").code == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ directory
+
+
+def test_a_path_that_is_a_file(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    report = check(write_stack(local(tmp_path / "kv")))
+    assert (report.code, report.severity("local", "directory")) == (1, "error")
+
+
+def test_a_capacity_below_one_block(write_stack: WriteStack, tmp_path: Path) -> None:
+    report = check(write_stack(local(tmp_path / "kv", capacity="64KiB")))
+    assert (report.code, report.severity("local", "capacity")) == (1, "error")
+
+
+def test_a_capacity_above_the_disk(write_stack: WriteStack, tmp_path: Path) -> None:
+    report = check(write_stack(local(tmp_path / "kv", capacity="1EiB")))
+    assert (report.code, report.severity("local", "free space")) == (1, "error")
+    assert "lower capacity" in report.text("local", "free space")
+
+
+class Room(NamedTuple):
+    f_flag: int = 0
+    f_bavail: int = 100
+    f_frsize: int = 4096
+
+
+@pytest.mark.parametrize(
+    ("room", "subject", "severity"),
+    [(Room(), "free space", "warning"), (Room(f_flag=os.ST_RDONLY), "writable", "error")],
+)
+def test_disks_that_are_full_or_read_only(
+    room: Room, subject: str, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    monkeypatch.setattr(Files, "size_of_disk", lambda self, path: 1 << 40)
+    options = LocalOptions(type="local", path=str(tmp_path), capacity=64 << 20)
+    found = {item.subject: item for item in probes.probe_directory(options, tmp_path, 65536, Files())}
+    assert found[subject].severity == severity
+    assert found[subject].remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity"),
+    [("ext4", "ok"), ("nfs4", "warning"), ("fuse.sshfs", "warning"), ("tmpfs", "warning"), ("overlay", "warning")],
+)
+def test_file_systems_that_are_no_local_disk(
+    kind: str, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "file_system", lambda path: (kind, "device"))
+    (found,) = probes._probe_file_system(tmp_path)
+    assert found.severity == severity
+
+
+def test_the_file_system_of_a_path_is_the_mount_that_contains_it(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"20 1 {number} / / rw - ext4 /dev/root rw\n"
+        f"21 20 {number} / {tmp_path} rw,relatime shared:1 - xfs /dev/nvme0n1 rw\n"
+        f"22 21 0:99 / {tmp_path}/elsewhere rw - nfs4 server:/ rw\n"
+    )
+    assert probes.file_system(tmp_path, mounts) == ("xfs", "/dev/nvme0n1")
+    assert probes.file_system(tmp_path, tmp_path / "none") == ("unknown", "?")
+
+
+def test_a_directory_that_others_may_write_in(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    assert check(write_stack(local(tmp_path / "kv"))).severity("local", "permissions") == "warning"
+
+
+def state(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [directory, *directory.rglob("*")]}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LocalRig]:
+    rig = LocalRig(tmp_path / "kv", capacity="4MiB", segment_size="1MiB").open()
+    yield rig
+    rig.close()
+
+
+def test_a_directory_in_use_is_only_read(write_stack: WriteStack, tmp_path: Path, live: LocalRig) -> None:
+    live.store(K[:4])
+    before = state(tmp_path / "kv")
+    report = check(write_stack(local(tmp_path / "kv")))
+    assert report.code == 0
+    assert f"process {os.getpid()}" in report.text("local", "owner")
+    assert "4 blocks read, intact" in report.text("local", "blocks")
+    assert state(tmp_path / "kv") == before
+    assert live.load(K[:4]) == K[:4]
+
+
+def test_a_damaged_block_of_a_directory_in_use_is_found(
+    write_stack: WriteStack, tmp_path: Path, live: LocalRig
+) -> None:
+    live.store(K[:1])
+    (segment,) = [path for path in (tmp_path / "kv").glob("slots-*") if b"KVTIER" in path.read_bytes()]
+    data = segment.read_bytes()
+    at = data.index(b"\x89KVTIER\n") + 4096 + 10
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    report = check(write_stack(local(tmp_path / "kv")))
+    assert (report.code, report.severity("local", "blocks")) == (1, "error")
+
+
+def test_scratch_places_of_checks_that_were_killed_are_swept(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "kv" / ".kv-tiering-scratch-0badcafe").mkdir(parents=True)
+    check(write_stack(local(tmp_path / "kv")))
+    assert [*(tmp_path / "kv").iterdir()] == []
+
+
+# --------------------------------------------------------------------------------------------------------------- bucket
+
+
+def test_a_sound_bucket_passes_and_nothing_is_left_in_it(
+    write_stack: WriteStack, bucket: RawBucket, moto: S3Endpoint
+) -> None:
+    report = check(write_stack(s3(bucket.name, moto.endpoint)))
+    assert report.code == 0
+    for step in ("credentials", "list", "put", "head", "get", "conditional put", "delete", "clock", "round trip"):
+        assert report.severity("s3", step) == "ok", step
+    assert report.severity("s3", "block size") == "warning"
+    assert report.severity("s3", "lifecycle") == "info"
+    assert bucket.names() == []
+
+
+def test_a_bucket_that_does_not_exist(write_stack: WriteStack, bucket: RawBucket, moto: S3Endpoint) -> None:
+    report = check(write_stack(s3("nowhere", moto.endpoint)))
+    assert (report.code, report.severity("s3", "list")) == (1, "error")
+    assert "no such bucket" in report.text("s3", "list")
+
+
+def test_an_endpoint_that_nobody_listens_at(write_stack: WriteStack, bucket: RawBucket) -> None:
+    report = check(write_stack(s3(bucket.name, "http://127.0.0.1:9")))
+    assert (report.code, report.severity("s3", "list")) == (1, "error")
+    assert "endpoint_url" in report.text("s3", "list")
+
+
+def test_missing_and_wrong_credentials(write_stack: WriteStack, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rclone_server() as server:
+        server.make_bucket("kv-cache")
+        use(server)
+        stack = write_stack(s3("kv-cache", server.endpoint))
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        assert check(stack).severity("s3", "list") == "error"
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        report = check(stack)
+    assert (report.code, report.severity("s3", "credentials")) == (1, "error")
+
+
+def test_a_service_that_ignores_conditions_of_puts(write_stack: WriteStack, use: Use) -> None:
+    with rclone_server() as server:
+        server.make_bucket("kv-cache")
+        use(server)
+        report = check(write_stack(s3("kv-cache", server.endpoint)))
+    assert (report.code, report.severity("s3", "conditional put")) == (0, "warning")
+    assert "conditional_put: false" in report.text("s3", "conditional put")
+
+
+@pytest.mark.parametrize(
+    ("method", "subject", "needs"),
+    [
+        ("PUT", "put", "s3:PutObject"),
+        ("HEAD", "head", "s3:GetObject"),
+        ("POST", "delete", "s3:DeleteObject"),
+    ],
+)
+def test_each_permission_that_is_missing_is_named(
+    method: str, subject: str, needs: str, write_stack: WriteStack, fake: FakeS3
+) -> None:
+    fake.fail(403, method=method, times=1 << 30)
+    report = check(write_stack(s3(fake.bucket, fake.endpoint)))
+    assert (report.code, report.severity("s3", subject)) == (1, "error")
+    assert needs in report.text("s3", subject)
+
+
+def test_a_tier_that_is_only_read_needs_no_puts(write_stack: WriteStack, fake: FakeS3) -> None:
+    fake.fail(403, method="PUT", times=1 << 30)
+    report = check(write_stack(s3(fake.bucket, fake.endpoint, admission="none")), "--no-round-trip")
+    assert (report.code, report.severity("s3", "put")) == (0, "info")
+
+
+def test_versioning_and_a_missing_lifecycle_rule(write_stack: WriteStack, bucket: RawBucket, moto: S3Endpoint) -> None:
+    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    report = check(write_stack(s3(bucket.name, moto.endpoint, ttl="7d")))
+    assert report.severity("s3", "versioning") == "warning"
+    assert "install_lifecycle: true" in report.text("s3", "lifecycle")
+
+
+def test_a_check_installs_no_lifecycle_rule(write_stack: WriteStack, bucket: RawBucket, moto: S3Endpoint) -> None:
+    stack = write_stack(s3(bucket.name, moto.endpoint, ttl="7d", install_lifecycle=True))
+    assert check(stack).severity("s3", "lifecycle") == "info"
+    with pytest.raises(bucket.client.exceptions.ClientError):
+        bucket.client.get_bucket_lifecycle_configuration(Bucket=bucket.name)
+
+
+def test_proxies_and_authorities_of_the_environment(
+    write_stack: WriteStack, bucket: RawBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:hunter2@127.0.0.1:9")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/opt/corporate.pem")
+    report = check(write_stack(s3(bucket.name, "https://127.0.0.1:9", ca_file=None)), "--no-round-trip")
+    assert "hunter2" not in str(report)
+    assert report.severity("s3", "proxy") == "info"
+    assert "ca_file: /opt/corporate.pem" in report.text("s3", "certificates")
+
+
+def test_clocks_that_differ() -> None:
+    now = datetime.datetime(2026, 6, 1, 12, 0, 30, tzinfo=datetime.UTC)
+    assert clock_skew({"date": "Mon, 01 Jun 2026 12:00:00 GMT"}, now) == 30
+    assert clock_skew({}, now) is None
+    assert clock_skew({"date": "yesterday"}, now) is None
+
+
+# ----------------------------------------------------------------------------------------------------- own tiers
+
+
+class BrokenAdmin(TierAdmin):
+    def check(self, block_bytes: int) -> Iterator[Finding]:
+        yield Finding(Severity.WARNING, "tape", f"{block_bytes} bytes are few")
+        raise OSError("the robot is stuck")
+
+
+PLAIN = TierDefinition(options=MEMORY_TIER.options, build=MEMORY_TIER.build, persistent=False)
+BROKEN = TierDefinition(options=MEMORY_TIER.options, build=MEMORY_TIER.build, persistent=False, admin=BrokenAdmin)
+
+
+def test_a_tier_without_an_administration_is_not_used(write_stack: WriteStack) -> None:
+    report = check(write_stack({"type": "tests.cli.test_check:PLAIN"}))
+    assert (report.code, report.severity("PLAIN", "round trip")) == (0, "info")
+
+
+def test_a_probe_that_raises_is_a_finding(write_stack: WriteStack) -> None:
+    report = check(write_stack({"type": "tests.cli.test_check:BROKEN"}))
+    assert report.code == 1
+    assert report.severity("BROKEN", "tape") == "warning"
+    assert "the robot is stuck" in report.text("BROKEN", "probe")

@@ -1,0 +1,265 @@
+"""``check``: a stack is validated, and every tier is probed for real."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from tiering.api.masking import mask_text
+from tiering.api.units import format_bytes
+from tiering.cli.driver import TierDriver, scratch_key
+from tiering.cli.output import duration, print_json, stdout
+from tiering.cli.parameters import (
+    admin_of,
+    block_bytes_option,
+    chosen_tiers,
+    json_option,
+    stack_argument,
+    tier_options,
+)
+from tiering.config.registry import tier_definition
+from tiering.config.stack import order_problems
+from tiering.config.stack_file import StackConfig
+from tiering.errors import RegionError, TieringError
+from tiering.primary.memory.region import SHM
+from tiering.primary.memory.room import check_room
+from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
+from tiering.secondary.admin.verification import FrameVerifier
+from tiering.secondary.io.frame import FrameError
+from tiering.secondary.options import TierOptions
+
+ROUND_TRIP_BLOCKS = 4
+"""Blocks that are stored and loaded again."""
+ROUND_TRIP_SECONDS = 60.0
+"""Seconds that the stores or the loads of a round trip may take."""
+_LEAST_SCRATCH = 64 << 20
+
+_STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+
+PRIMARY = "primary"
+"""Name of the section about the machine and the CPU tier."""
+
+
+@click.command()
+@stack_argument
+@block_bytes_option
+@click.option("--strict", is_flag=True, help="Warnings make the exit code 1, too.")
+@click.option("--no-round-trip", is_flag=True, help="Move no block through the tiers.")
+@tier_options
+@json_option
+def check(
+    stack: str,
+    block_bytes: int,
+    strict: bool,
+    no_round_trip: bool,
+    tiers: tuple[str, ...],
+    replica: str | None,
+    as_json: bool,
+) -> int:
+    """Validate STACK and probe every tier for real.
+
+    Each tier stores and loads a few blocks at a scratch place of its own, which is removed again. A local directory
+    that an engine uses is only read. The exit code is 0 if no error was found.
+
+    \b
+    Examples:
+      kv-tiering check stack.yaml
+      kv-tiering check stack.yaml --block-bytes 8MiB --strict
+      kv-tiering check stack.yaml --json | jq '.findings[] | select(.severity == "error")'
+    """
+    config, chosen = chosen_tiers(stack, tiers)
+    found: list[tuple[str, Finding]] = []
+    if not tiers:
+        found += [(PRIMARY, finding) for finding in probe_machine(config, block_bytes)]
+    for options in chosen:
+        found += [
+            (options.tier_name, finding)
+            for finding in probe_tier(options, replica, block_bytes, round_trip=not no_round_trip)
+        ]
+    bad = {Severity.ERROR, Severity.WARNING} if strict else {Severity.ERROR}
+    failed = any(finding.severity in bad for _, finding in found)
+    if as_json:
+        findings = [{"tier": tier, **dataclasses.asdict(finding)} for tier, finding in found]
+        print_json({"stack": stack, "ok": not failed, "block_bytes": block_bytes, "findings": findings})
+    else:
+        _print(found)
+    return int(failed)
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
+    """Yield findings about the memory of this machine or container, and about the stack as a whole."""
+    in_memory = [
+        options.capacity or 0 for options in stack.secondary if tier_definition(options.type).distance == "process"
+    ]
+    needed = stack.primary.capacity + sum(in_memory)
+    try:
+        check_room(needed, None)
+        yield Finding(Severity.OK, "memory", f"there is room for {format_bytes(needed)}")
+    except RegionError as error:
+        yield Finding(Severity.ERROR, "memory", str(error))
+    if stack.primary.capacity < block_bytes:
+        yield Finding(
+            Severity.ERROR,
+            "capacity",
+            f"{format_bytes(stack.primary.capacity)} do not hold one block of {format_bytes(block_bytes)}",
+            "raise primary.capacity",
+        )
+    yield from _probe_shared_memory(stack.primary.capacity)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < stack.primary.capacity:
+        yield Finding(
+            Severity.INFO,
+            "locked memory",
+            f"the limit is {format_bytes(soft)}; CUDA pins the rows without it, other drivers may need it",
+            "if pinning fails: ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        )
+    for problem in order_problems(stack):
+        yield Finding(Severity.WARNING, "order", problem)
+
+
+def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Finding]:
+    try:
+        room = os.statvfs(directory)
+    except OSError as error:
+        yield Finding(Severity.WARNING, str(directory), f"cannot be looked at: {error.strerror}")
+        return
+    free = room.f_bavail * room.f_frsize
+    if free >= capacity:
+        yield Finding(Severity.OK, str(directory), f"{format_bytes(free)} free")
+    else:
+        yield Finding(
+            Severity.WARNING,
+            str(directory),
+            f"{format_bytes(free)} free; an engine with several worker processes keeps the "
+            f"{format_bytes(capacity)} of the primary tier there",
+            "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- tiers
+
+
+def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
+    """Yield findings about one tier; a failure of a probe is a finding, too."""
+    worst = Severity.OK
+    try:
+        admin = admin_of(options, replica)
+        for finding in admin.check(block_bytes):
+            worst = Severity.ERROR if finding.severity is Severity.ERROR else worst
+            yield finding
+        if not round_trip:
+            return
+        if admin.owner() is not None:
+            yield from asyncio.run(_read_some(admin))
+        elif worst is not Severity.ERROR:
+            yield from _round_trip(admin, block_bytes)
+    except TieringError as error:
+        yield Finding(Severity.ERROR, "probe", str(error))
+    except Exception as error:  # a custom tier may raise anything
+        yield Finding(Severity.ERROR, "probe", f"{type(error).__name__}: {error}")
+
+
+def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
+    """Store blocks through the tier's own layers, and load them again."""
+    count = ROUND_TRIP_BLOCKS
+    keys = [scratch_key(number) for number in range(count)]
+    content = np.random.default_rng().integers(0, 256, (count, block_bytes), np.uint8)
+    with admin.scratch(max(_LEAST_SCRATCH, 8 * (block_bytes + 8192))) as options:
+        if options is None:
+            yield Finding(Severity.INFO, "round trip", "the tier has no scratch place; no block was moved")
+            return
+        # Admission, second touches above all, must not keep the blocks from the medium.
+        trial = options.model_copy(update={"admission": "all", "min_prefix_blocks": 1})
+        with TierDriver(trial, block_bytes, 2 * count) as driver:
+            driver.rows[:count, :block_bytes] = content
+            began = time.monotonic()
+            stored = driver.move(keys, range(count), load=False, timeout=ROUND_TRIP_SECONDS)
+            between = time.monotonic()
+            loaded = driver.move(stored, range(count, count + len(stored)), load=True, timeout=ROUND_TRIP_SECONDS)
+            ended = time.monotonic()
+            back = driver.rows[count : count + len(stored), :block_bytes]
+            same = len(loaded) == count and bool(np.array_equal(back, content))
+            error = driver.tier.open_error
+    text = (
+        f"{count} blocks of {format_bytes(block_bytes)}: stored in {duration(between - began)}, "
+        f"loaded in {duration(ended - between)}"
+    )
+    if same:
+        yield Finding(Severity.OK, "round trip", f"{text}, identical")
+    else:
+        yield Finding(
+            Severity.ERROR,
+            "round trip",
+            f"{len(stored)} of {count} blocks were stored, {len(loaded)} loaded" + (f": {error}" if error else ""),
+            "repeat with --verbose, which shows the log",
+        )
+
+
+async def _read_some(admin: TierAdmin) -> list[Finding]:
+    """Verify a few blocks of a medium that an engine uses."""
+    verifier, read, damaged = FrameVerifier(), 0, 0
+    with admin:
+        async for block in admin.blocks():
+            if read == ROUND_TRIP_BLOCKS:
+                break
+            frame = await admin.read(block)
+            if frame is None:
+                continue
+            read += 1
+            try:
+                verifier.verify(frame, admin.header_bytes, fingerprint=block.fingerprint)
+            except FrameError:
+                again = await admin.read(block)
+                damaged += again is not None and bytes(again[:128]) == bytes(frame[:128])
+    if damaged:
+        return [
+            Finding(
+                Severity.ERROR,
+                "blocks",
+                f"{damaged} of {read} blocks are damaged",
+                "run kv-tiering inspect --verify, and look at the disk",
+            )
+        ]
+    return [Finding(Severity.OK, "blocks", f"{read} blocks read, intact")]
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def _print(found: Sequence[tuple[str, Finding]]) -> None:
+    console = stdout()
+    if not console.is_terminal:
+        for tier, finding in found:
+            words = (tier, finding.severity, finding.subject, finding.text, finding.remedy)
+            click.echo(mask_text("\t".join(words).rstrip()))
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    section = None
+    for tier, finding in found:
+        if tier != section:
+            table.add_row(Text(tier, style="bold"))
+            section = tier
+        text = Text(mask_text(finding.text))
+        if finding.remedy:
+            text.append(f"\n→ {mask_text(finding.remedy)}", style="italic")
+        table.add_row(Text(f"  {finding.severity}", style=_STYLES[finding.severity]), Text(finding.subject), text)
+    console.print(table)
+    counts = [
+        f"{number} {name}{'' if number == 1 else 's'}"
+        for name, severity in (("error", Severity.ERROR), ("warning", Severity.WARNING))
+        if (number := sum(finding.severity is severity for _, finding in found))
+    ]
+    console.print(", ".join(counts) or "nothing wrong")

@@ -1,0 +1,113 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import click
+
+from tiering.api.units import parse_duration, parse_size
+from tiering.config.registry import tier_definition
+from tiering.config.stack_file import StackConfig, load_stack
+from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.options import TierOptions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_BLOCK_BYTES = "2MiB"
+"""Size of a block if the user names none: 16 tokens of an 8B model in bf16."""
+
+
+if TYPE_CHECKING:
+    _SizeBase: TypeAlias = click.ParamType[int]
+    _DurationBase: TypeAlias = click.ParamType[float]
+else:
+    # Earlier releases of click do not take the type's parameter.
+    _SizeBase = _DurationBase = click.ParamType
+
+
+class SizeType(_SizeBase):
+    """A size in bytes, written as in a stack file."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            size = parse_size(int(value) if isinstance(value, str) and value.isdigit() else value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if size <= 0:
+            self.fail(f"{value!r} is not above 0", param, ctx)
+        return size
+
+
+class DurationType(_DurationBase):
+    """A duration in seconds, written as in a stack file."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = SizeType()
+"""Type of options that take a size."""
+DURATION = DurationType()
+"""Type of options that take a duration."""
+
+
+def stack_argument(command: Command) -> Command:
+    """Add the argument STACK."""
+    return click.argument("stack", metavar="STACK")(command)
+
+
+def tier_options(command: Command) -> Command:
+    """Add ``--tier`` and ``--replica``."""
+    command = click.option("--replica", metavar="NAME", help="Data-parallel replica whose directory is meant.")(command)
+    return click.option(
+        "--tier", "tiers", multiple=True, metavar="NAME", help="Only this tier of the stack; may be given again."
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
+
+
+def block_bytes_option(command: Command) -> Command:
+    """Add ``--block-bytes``."""
+    return click.option(
+        "--block-bytes",
+        type=SIZE,
+        default=DEFAULT_BLOCK_BYTES,
+        show_default=True,
+        help="Size of an offloaded block, all layers and ranks together.",
+    )(command)
+
+
+def chosen_tiers(stack: str, names: Sequence[str]) -> tuple[StackConfig, list[TierOptions]]:
+    """Return the stack and the tiers that were chosen by ``--tier``; by default, all.
+
+    Raises:
+        ConfigError: the stack is invalid, or has no tier of that name.
+    """
+    config = load_stack(stack)
+    known = [options.tier_name for options in config.secondary]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--tier: the stack has no tier {name!r}; it has {', '.join(known) or 'no tiers'}")
+    return config, [options for options in config.secondary if not names or options.tier_name in names]
+
+
+def admin_of(options: TierOptions, replica: str | None) -> TierAdmin:
+    """Return the administration of a tier.
+
+    Raises:
+        ConfigError: the tier cannot be administered with these options on this machine.
+    """
+    return tier_definition(options.type).admin(options, replica)

@@ -1,0 +1,318 @@
+"""Administration of a local tier's directory: contents, collection and epochs.
+
+A directory that an engine owns is only read. Reads drop their pages from the page cache, and a block that changes while
+it is read is not damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiofiles
+
+from tiering.api.namespace import fingerprint_of
+from tiering.errors import InUseError, PermanentStoreError
+from tiering.secondary.admin.contract import (
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    StoredBlock,
+    TierAdmin,
+)
+from tiering.secondary.admin.namespaces import known_namespaces
+from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.options import TierOptions
+from tiering.secondary.service.epoch import EPOCHS, EpochDocument
+from tiers.local.checkpoint import CHECKPOINT_NAME
+from tiers.local.documents import remove_durably
+from tiers.local.layout import PAGE, is_segment, segment_shape, tier_directory
+from tiers.local.lock import DirectoryLock, owner_of
+from tiers.local.probes import probe_directory
+
+SCRATCH = ".kv-tiering-scratch-"
+"""Begins the names of scratch directories. A later command removes those of commands that were killed."""
+
+_DOCUMENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A segment file of any shape."""
+
+    path: Path
+    slot_bytes: int
+    slots: int
+    modified: float
+    nbytes: int
+
+
+class LocalAdmin(TierAdmin):
+    """Administration of a local tier's directory.
+
+    Segments, not single blocks, are removed: a slot without its segment would free no room.
+    """
+
+    header_bytes = PAGE
+
+    def __init__(self, options: TierOptions, replica: str | None = None) -> None:
+        super().__init__(options, replica)
+        self.directory = tier_directory(self.options.path, replica)
+        """The tier's directory."""
+        self._files = Files()
+        self._bases: dict[str, str] = {}
+
+    @property
+    def place(self) -> str:
+        return str(self.directory)
+
+    def owner(self) -> str | None:
+        try:
+            return owner_of(self.directory)
+        except OSError as error:
+            raise store_error(error, f"cannot look at the lock of {self.directory}") from error
+
+    def open(self) -> None:
+        if not self.directory.is_dir():
+            raise PermanentStoreError(f"{self.directory} does not exist: no engine has used this tier yet")
+
+    # ----------------------------------------------------------------------------------------------------------- probes
+
+    def check(self, block_bytes: int) -> Iterator[Finding]:
+        yield from probe_directory(self.options, self.directory, block_bytes, self._files)
+
+    @contextlib.contextmanager
+    def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
+        parent = self.directory
+        while not parent.is_dir():
+            parent = parent.parent
+        for left in parent.glob(f"{SCRATCH}*"):
+            if owner_of(left) is None:
+                shutil.rmtree(left, ignore_errors=True)
+        scratch = parent / f"{SCRATCH}{secrets.token_hex(4)}"
+        try:
+            scratch.mkdir(mode=DIRECTORY_MODE)
+        except OSError as error:
+            raise store_error(error, f"cannot create {scratch}") from error
+        try:
+            yield self.options.model_copy(update={"path": str(scratch), "capacity": capacity})
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    # --------------------------------------------------------------------------------------------------------- contents
+
+    async def namespaces(self) -> list[KnownNamespace]:
+        found = known_namespaces(await asyncio.to_thread(self._documents), ())
+        live = self.owner() is not None
+        if live:
+            # The engine itself may serve the epoch that it began for itself by a reset.
+            found = [
+                replace(
+                    namespace,
+                    epochs={
+                        name: EpochState.LEASED if state is EpochState.ABANDONED else state
+                        for name, state in namespace.epochs.items()
+                    },
+                )
+                for namespace in found
+            ]
+        self._bases = {fingerprint: namespace.name for namespace in found for fingerprint in namespace.epochs}
+        return found
+
+    async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
+        await self.namespaces()
+        for segment in await asyncio.to_thread(self._segments):
+            if after.partition(":")[0] > segment.path.name:
+                continue
+            for block in await asyncio.to_thread(self._scan, segment):
+                if block.place > after:
+                    yield block
+
+    async def read(self, block: StoredBlock) -> memoryview | None:
+        name, _, slot = block.place.partition(":")
+        shape = segment_shape(name)
+        if shape is None:
+            return None
+        slot_bytes, _ = shape
+        data = memoryview(bytearray(block.nbytes))
+        try:
+            async with aiofiles.open(self.directory / name, "rb", buffering=0) as file:
+                await file.seek(int(slot) * slot_bytes)
+                done = 0
+                while done < len(data) and (count := await file.readinto(data[done:])):
+                    done += count
+                self._files.drop_cached(file.fileno(), int(slot) * slot_bytes, len(data))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise store_error(error, f"cannot read slot {slot} of {name}") from error
+        return data[:done]
+
+    def _documents(self) -> dict[str, bytes]:
+        folder = self.directory / "documents"
+        found: dict[str, bytes] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    found[path.name] = bytes(self._files.read_all(path, _DOCUMENT_BYTES))
+        return found
+
+    def _segments(self) -> list[_Segment]:
+        found: list[_Segment] = []
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    shape = segment_shape(entry.name)
+                    if shape is not None and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append(_Segment(Path(entry.path), *shape, status.st_mtime, status.st_blocks * 512))
+        except OSError as error:
+            raise store_error(error, f"cannot list {self.directory}") from error
+        return sorted(found, key=lambda segment: segment.path.name)
+
+    def _scan(self, segment: _Segment) -> list[StoredBlock]:
+        """Return the blocks whose headers are intact."""
+        found: list[StoredBlock] = []
+        try:
+            fd = self._files.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            raise store_error(error, f"cannot read {segment.path}") from error
+        try:
+            page = memoryview(bytearray(HEADER_BYTES))
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for slot in range(segment.slots):
+                try:
+                    count = self._files.preadv(fd, [page], slot * segment.slot_bytes)
+                except OSError:
+                    continue
+                header = parse_header(page) if count == HEADER_BYTES else None
+                if isinstance(header, FrameHeader) and PAGE + header.stored_length <= segment.slot_bytes:
+                    fingerprint = header.fingerprint.hex()
+                    found.append(
+                        StoredBlock(
+                            segment.modified,
+                            f"{segment.path.name}:{slot:09d}",
+                            PAGE + header.stored_length,
+                            self._bases.get(fingerprint, ""),
+                            fingerprint,
+                        )
+                    )
+            self._files.drop_cached(fd, 0, 0)
+        finally:
+            self._files.close(fd)
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    @contextlib.contextmanager
+    def _owned(self, *, dry_run: bool = False) -> Iterator[None]:
+        """Own the directory for a change, so that no engine opens it meanwhile."""
+        if dry_run:
+            yield
+            return
+        lock = DirectoryLock(self.directory)
+        try:
+            lock.acquire()
+        except InUseError as error:
+            raise InUseError(
+                f"{self.directory} is in use by {self.owner() or 'another process'}; "
+                "a directory in use is only read: stop the engine first"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
+        with self._owned(dry_run=dry_run):
+            return await asyncio.to_thread(self._collect, limits, await self._served(), None, dry_run)
+
+    async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
+        with self._owned(dry_run=dry_run):
+            served = {name for name in await self._served() if self._bases.get(name) != namespace}
+            if not dry_run:
+                await self.begin_epoch(namespace, owned=True)
+            return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
+
+    async def begin_epoch(self, namespace: str, *, owned: bool = False) -> str:
+        """Begin a new epoch; see the base class.
+
+        Args:
+            namespace: base of the namespace as 32 hex digits.
+            owned: True if the caller owns the directory (default: False).
+        """
+        with self._owned(dry_run=owned):
+            for name, content in self._documents().items():
+                document = EpochDocument.parse(content) if name.startswith(EPOCHS) else None
+                if document is not None and document.base.hex() == namespace:
+                    self._bases[fingerprint_of(document.base, document.epoch).hex()] = namespace
+                    try:
+                        remove_durably(self._files, self.directory / "documents" / name)
+                    except OSError as error:
+                        raise store_error(error, f"cannot remove the epoch document {name}") from error
+        return "the next engine that opens the directory begins empty"
+
+    async def _served(self) -> set[str]:
+        return {
+            fingerprint
+            for namespace in await self.namespaces()
+            for fingerprint, state in namespace.epochs.items()
+            if state is not EpochState.ABANDONED
+        }
+
+    def _collect(self, limits: Limits, served: set[str], namespace: str | None, dry_run: bool) -> Collected:
+        """Remove whole segments: those without a served block, then the oldest ones.
+
+        Args:
+            limits: blocks that go.
+            served: fingerprints of the epochs that stay.
+            namespace: remove segments that hold blocks of this namespace and no served ones (None: of none).
+            dry_run: count only.
+        """
+        now = time.time()
+        segments = [(segment, self._scan(segment)) for segment in self._segments()]
+        total = sum(segment.nbytes for segment, _ in segments)
+        left = total
+        gone: list[tuple[_Segment, list[StoredBlock]]] = []
+        kept: list[tuple[_Segment, list[StoredBlock]]] = []
+        for segment, blocks in segments:
+            unserved = bool(blocks) and not any(block.fingerprint in served for block in blocks)
+            old = limits.older_than is not None and now - segment.modified > limits.older_than
+            cleared = namespace is not None and any(block.namespace == namespace for block in blocks)
+            go = old or (unserved and (limits.abandoned or cleared))
+            (gone if go else kept).append((segment, blocks))
+            left -= segment.nbytes if go else 0
+        for segment, blocks in sorted(kept, key=lambda item: item[0].modified):
+            if limits.max_total is None or left <= limits.max_total:
+                break
+            left -= segment.nbytes
+            gone.append((segment, blocks))
+        if not dry_run:
+            self._delete(gone, served)
+        return Collected(
+            sum(len(blocks) for _, blocks in segments), total, sum(len(blocks) for _, blocks in gone), total - left
+        )
+
+    def _delete(self, gone: Sequence[tuple[_Segment, list[StoredBlock]]], served: set[str]) -> None:
+        try:
+            if any(block.fingerprint in served for _, blocks in gone for block in blocks):
+                # It names blocks that go. Without it, the next start reads all headers.
+                self._files.unlink(self.directory / CHECKPOINT_NAME)
+            for segment, _ in gone:
+                if is_segment(segment.path.name):
+                    self._files.unlink(segment.path)
+            self._files.sync_directory(self.directory)
+        except OSError as error:
+            raise store_error(error, f"cannot remove segments in {self.directory}") from error

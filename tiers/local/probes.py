@@ -1,0 +1,218 @@
+"""Probes of a local tier's directory: file system, room, permissions and limits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiering.api.units import format_bytes
+from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import Finding, Severity
+from tiering.secondary.files import DIRECTORY_MODE, Files
+from tiers.local.direct import probe_direct
+from tiers.local.layout import REPLICA_PREFIX, Geometry, used_bytes
+from tiers.local.lock import owner_of
+from tiers.local.options import LocalOptions
+from tiers.local.segments import MAX_OPEN
+
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_GOOD = frozenset({"ext4", "xfs"})
+_SPARE_FILES = 256
+"""Open files that an engine needs besides the segments."""
+
+
+def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, files: Files) -> Iterator[Finding]:
+    """Yield findings about the directory of a local tier. A directory in use is only read.
+
+    Args:
+        options: options of the tier.
+        directory: directory of the tier.
+        block_bytes: bytes of the largest block.
+        files: file operations.
+    """
+    try:
+        geometry = Geometry.plan(options.capacity, block_bytes, options.segment_size)
+        yield Finding(
+            Severity.OK,
+            "capacity",
+            f"{format_bytes(options.capacity)} hold {geometry.num_slots:,} blocks of {format_bytes(block_bytes)}",
+        )
+    except ConfigError as error:
+        yield Finding(Severity.ERROR, "capacity", str(error), "raise capacity, or lower the size of a block")
+        return
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    if existing != directory:
+        yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
+    try:
+        yield from _probe_existing(options, directory, existing, files)
+    except OSError as error:
+        yield Finding(
+            Severity.ERROR,
+            "directory",
+            f"{existing} cannot be used: {error.strerror or error}",
+            "give the engine's user rwx on the directory, or choose another path",
+        )
+
+
+def _probe_existing(options: LocalOptions, directory: Path, existing: Path, files: Files) -> Iterator[Finding]:
+    if not existing.is_dir():
+        yield Finding(
+            Severity.ERROR, "directory", f"{existing} is not a directory", "choose another path, or remove the file"
+        )
+        return
+    owner = owner_of(directory) if existing == directory else None
+    if owner is not None:
+        yield Finding(Severity.INFO, "owner", f"in use by {owner}; the directory was only read")
+    yield from _probe_rights(directory, existing)
+    yield from _probe_file_system(existing)
+    yield from _probe_room(options, directory, existing, files)
+    yield from _probe_open_files()
+    if os.access(existing, os.W_OK | os.X_OK):
+        yield from _probe_direct(directory, existing, files, live=owner is not None)
+    if existing == directory and any(directory.glob(f"{REPLICA_PREFIX}*")):
+        names = ", ".join(
+            sorted(path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
+        )
+        yield Finding(Severity.INFO, "replicas", f"data-parallel replicas have subdirectories here: {names}")
+
+
+def _probe_rights(directory: Path, existing: Path) -> Iterator[Finding]:
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        yield Finding(
+            Severity.ERROR,
+            "writable",
+            f"the file system of {existing} is read-only; blocks are served and none are stored",
+            "remount it read-write; Linux also remounts a failing disk read-only (see the kernel's log)",
+        )
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Finding(
+            Severity.ERROR,
+            "writable",
+            f"user {os.geteuid()} may not write in {existing}",
+            f"chown or chmod {existing} for the engine's user, or choose another path",
+        )
+    else:
+        yield Finding(Severity.OK, "writable", f"user {os.geteuid()} may write in {existing}")
+    mode = stat.S_IMODE(existing.stat().st_mode)
+    if existing == directory and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        yield Finding(
+            Severity.WARNING,
+            "permissions",
+            f"other users may write in {directory} (mode {mode:03o}), and could remove or replace blocks",
+            f"chmod go-w {directory}",
+        )
+
+
+def _probe_file_system(existing: Path) -> Iterator[Finding]:
+    kind, device = file_system(existing)
+    text = f"{kind} on {device}"
+    if kind in _NETWORK or kind.startswith("fuse."):
+        yield Finding(
+            Severity.WARNING,
+            "file system",
+            f"{text}: a network file system; locks, O_DIRECT and latency are not those of a disk",
+            "use a local disk; for a medium that machines share, use the s3 tier",
+        )
+    elif kind in _MEMORY:
+        yield Finding(
+            Severity.WARNING, "file system", f"{text}: memory, not a disk", "use a disk, or raise primary.capacity"
+        )
+    elif kind == "overlay":
+        yield Finding(
+            Severity.WARNING,
+            "file system",
+            f"{text}: the container's own layer, which is slow and is lost with the container",
+            "mount a volume on NVMe (ext4 or xfs) there",
+        )
+    else:
+        yield Finding(Severity.OK if kind in _GOOD else Severity.INFO, "file system", text)
+
+
+def _probe_room(options: LocalOptions, directory: Path, existing: Path, files: Files) -> Iterator[Finding]:
+    room = os.statvfs(existing)
+    size, free = files.size_of_disk(existing), room.f_bavail * room.f_frsize
+    used = used_bytes(directory) if existing == directory else 0
+    text = (
+        f"{format_bytes(free)} free, {format_bytes(used)} used by the tier, capacity {format_bytes(options.capacity)}"
+    )
+    if size < options.capacity:
+        yield Finding(
+            Severity.ERROR,
+            "free space",
+            f"{text}: the whole file system has only {format_bytes(size)}",
+            f"lower capacity to at most {format_bytes(int((free + used) * 0.95))}, or use a larger disk",
+        )
+    elif free + used < options.capacity:
+        yield Finding(
+            Severity.WARNING,
+            "free space",
+            f"{text}: the disk is full before eviction begins",
+            f"lower capacity to at most {format_bytes(int((free + used) * 0.95))}, or free some space",
+        )
+    else:
+        yield Finding(Severity.OK, "free space", text)
+
+
+def _probe_open_files() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_OPEN + _SPARE_FILES:
+        yield Finding(
+            Severity.WARNING,
+            "open files",
+            f"the limit is {soft}; the tier keeps up to {MAX_OPEN} files open",
+            "raise it: ulimit -n 65536 (docker: --ulimit nofile=65536; systemd: LimitNOFILE)",
+        )
+
+
+def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) -> Iterator[Finding]:
+    """Try O_DIRECT on a segment that is there, or on a file in a directory of its own that is removed again."""
+    segment = next(iter(sorted(directory.glob("slots-*"))), None) if existing == directory else None
+    if segment is not None:
+        direct = probe_direct(files, directory, segment, read_only=live)
+    elif live:
+        return
+    else:
+        trial = existing / f".kv-tiering-scratch-{secrets.token_hex(4)}"
+        trial.mkdir(mode=DIRECTORY_MODE)
+        try:
+            direct = probe_direct(files, trial, None)
+        finally:
+            trial.rmdir()
+    if direct:
+        yield Finding(Severity.OK, "O_DIRECT", "the file system takes it; the page cache stays free")
+    else:
+        yield Finding(
+            Severity.WARNING,
+            "O_DIRECT",
+            "the file system declines it; reads and writes go through the page cache and cost more CPU",
+            "use ext4 or xfs on a local disk",
+        )
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
+    """Return the type and the device of the file system that contains ``path``; ("unknown", "?") if not known."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    found = ("unknown", "?")
+    longest = -1
+    resolved = path.resolve()
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        words = fields.split()
+        kind, source = rest.split()[:2]
+        point = Path(words[4].encode().decode("unicode_escape"))
+        same = words[2] == wanted or kind in {"btrfs", "overlay"}
+        if same and resolved.is_relative_to(point) and len(point.parts) > longest:
+            found, longest = (kind, source), len(point.parts)
+    return found

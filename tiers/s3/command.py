@@ -1,0 +1,222 @@
+"""Administration of a bucket for the command line: contents, verification, collection and epochs.
+
+Listing runs over all epochs of the bucket at the same time. Nothing here writes a lifecycle rule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import obstore
+
+from tiering.api.namespace import EPOCH_BYTES
+from tiering.errors import PermanentStoreError, StoreError
+from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace, Limits, StoredBlock, TierAdmin
+from tiering.secondary.admin.namespaces import known_namespaces
+from tiering.secondary.options import TierOptions
+from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS, EpochDocument
+from tiers.s3.bucket_probes import probe_bucket
+from tiers.s3.faults import STORE_FAILURES, translate
+from tiers.s3.options import S3Options
+from tiers.s3.store import BLOCKS, DOCUMENTS, S3Store
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+LEASE_SECONDS = 86400.0
+"""Age in seconds up to which a lease counts as fresh. Engines renew leases every hour."""
+
+LISTINGS = 8
+"""Epochs that are listed at the same time."""
+
+_CHUNK = 1000
+_CHUNKS_AHEAD = 4
+_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)")
+_MOST_EPOCHS = 10_000
+
+
+class S3Admin(TierAdmin):
+    """Administration of a bucket. Engines may use the bucket meanwhile."""
+
+    options: S3Options
+
+    def __init__(self, options: TierOptions, replica: str | None = None) -> None:
+        super().__init__(options, replica)
+        # Without a ttl, opening does not look at lifecycle rules, and writes none.
+        self._store = S3Store(self.options.model_copy(update={"ttl": None, "install_lifecycle": False}))
+        self._blocks = f"{self.options.prefix}{BLOCKS}"
+        self._documents = f"{self.options.prefix}{DOCUMENTS}"
+        self._lease_seconds = LEASE_SECONDS
+
+    @property
+    def place(self) -> str:
+        return self.options.location
+
+    def open(self) -> None:
+        self._store.open()
+
+    def close(self) -> None:
+        self._store.close()
+
+    # ----------------------------------------------------------------------------------------------------------- probes
+
+    def check(self, block_bytes: int) -> Iterator[Finding]:
+        yield from probe_bucket(self.options, block_bytes)
+
+    @contextlib.contextmanager
+    def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
+        prefix = f"{self.options.prefix}scratch-{secrets.token_hex(4)}/"
+        options = self.options.model_copy(update={"prefix": prefix, "ttl": None, "install_lifecycle": False})
+        try:
+            yield options
+        finally:
+            with S3Admin(options) as admin:
+                admin._remove_all()
+
+    def _remove_all(self) -> None:
+        client = self._store.client
+        try:
+            for objects in obstore.list(client, self.options.prefix.rstrip("/"), chunk_size=_CHUNK):
+                self._store.delete_objects([item["path"] for item in objects])
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {self.options.prefix}") from error
+
+    # --------------------------------------------------------------------------------------------------------- contents
+
+    async def namespaces(self) -> list[KnownNamespace]:
+        now = time.time()
+        names: list[str] = []
+        fresh: list[str] = []
+        async for items in self._list(self._documents):
+            for item in items:
+                name = item["path"].removeprefix(self._documents)
+                if name.startswith((EPOCHS, PARAMETERS)):
+                    names.append(name)
+                elif name.startswith(LEASES) and now - item["last_modified"].timestamp() < self._lease_seconds:
+                    fresh.append(name)
+        limit = asyncio.Semaphore(LISTINGS)
+
+        async def fetch(name: str) -> tuple[str, bytes] | None:
+            async with limit:
+                data = await self._get(f"{self._documents}{name}")
+            return None if data is None else (name, bytes(data))
+
+        found = await asyncio.gather(*map(fetch, names))
+        return known_namespaces(dict(item for item in found if item is not None), fresh)
+
+    async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
+        folders = [folder for folder in await self._folders() if f"{folder}~" > after]
+        queues: list[asyncio.Queue[list[StoredBlock] | BaseException | None]] = [
+            asyncio.Queue(_CHUNKS_AHEAD) for _ in folders
+        ]
+        begun = asyncio.Semaphore(LISTINGS)
+
+        async def produce(position: int) -> None:
+            queue = queues[position]
+            async with begun:
+                try:
+                    async for items in self._list(f"{self._blocks}{folders[position]}", after):
+                        await queue.put([self._block(item) for item in items])
+                    await queue.put(None)
+                except StoreError as error:
+                    await queue.put(error)
+
+        producers = [asyncio.create_task(produce(position)) for position in range(len(folders))]
+        try:
+            for queue in queues:
+                while (batch := await queue.get()) is not None:
+                    if isinstance(batch, BaseException):
+                        raise batch
+                    for block in batch:
+                        yield block
+        finally:
+            for producer in producers:
+                producer.cancel()
+            await asyncio.gather(*producers, return_exceptions=True)
+
+    async def read(self, block: StoredBlock) -> memoryview | None:
+        return await self._get(f"{self._blocks}{block.place}")
+
+    def expected_key(self, block: StoredBlock) -> bytes | None:
+        match = _PLACE.fullmatch(block.place)
+        try:
+            return None if match is None else bytes.fromhex(match[3])
+        except ValueError:
+            return None
+
+    def _block(self, item: ObjectMeta) -> StoredBlock:
+        place = item["path"].removeprefix(self._blocks)
+        match = _PLACE.fullmatch(place)
+        namespace, fingerprint = ("", "") if match is None else (match[1], match[2])
+        return StoredBlock(item["last_modified"].timestamp(), place, item["size"], namespace, fingerprint)
+
+    async def _folders(self) -> list[str]:
+        """Return the folder of each epoch with blocks, below the prefix of all blocks, in order."""
+        bases = await self._subfolders(self._blocks)
+        limit = asyncio.Semaphore(LISTINGS)
+
+        async def below(base: str) -> list[str]:
+            async with limit:
+                return await self._subfolders(base)
+
+        found = await asyncio.gather(*map(below, bases))
+        return sorted(f"{folder.removeprefix(self._blocks)}/" for folders in found for folder in folders)
+
+    async def _subfolders(self, prefix: str) -> list[str]:
+        try:
+            found = await obstore.list_with_delimiter_async(self._store.client, prefix.rstrip("/"))
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {prefix}") from error
+        return list(found["common_prefixes"])
+
+    async def _list(self, prefix: str, after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
+        """Yield the objects below ``prefix``, up to 1,000 at a time; blocks up to the place ``after`` are left out."""
+        offset = f"{self._blocks}{after}" if after else None
+        try:
+            async for items in obstore.list(self._store.client, prefix.rstrip("/"), offset=offset, chunk_size=_CHUNK):
+                yield items
+        except STORE_FAILURES as error:
+            raise translate(error, f"list {prefix}") from error
+
+    async def _get(self, name: str) -> memoryview | None:
+        try:
+            found = await obstore.get_async(self._store.client, name)
+            return memoryview(await found.bytes_async()).cast("B")
+        except FileNotFoundError:
+            return None
+        except STORE_FAILURES as error:
+            raise translate(error, f"get {name}") from error
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    async def remove(self, blocks: Sequence[StoredBlock]) -> None:
+        await asyncio.to_thread(self._store.delete_objects, [f"{self._blocks}{block.place}" for block in blocks])
+
+    async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
+        self._lease_seconds = limits.grace
+        return await super().collect(limits, dry_run=dry_run)
+
+    async def begin_epoch(self, namespace: str) -> str:
+        return await asyncio.to_thread(self._begin_epoch, namespace)
+
+    def _begin_epoch(self, namespace: str) -> str:
+        base = bytes.fromhex(namespace)
+        numbers = [
+            int(rest.removeprefix("-") or 0)
+            for name in self._store.list_documents(f"{EPOCHS}{namespace}")
+            if re.fullmatch(r"(-[0-9]{1,6})?", rest := name.removeprefix(f"{EPOCHS}{namespace}"))
+        ]
+        number = max(numbers, default=-1) + 1
+        if number >= _MOST_EPOCHS:
+            raise PermanentStoreError(f"namespace {namespace} has {number} epoch documents; remove the oldest ones")
+        content = EpochDocument(base, secrets.token_bytes(EPOCH_BYTES)).pack()
+        name = f"{EPOCHS}{namespace}" + (f"-{number}" if number else "")
+        if EpochDocument.parse(self._store.create_document(name, content) or b"") is None:
+            raise PermanentStoreError(f"document {name} was written and cannot be read back")
+        return "engines that run follow within a minute"
