@@ -9,6 +9,17 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Duration, Share, Size
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.secondary.admin.contract import (
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    Severity,
+    StoredBlock,
+    TierAdmin,
+    UnsupportedError,
+)
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import (
     JobResult,
@@ -39,12 +50,17 @@ __all__ = [
     "BlockTier",
     "BlockTierOptions",
     "CapacityOptions",
+    "Collected",
     "CompressionOptions",
     "Done",
     "Duration",
+    "EpochState",
+    "Finding",
     "IoResult",
     "IoTask",
     "JobResult",
+    "KnownNamespace",
+    "Limits",
     "Namespace",
     "OffloadKey",
     "Outcome",
@@ -52,6 +68,7 @@ __all__ = [
     "PrefixAnswer",
     "Probe",
     "SecondaryTierManager",
+    "Severity",
     "Share",
     "SharedIndex",
     "SharedOptions",
@@ -61,6 +78,8 @@ __all__ = [
     "StorePlan",
     "StoreProbe",
     "StoreTraits",
+    "StoredBlock",
+    "TierAdmin",
     "TierContext",
     "TierDefinition",
     "TierIndex",
@@ -68,4 +87,5 @@ __all__ = [
     "TierStats",
     "TransferJob",
     "TtlOptions",
+    "UnsupportedError",
 ]

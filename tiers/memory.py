@@ -26,7 +26,7 @@ from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.io.messages import IoTask
-from tiering.secondary.options import BlockTierOptions, SlotOptions
+from tiering.secondary.options import BlockTierOptions, SlotOptions, TierOptions
 
 Frame = NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tiering.api.masking import mask_text
 from tiering.api.units import format_bytes
-from tiering.cli.driver import TierDriver, scratch_key
+from tiering.cli.driver import TierDriver, eager, scratch_key
 from tiering.cli.output import duration, print_json, stdout
 from tiering.cli.parameters import (
     admin_of,
@@ -102,7 +102,9 @@ def check(
 def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
     """Yield findings about the memory of this machine or container, and about the stack as a whole."""
     in_memory = [
-        options.capacity or 0 for options in stack.secondary if tier_definition(options.type).distance == "process"
+        getattr(options, "capacity", None) or 0
+        for options in stack.secondary
+        if tier_definition(options.type).distance == "process"
     ]
     needed = stack.primary.capacity + sum(in_memory)
     try:
@@ -182,8 +184,7 @@ def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
             yield Finding(Severity.INFO, "round trip", "the tier has no scratch place; no block was moved")
             return
         # Admission, second touches above all, must not keep the blocks from the medium.
-        trial = options.model_copy(update={"admission": "all", "min_prefix_blocks": 1})
-        with TierDriver(trial, block_bytes, 2 * count) as driver:
+        with TierDriver(eager(options), block_bytes, 2 * count) as driver:
             driver.rows[:count, :block_bytes] = content
             began = time.monotonic()
             stored = driver.move(keys, range(count), load=False, timeout=ROUND_TRIP_SECONDS)

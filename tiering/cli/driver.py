@@ -35,6 +35,13 @@ def scratch_key(number: int) -> OffloadKey:
     return make_offload_key(f"kv-tiering {number:021d}".encode(), 0)
 
 
+def eager(options: TierOptions) -> TierOptions:
+    """Return the options of a tier that stores and loads every block it is given."""
+    words = {"admission": "all", "min_prefix_blocks": 1}
+    known = type(options).model_fields
+    return options.model_copy(update={word: value for word, value in words.items() if word in known})
+
+
 class TierDriver:
     """One tier with rows of its own. Use it as a context manager, from one thread.
 
