@@ -75,7 +75,7 @@ def probe_bucket(options: S3Options, block_bytes: int) -> Iterator[Finding]:
         return
     try:
         yield Finding(Severity.OK, "list", f"{options.location} answers in {1e3 * (time.monotonic() - began):.0f} ms")
-        yield from _Permissions(options, store.client).probe()
+        yield from _Permissions(options, store.requests.client).probe()
     finally:
         store.close()
     yield from _probe_settings(options, credentials, writes=options.admission != "none")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import obstore
 
-from tiering.api.namespace import EPOCH_BYTES
-from tiering.errors import PermanentStoreError, StoreError
+from tiering.errors import StoreError
 from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace, Limits, StoredBlock, TierAdmin
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
-from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS, EpochDocument
+from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
 from tiers.s3.bucket_probes import probe_bucket
+from tiers.s3.epochs import begin_epochs
 from tiers.s3.faults import STORE_FAILURES, translate
 from tiers.s3.options import S3Options
 from tiers.s3.store import BLOCKS, DOCUMENTS, S3Store
@@ -80,7 +80,7 @@ class S3Admin(TierAdmin):
                 admin._remove_all()
 
     def _remove_all(self) -> None:
-        client = self._store.client
+        client = self._store.requests.client
         try:
             for objects in obstore.list(client, self.options.prefix.rstrip("/"), chunk_size=_CHUNK):
                 self._store.delete_objects([item["path"] for item in objects])
@@ -170,7 +170,7 @@ class S3Admin(TierAdmin):
 
     async def _subfolders(self, prefix: str) -> list[str]:
         try:
-            found = await obstore.list_with_delimiter_async(self._store.client, prefix.rstrip("/"))
+            found = await obstore.list_with_delimiter_async(self._store.requests.client, prefix.rstrip("/"))
         except STORE_FAILURES as error:
             raise translate(error, f"list {prefix}") from error
         return list(found["common_prefixes"])
@@ -179,14 +179,16 @@ class S3Admin(TierAdmin):
         """Yield the objects below ``prefix``, up to 1,000 at a time; blocks up to the place ``after`` are left out."""
         offset = f"{self._blocks}{after}" if after else None
         try:
-            async for items in obstore.list(self._store.client, prefix.rstrip("/"), offset=offset, chunk_size=_CHUNK):
+            async for items in obstore.list(
+                self._store.requests.client, prefix.rstrip("/"), offset=offset, chunk_size=_CHUNK
+            ):
                 yield items
         except STORE_FAILURES as error:
             raise translate(error, f"list {prefix}") from error
 
     async def _get(self, name: str) -> memoryview | None:
         try:
-            found = await obstore.get_async(self._store.client, name)
+            found = await obstore.get_async(self._store.requests.client, name)
             return memoryview(await found.bytes_async()).cast("B")
         except FileNotFoundError:
             return None
@@ -203,20 +205,5 @@ class S3Admin(TierAdmin):
         return await super().collect(limits, dry_run=dry_run)
 
     async def begin_epoch(self, namespace: str) -> str:
-        return await asyncio.to_thread(self._begin_epoch, namespace)
-
-    def _begin_epoch(self, namespace: str) -> str:
-        base = bytes.fromhex(namespace)
-        numbers = [
-            int(rest.removeprefix("-") or 0)
-            for name in self._store.list_documents(f"{EPOCHS}{namespace}")
-            if re.fullmatch(r"(-[0-9]{1,6})?", rest := name.removeprefix(f"{EPOCHS}{namespace}"))
-        ]
-        number = max(numbers, default=-1) + 1
-        if number >= _MOST_EPOCHS:
-            raise PermanentStoreError(f"namespace {namespace} has {number} epoch documents; remove the oldest ones")
-        content = EpochDocument(base, secrets.token_bytes(EPOCH_BYTES)).pack()
-        name = f"{EPOCHS}{namespace}" + (f"-{number}" if number else "")
-        if EpochDocument.parse(self._store.create_document(name, content) or b"") is None:
-            raise PermanentStoreError(f"document {name} was written and cannot be read back")
-        return "engines that run follow within a minute"
+        await asyncio.to_thread(begin_epochs, self._store, [namespace])
+        return "engines that run follow within a minute; their CPU tiers and disks keep their blocks"

@@ -80,11 +80,6 @@ class S3Store(BlockStore):
         """The requests sent so far. The service charges for each."""
         return self._requests
 
-    @property
-    def client(self) -> ObjectClient:
-        """The open client of the bucket. Raises :class:`PermanentStoreError` unless the store is open."""
-        return self._open_client()
-
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     def open(self) -> None:
