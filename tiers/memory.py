@@ -215,7 +215,7 @@ def build(options: MemoryOptions, context: TierContext) -> MemoryTier:
 
 
 class MemoryAdmin(TierAdmin):
-    """Administration of a memory tier: its blocks live in the engine's process, and only a scratch tier can be used."""
+    """Administration of a memory tier, whose blocks live in the engine's process."""
 
     @property
     def place(self) -> str:

@@ -1,4 +1,4 @@
-"""A tier without an engine: rows, and blocks moved between them and the tier through all of its layers."""
+"""A tier without an engine: blocks move between rows and the tier through all of its layers."""
 
 from __future__ import annotations
 

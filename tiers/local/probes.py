@@ -172,7 +172,7 @@ def _probe_open_files() -> Iterator[Finding]:
 
 
 def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) -> Iterator[Finding]:
-    """Try O_DIRECT on a segment that is there, or on a file in a directory of its own that is removed again."""
+    """Try O_DIRECT on a segment, or on a file in a directory that is removed again."""
     segment = next(iter(sorted(directory.glob("slots-*"))), None) if existing == directory else None
     if segment is not None:
         direct = probe_direct(files, directory, segment, read_only=live)
@@ -197,7 +197,7 @@ def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) 
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
-    """Return the type and the device of the file system that contains ``path``; ("unknown", "?") if not known."""
+    """Return type and device of the file system of ``path``; ("unknown", "?") if not known."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     found = ("unknown", "?")

@@ -1,4 +1,4 @@
-"""Probes of a bucket: credentials, permissions one by one, clock, versioning, lifecycle, proxies and block size.
+"""Probes of a bucket: environment, permissions one by one, settings and block size.
 
 The probes write and delete a few small objects below a prefix of their own. They change no setting of the bucket.
 """
@@ -31,7 +31,7 @@ from tiers.s3.store import BLOCKS, DOCUMENTS, S3Store
 SKEW_WARNING = 60.0
 """Difference of the clocks in seconds from which on a warning is given."""
 SKEW_ERROR = 600.0
-"""Difference of the clocks in seconds that is an error; services refuse signatures from about 900 s on."""
+"""Difference of the clocks in seconds that is an error; services allow about 900 s."""
 
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _AUTHORITIES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -234,7 +234,7 @@ def _probe_settings(options: S3Options, credentials: CredentialSource, *, writes
 
 
 def clock_skew(headers: Mapping[str, Any], now: datetime.datetime | None = None) -> float | None:
-    """Return by how many seconds this machine's clock is ahead of the service's; None if the answer has no date.
+    """Return the seconds by which this machine's clock is ahead of the service's; None if not known.
 
     Args:
         headers: headers of an answer, by lower-case name.

@@ -176,7 +176,7 @@ class S3Admin(TierAdmin):
         return list(found["common_prefixes"])
 
     async def _list(self, prefix: str, after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
-        """Yield the objects below ``prefix``, up to 1,000 at a time; blocks up to the place ``after`` are left out."""
+        """Yield the objects below ``prefix`` behind the place ``after``, up to 1,000 at a time."""
         offset = f"{self._blocks}{after}" if after else None
         try:
             async for items in obstore.list(

@@ -1,1 +1,1 @@
-"""Administration of tiers for the command line: probes, contents, verification and collection, without an engine."""
+"""Administration of tiers for the command line, without an engine."""

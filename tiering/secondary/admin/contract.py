@@ -189,7 +189,7 @@ class TierAdmin:
 
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
-        """Provide options of a like tier at an empty place on the same medium, and remove the place afterwards.
+        """Provide options of a like tier at a scratch place on the medium, removed afterwards.
 
         The default provides None: the medium has no such place, and no block is moved through it.
 
