@@ -47,7 +47,7 @@ def fill_primary(blocks: int) -> float:
         if output is not None:
             manager.complete_store(output.keys_to_store, ctx)
         manager.on_schedule_end()
-    held = len(manager.primary_tier.table.readable)
+    held = len(manager.primary_tier.readable)
     return (resident_bytes() - before) / held
 
 

@@ -120,7 +120,7 @@ def test_a_block_that_left_the_cpu_tier_is_promoted_again(name, blocks):
         manager.on_request_finished(first)
         manager.on_schedule_end()
         manager.on_new_request(second)
-        assert manager.primary_tier.count_readable(KEYS) == 0
+        assert manager.primary_tier.match_prefix(KEYS, second).hits == 0
         assert np.array_equal(load(manager, KEYS, second), blocks)
         manager.on_request_finished(second)
 

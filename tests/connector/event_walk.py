@@ -284,7 +284,7 @@ class EventWalk:
         self.check()
 
     def check(self) -> None:
-        self.index.check(CPU, set(self.manager.primary_tier.table.readable))
+        self.index.check(CPU, set(self.manager.primary_tier.readable))
         assert isinstance(self.disk.index, SlotIndex)
         self.index.check(DISK, set(self.disk.index.held))
         if self.with_bucket:

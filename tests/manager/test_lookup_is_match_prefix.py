@@ -91,9 +91,9 @@ class Twin:
     def state(self) -> object:
         """What an answer may have changed."""
         self.rig.step()
-        table = self.rig.primary.table
+        primary = self.rig.primary
         jobs = [(tier.name, list(job.keys), job.block_ids.tolist()) for tier in self.tiers for job in tier.loads]
-        return sorted(table.readable), sorted(table.pending), jobs, self.rig.manager.get_stats()["manager"]
+        return sorted(primary.readable), sorted(primary.pending), jobs, self.rig.manager.get_stats()["manager"]
 
 
 def answer_of(match: tuple[int, bool]) -> bool | None:

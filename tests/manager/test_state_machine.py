@@ -77,7 +77,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = TieringOffloadingManager(
             primary, self.tiers, clock=self.clock, promotion_share=0.6, reservation_deadline=20.0, keep_secondary=keep
         )
-        self.table = primary.table
+        self.primary = primary
         self.epoch = 0
         self.requests: dict[str, ReqContext] = {}
         self.finished: set[str] = set()
@@ -119,16 +119,16 @@ class ManagerMachine(RuleBasedStateMachine):
         assert False not in answers
         assert match.pending or None not in answers
         for key, answer in zip(keys, answers, strict=False):
-            assert (key in self.table.readable) is (answer is True)
+            assert (key in self.primary.readable) is (answer is True)
 
     @precondition(lambda self: self.requests)
     @rule(choice=choices, keys=prefixes)
     def prepare_store(self, choice: int, keys: list[bytes]) -> None:
         ctx = self._request(choice)
-        before = (dict(self.table.readable), dict(self.table.pending))
+        before = (dict(self.primary.readable), dict(self.primary.pending))
         output = self.manager.prepare_store(keys, ctx)
         if output is None:
-            assert before[0] == {key: row for key, row in self.table.readable.items() if key in before[0]}
+            assert before[0] == {key: row for key, row in self.primary.readable.items() if key in before[0]}
             return
         assert not set(output.evicted_keys) & set(keys)
         if output.keys_to_store:
@@ -150,7 +150,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(choice=choices, keys=prefixes)
     def prepare_load(self, choice: int, keys: list[bytes]) -> None:
         ctx = self._request(choice)
-        readable = [key for key in keys if key in self.table.readable]
+        readable = [key for key in keys if key in self.primary.readable]
         if readable:
             spec = self.manager.prepare_load(readable, ctx)
             assert isinstance(spec, CPULoadStoreSpec)
@@ -269,7 +269,7 @@ class ManagerMachine(RuleBasedStateMachine):
             if not self.keep:
                 tier.contents.clear()
         self.manager.reset_cache()
-        assert not self.table.readable
+        assert not self.primary.readable
         self.epoch += 1
 
     # ------------------------------------------------------------------------------------------------------- invariants
@@ -285,31 +285,33 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_is_in_one_place(self) -> None:
-        if not hasattr(self, "table"):
+        if not hasattr(self, "primary"):
             return
-        table = self.table
-        assert table.free + len(table.readable) + len(table.pending) + table.quarantined == ROWS
-        rows = [*table.readable.values(), *table.pending.values()]
+        primary, counts = self.primary, self.primary.count_rows()
+        assert counts.free + len(primary.readable) + len(primary.pending) + counts.quarantined == ROWS
+        rows = [*primary.readable.values(), *primary.pending.values()]
         assert len(rows) == len(set(rows))
-        assert table.evictable == sum(1 for row in table.readable.values() if table.refs[row] == 0)
+        jobs = [job.block_ids for tier in self.tiers for job in tier.stores]
+        read = {row for used in [*(rows for _, _, rows, _ in self.reads), *jobs] for row in used.tolist()}
+        assert counts.evictable <= len(set(primary.readable.values()) - read)
 
     @invariant()
     def what_is_readable_is_right(self) -> None:
-        if hasattr(self, "table"):
-            for key, row in self.table.readable.items():
+        if hasattr(self, "primary"):
+            for key, row in self.primary.readable.items():
                 assert self.buffer[row, 0] == NUMBER[key]
                 assert self.keep or self.buffer[row, 1] == self.epoch
 
     @invariant()
     def reservations_stay_within_their_share(self) -> None:
-        if hasattr(self, "table"):
-            promotions = self.manager._promotions
-            assert 0 <= promotions.rows_reserved <= ROWS
-            assert 0 <= promotions.rows_promoting <= int(0.6 * ROWS)
+        if hasattr(self, "primary"):
+            assert 0 <= self.manager.get_stats()["manager"]["rows_reserved"] <= ROWS
+            written = {key for _, keys, _, epoch in self.writes if epoch == self.epoch for key in keys}
+            assert len(self.primary.pending.keys() - written) <= int(0.6 * ROWS)
 
     def teardown(self) -> None:
         """When everybody has gone, every row is free or evictable."""
-        if not hasattr(self, "table"):
+        if not hasattr(self, "primary"):
             return
         for ctx, keys, rows, epoch in self.writes:
             self._fill(keys, rows, epoch)
@@ -325,7 +327,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 tier.wanted = []
             self.manager.on_schedule_end()
         assert not self.manager.has_pending_work()
-        assert self.table.free + self.table.evictable == ROWS
+        assert self.primary.count_rows().free + self.primary.count_rows().evictable == ROWS
         stats = self.manager.get_stats()["manager"]
         assert stats["rows_reserved"] == stats["rows_quarantined"] == stats["jobs_in_flight"] == 0
         assert stats["misreported_jobs"] == stats["tiers_out_of_service"] == 0

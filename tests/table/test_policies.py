@@ -11,8 +11,8 @@ import pytest
 from tiering.errors import ConfigError
 from tiering.table.block_table import BlockTable, load_policy
 from tiering.table.policies.arc import ARCEvictionPolicy
-from tiering.table.policies.lru import LRUEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy
+from tiering.table.policies.recency import LRUEvictionPolicy
 
 
 def key(number: int) -> bytes:

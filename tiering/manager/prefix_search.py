@@ -18,8 +18,9 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.transfer import Rows
 from tiering.manager.promotions import Promotions
-from tiering.manager.requests import Request, TierState
-from tiering.table.block_table import BlockTable
+from tiering.manager.requests import Request
+from tiering.manager.tiers import TierState
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 MAX_RUNS = 128
 """Largest number of runs of missing blocks that one search promotes; later steps promote the rest."""
@@ -50,19 +51,23 @@ class PrefixSearch:
     """Prefix searches of one manager."""
 
     def __init__(
-        self, table: BlockTable, promotions: Promotions, call: Callable[..., Any], clock: Callable[[], float]
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        promotions: Promotions,
+        call: Callable[..., Any],
+        clock: Callable[[], float],
     ) -> None:
         """Create the search over a manager's parts.
 
         Args:
-            table: the primary table.
+            primary: the primary tier.
             promotions: starts the promotions of blocks that a secondary tier holds.
             call: ``call(state, method, *arguments)`` calls a method of a tier, and returns None if the method raises.
             clock: monotonic clock, in seconds.
         """
-        self._table = table
-        self._readable = table.readable
-        self._pending = table.pending
+        self._primary = primary
+        self._readable = primary.readable
+        self._pending = primary.pending
         self._promotions = promotions
         self._call = call
         self._clock = clock
@@ -82,7 +87,7 @@ class PrefixSearch:
             return self._walk(request, walk, position)
         finally:
             for rows in walk.pinned:
-                self._table.unpin(rows)
+                self._primary.unpin(rows)
 
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
         keys, pending = walk.keys, False
@@ -178,5 +183,5 @@ class PrefixSearch:
         walk.pinned_until = position
         rows = np.array([row for row in map(self._readable.get, head) if row is not None], np.int64)
         if len(rows):
-            self._table.pin(rows)
+            self._primary.pin(rows)
             walk.pinned.append(rows)

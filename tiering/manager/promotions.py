@@ -13,7 +13,7 @@ job.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows, as_rows
-from tiering.manager.requests import Request, TierState
+from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
+from tiering.manager.tiers import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 
@@ -70,7 +71,6 @@ class Promotions:
             reservation_deadline: seconds after which a reservation expires.
         """
         self._primary = primary
-        self._table = primary.table
         self._stats = stats
         self._clock = clock
         self._max_rows = max_rows
@@ -117,7 +117,7 @@ class Promotions:
             len(keys),
             self._max_rows - self.rows_promoting - self.rows_reserved,
             state.max_loading_rows - state.loading_rows,
-            self._table.room,
+            self._primary.room,
         )
         if count < len(keys):
             self._stats.promotions_without_room += 1
@@ -152,13 +152,12 @@ class Promotions:
         """True if promotions wait for the end of the step."""
         return bool(self._queued)
 
-    def take_queued(self) -> list[Promotion]:
-        """Return the queued promotions, which are running from now on."""
-        promotions = list(self._queued.values())
-        self._queued.clear()
-        for promotion in promotions:
+    def take_queued(self) -> Iterator[Promotion]:
+        """Yield each queued promotion, which is running from then on."""
+        queued, self._queued = self._queued, {}
+        for promotion in queued.values():
             self._running.setdefault(promotion.state.rank, deque()).append(promotion)
-        return promotions
+            yield promotion
 
     def end(self, promotion: Promotion, arrived: Sequence[OffloadKey] | None) -> tuple[list[OffloadKey], Rows]:
         """End a promotion whose job the tier has reported.
@@ -187,7 +186,7 @@ class Promotions:
             good_keys = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
             bad_keys = [key for key, ok in zip(keys, good.tolist(), strict=True) if not ok]
             good_rows = rows[good]
-            self._table.abort(bad_keys, rows[~good])
+            self._primary.abort(bad_keys, rows[~good])
             self._fail(promotion, bad_keys)
         self._forget(promotion)
         if good_keys:
@@ -198,13 +197,13 @@ class Promotions:
     def _end_unawaited(
         self, promotion: Promotion, rows: Rows, good: NDArray[np.bool_]
     ) -> tuple[list[OffloadKey], Rows]:
-        readable, pending = self._table.readable, self._table.pending
+        readable, pending = self._primary.readable, self._primary.pending
         if promotion.worthless:
             good[:] = False
         for index, key in enumerate(promotion.keys):
             if good[index] and (key in readable or key in pending):
                 good[index] = False
-        self._table.end_writing(rows[~good])
+        self._primary.end_writing(rows[~good])
         kept = [key for key, ok in zip(promotion.keys, good.tolist(), strict=True) if ok]
         if kept:
             self._stats.promotions_adopted += len(kept)
@@ -248,7 +247,7 @@ class Promotions:
     def _reserve(self, request: Request, keys: list[OffloadKey], rows: Rows) -> None:
         if request.finished:
             return
-        self._table.pin(rows)
+        self._primary.pin(rows)
         reservations = self._reservations[rows]
         self.rows_reserved += len(rows) - int(np.count_nonzero(reservations))
         self._reservations[rows] = reservations + 1
@@ -266,7 +265,7 @@ class Promotions:
         reserved = np.array([request.reserved.pop(key, None) is not None for key in keys], np.bool_)
         self._uncount(rows[reserved])
         if not reserved.all():
-            self._table.pin(rows[~reserved])
+            self._primary.pin(rows[~reserved])
 
     def release(self, request: Request) -> None:
         """End all reservations of ``request``."""
@@ -277,7 +276,7 @@ class Promotions:
         rows = [row for key in keys if (row := request.reserved.pop(key, None)) is not None]
         if rows:
             self._uncount(as_rows(rows))
-            self._table.unpin(as_rows(rows))
+            self._primary.unpin(as_rows(rows))
         return len(rows)
 
     def _uncount(self, rows: Rows) -> None:
@@ -312,7 +311,13 @@ class Promotions:
         for key, requests in promotion.others.items():
             for request in requests:
                 request.refused.add(key)
-        self._table.disown(promotion.keys, as_rows(promotion.rows))
+        self._primary.disown(promotion.keys, as_rows(promotion.rows))
+
+    def give_up_all(self, state: TierState) -> None:
+        """Give up all running promotions from a tier that is out of service until a restart."""
+        for promotion in self._running.get(state.rank, ()):
+            if promotion.awaited and not promotion.ended:
+                self.give_up(promotion)
 
     def leave(self, request: Request) -> None:
         """End a finished request's reservations; its queued promotions pass to other requests or are dropped."""
@@ -352,7 +357,7 @@ class Promotions:
         self._stats.promotions_dropped += len(keys)
         self.rows_promoting -= len(keys)
         promotion.state.loading_rows -= len(keys)
-        self._table.abort(keys, rows)
+        self._primary.abort(keys, rows)
 
     def drop_queued(self) -> None:
         """Drop all promotions that are not submitted yet, for a reset."""

@@ -1,107 +1,19 @@
-"""The manager's state of one request and of one secondary tier, and the division of time among tiers."""
+"""The manager's requests: their limits, their tiers, and the blocks that are kept for them."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.masking import shown, shown_name
-from tiering.api.request import ReqContext
-from tiering.api.request_policy import RequestPolicy
-from tiering.secondary.contract import SecondaryTierManager
+from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_policy
+from tiering.errors import ConfigError
+from tiering.manager.tiers import SecondaryTiers, TierState
 
 _log = logging.getLogger("kv_tiering.manager")
-
-
-@dataclass(slots=True, eq=False)
-class TierState:
-    """One secondary tier, as the manager treats it."""
-
-    tier: SecondaryTierManager
-    rank: int
-    """Position among the secondary tiers; 0 is the fastest."""
-    max_loading_rows: int
-    """Largest number of primary rows that the tier's loads may hold."""
-    settled_until: NDArray[np.float64]
-    """Per primary row, the time until which uses of its block need not be reported to the tier.
-
-    The tier holds the block until then, or has decided not to take it.
-    """
-    in_service: bool = True
-    """True if the manager may call the tier and submit jobs to it."""
-    resetting: bool = False
-    """True if the tier is out of service only until its medium has confirmed a reset."""
-    loading_rows: int = 0
-    """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
-
-    def deadline(self, now: float) -> float:
-        """Return the time by which a job that is submitted at ``now`` should have ended."""
-        limit = self.tier.load_deadline
-        return math.inf if limit is None else now + limit
-
-
-class UnknownNames:
-    """Warnings about names of tiers that the stack does not have, one warning per name.
-
-    The names come from clients and requests come by the thousand, so the number of warnings is bounded.
-    """
-
-    __slots__ = ("_known", "_told")
-
-    _MOST = 32
-    """Largest number of names that are warned about."""
-
-    def __init__(self, known: Sequence[str]) -> None:
-        """Create the warnings for a stack whose tiers have the names ``known``, fastest first."""
-        self._known = known
-        self._told: set[str] = set()
-
-    def tell(self, req_id: str, names: Iterable[str]) -> None:
-        """Warn about those of ``names`` that are unknown and were not warned about before."""
-        for name in sorted(set(names).difference(self._known, self._told)):
-            if len(self._told) < self._MOST:
-                self._told.add(name)
-                _log.warning(
-                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); "
-                    "the tiers are %s",
-                    shown_name(req_id),
-                    shown(name),
-                    ", ".join(self._known),
-                )
-
-
-class Shares:
-    """A span of time that is divided among tiers, which take turns.
-
-    Each turn gets an equal part of the time that is left, so that a tier that hangs cannot use up the others' parts.
-    """
-
-    __slots__ = ("_clock", "_deadline", "_turns")
-
-    def __init__(self, clock: Callable[[], float], seconds: float, turns: int) -> None:
-        """Start the span now.
-
-        Args:
-            clock: monotonic clock, in seconds.
-            seconds: length of the whole span.
-            turns: number of tiers that share the span.
-        """
-        self._clock = clock
-        self._deadline = clock() + seconds
-        self._turns = turns
-
-    def next_deadline(self) -> float:
-        """Begin the next turn and return the time at which it must end."""
-        now = self._clock()
-        deadline = now + max(0.0, self._deadline - now) / max(1, self._turns)
-        self._turns -= 1
-        return deadline
 
 
 @dataclass(slots=True, eq=False)
@@ -141,3 +53,92 @@ class Request:
         if self.decide_by is None:
             self.decide_by = now + patience
         return now < self.decide_by
+
+
+class _UnknownNames:
+    """Warnings about names of tiers that the stack does not have, one warning per name.
+
+    The names come from clients and requests come by the thousand, so the number of warnings is bounded.
+    """
+
+    __slots__ = ("_known", "_told")
+
+    _MOST = 32
+    """Largest number of names that are warned about."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        """Create the warnings for a stack whose tiers have the names ``known``, fastest first."""
+        self._known = known
+        self._told: set[str] = set()
+
+    def tell(self, req_id: str, names: Iterable[str]) -> None:
+        """Warn about those of ``names`` that are unknown and were not warned about before."""
+        for name in sorted(set(names).difference(self._known, self._told)):
+            if len(self._told) < self._MOST:
+                self._told.add(name)
+                _log.warning(
+                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); "
+                    "the tiers are %s",
+                    shown_name(req_id),
+                    shown(name),
+                    ", ".join(self._known),
+                )
+
+
+class Requests:
+    """The requests of one manager, by id."""
+
+    def __init__(self, tiers: SecondaryTiers) -> None:
+        """Create the requests of a manager.
+
+        Args:
+            tiers: the secondary tiers, which are told of every request.
+        """
+        self.known: dict[str, Request] = {}
+        """The requests, by id. Only the methods of this class change the dictionary."""
+        self._tiers = tiers
+        self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.tier.name for state in tiers.states)])
+
+    def begin(self, ctx: ReqContext) -> Request:
+        """Announce a request to the tiers that it may use, and return it.
+
+        A request with invalid parameters neither loads nor stores; one warning tells so.
+        """
+        try:
+            policy = parse_request_policy(ctx.kv_transfer_params)
+        except ConfigError as error:
+            _log.warning("request %s neither loads nor stores KV: %s", shown_name(ctx.req_id), error)
+            policy = NEITHER
+        names, tiers = policy.tiers, self._tiers.states
+        if names is not None:
+            tiers = [state for state in tiers if state.tier.name in names]
+            if len(tiers) < len(names):
+                self._unknown_names.tell(ctx.req_id, names)
+        request = Request(ctx, policy, tiers, [])
+        for state in tiers:
+            if state.in_service:
+                answer = self._tiers.call(state, state.tier.on_new_request, ctx)
+                if answer is not None and answer.policy is OffloadPolicy.REQUEST_LEVEL:
+                    request.wants_all.append(state)
+        self.known[ctx.req_id] = request
+        return request
+
+    def tiers_of(self, ctx: ReqContext) -> list[TierState]:
+        """Return the tiers that a request may use, fastest first; all tiers if the request is unknown."""
+        request = self.known.get(ctx.req_id)
+        return self._tiers.states if request is None else request.tiers
+
+    def end(self, request: Request) -> None:
+        """Forget a finished request, and tell its tiers that no cascade for it follows."""
+        if self.known.get(request.ctx.req_id) is request:
+            del self.known[request.ctx.req_id]
+        for state in request.tiers:
+            if state.in_service:
+                self._tiers.call(state, state.tier.on_request_finished, request.ctx)
+
+    def forget_refusals(self) -> None:
+        """Let all requests look for blocks anew, after a reset."""
+        for request in self.known.values():
+            request.refused.clear()
+            request.failed.clear()
+            request.asked.clear()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,19 @@ from tiering.table.block_table import BlockTable
 from tiering.table.policies.policy import EvictionPolicy
 
 _log = logging.getLogger("kv_tiering.primary")
+
+
+class RowCounts(NamedTuple):
+    """Number of rows in each state; rows in none of them are read, written or reserved."""
+
+    rows: int
+    """All rows."""
+    free: int
+    """Rows without a block."""
+    evictable: int
+    """Rows with a readable block that is not pinned."""
+    quarantined: int
+    """Rows without a key that a copy or a job still uses."""
 
 
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
@@ -52,8 +66,27 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             raise ConfigError(
                 f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}"
             )
-        self.table = BlockTable(len(self._view), eviction)
-        """The table of rows. Only this class and the tiering manager use it."""
+        table = BlockTable(len(self._view), eviction)
+        self._table = table
+        self.num_rows = table.num_rows
+        """Number of rows in the buffer."""
+        self.readable: Mapping[OffloadKey, int] = table.readable
+        """Key → row of the blocks that may be read; a live view."""
+        self.pending: Mapping[OffloadKey, int] = table.pending
+        """Key → row of the blocks that are being written; a live view."""
+        # The table's own methods, so that the tiering manager's calls cost no second call.
+        self.pin = table.pin
+        """Add readers to rows; see :meth:`tiering.table.block_table.BlockTable.pin`."""
+        self.unpin = table.unpin
+        """Remove a reader from rows; see :meth:`tiering.table.block_table.BlockTable.unpin`."""
+        self.touch_readable = table.touch
+        """Record a use of keys, and return those that are readable with their rows."""
+        self.abort = table.abort
+        """Free the rows of pending keys, because their write failed."""
+        self.disown = table.disown
+        """Make pending keys unknown while their rows are still being written."""
+        self.end_writing = table.end_writing
+        """Free disowned rows, because their writers are done."""
         self.ignored_completions = 0
         """Number of completed keys that were unknown, for example after a reset."""
         self.before_reset: Callable[[], None] | None = None
@@ -66,9 +99,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         inert_in_children(self, InertManager)
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows in the buffer."""
-        return self.table.num_rows
+    def room(self) -> int:
+        """Number of rows that :meth:`allocate` could reserve now."""
+        return self._table.room
+
+    def count_rows(self) -> RowCounts:
+        """Return the number of rows in each state."""
+        table = self._table
+        return RowCounts(table.num_rows, table.free, table.evictable, table.quarantined)
 
     def get_kv_memoryview(self) -> memoryview:
         """Return the buffer: shape (num_rows, row_stride_bytes), format "B".
@@ -80,30 +118,26 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if key in self.table.readable:
+        if key in self.readable:
             return True
-        return None if key in self.table.pending else False
+        return None if key in self.pending else False
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
-        hits = self.count_readable(keys)
-        if hits == len(keys) or keys[hits] not in self.table.pending:
+        readable, pending = self.readable, self.pending
+        hits = len(list(takewhile(readable.__contains__, keys)))
+        if hits == len(keys) or keys[hits] not in pending:
             return PrefixMatch(hits, False)
-        readable, pending = self.table.readable, self.table.pending
         held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
         return PrefixMatch(held, held >= at_least)
 
-    def count_readable(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the number of leading keys that are readable."""
-        return len(list(takewhile(self.table.readable.__contains__, keys)))
-
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.table.touch(keys)
+        self.touch_readable(keys)
 
     # ------------------------------------------------------------------------------------------------------------- load
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         rows = self.claim_load(keys, req_context.req_id)
-        self.table.pin(rows)
+        self.pin(rows)
         return CPULoadStoreSpec(rows)
 
     def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> Rows:
@@ -112,7 +146,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         Raises:
             NotReadableError: some keys are not readable; nothing was changed.
         """
-        readable = self.table.readable
+        readable = self.readable
         try:
             rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
         except KeyError:
@@ -125,7 +159,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if len(known) < len(keys):
             self._count_ignored(len(keys) - len(known), req_context.req_id)
         if known:
-            self.table.unpin(rows)
+            self.unpin(rows)
 
     def prepare_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Pin ``keys`` for a cascade, as :meth:`prepare_load` does, without a change to their recency."""
@@ -138,7 +172,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------------------ store
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        new = self.table.unknown(keys)
+        new = self._table.unknown(keys)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         held = None
@@ -146,7 +180,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             held = self._pin_held(keys)
         taken = self.allocate(new)
         if held is not None:
-            self.table.unpin(held)
+            self.unpin(held)
         if taken is None:
             return None
         rows, evicted = taken
@@ -172,12 +206,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         done, written = self._stores.release(req_id, keys)
         if len(done) < len(keys):
             self._count_ignored(len(keys) - len(done), req_id)
-        if self.table.quarantined and done:
+        if self._table.quarantined and done:
             done, written = self._end_quarantined(done, written)
         if not done:
             return (), written
         if not success:
-            self.table.abort(done, written)
+            self.abort(done, written)
             return (), written
         self.commit(done, written)
         return done, written
@@ -197,20 +231,20 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             The rows, one for each distinct key, and the keys evicted for them; or None, with nothing changed, if there
             is no room for all.
         """
-        taken = self.table.allocate(keys)
+        taken = self._table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:
             self._events.append(_event(taken[1], removed=True))
         return taken
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make pending ``keys`` readable, because their rows are written."""
-        self.table.commit(keys, rows)
+        self._table.commit(keys, rows)
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make blocks readable that arrived in quarantined rows after all requests stopped waiting."""
-        self.table.adopt(keys, rows)
+        self._table.adopt(keys, rows)
         if self._enable_events:
             self._events.append(_event(list(keys), removed=False))
 
@@ -230,7 +264,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def reset_cache(self, revision: str | None = None) -> bool:
         if self.before_reset is not None:
             self.before_reset()
-        forgotten = self.table.clear()
+        forgotten = self._table.clear()
         if forgotten and self._enable_events:
             self._events.append(_event(forgotten, removed=True))
         return True
@@ -242,17 +276,17 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _pin_held(self, keys: Sequence[OffloadKey]) -> Rows:
-        rows: Rows = np.array([row for row in self.table.rows_of(keys) if row is not None], np.int64)
-        self.table.pin(rows)
+        rows: Rows = np.array([row for row in self._table.rows_of(keys) if row is not None], np.int64)
+        self.pin(rows)
         return rows
 
     def _end_quarantined(self, keys: Sequence[OffloadKey], rows: Rows) -> tuple[Sequence[OffloadKey], Rows]:
         """Free the rows whose blocks were dropped by a reset; return the other keys and rows."""
-        late = np.fromiter(map(self.table.is_quarantined, rows.tolist()), np.bool_, len(rows))
+        late = np.fromiter(map(self._table.is_quarantined, rows.tolist()), np.bool_, len(rows))
         if not late.any():
             return keys, rows
         self._count_ignored(int(late.sum()), "a reset request")
-        self.table.end_writing(rows[late])
+        self.end_writing(rows[late])
         return [key for key, is_late in zip(keys, late.tolist(), strict=True) if not is_late], rows[~late]
 
     def _count_ignored(self, count: int, req_id: str) -> None:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
 from tiering.table.policies.arc import ARCEvictionPolicy
-from tiering.table.policies.lru import LRUEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.policies.recency import LRUEvictionPolicy
 
 BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUEvictionPolicy, "arc": ARCEvictionPolicy}
 """The policies that ship with the project, by name."""

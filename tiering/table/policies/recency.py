@@ -1,4 +1,4 @@
-"""The recency order of rows in batches, shared by LRU-like policies.
+"""The recency order of rows in batches, and the eviction policy LRU, which evicts in this order.
 
 Every use gives a row a new, larger stamp and appends (row, stamp) to a log. An entry is *live* while its stamp is the
 row's present stamp; the least recent row is the first live entry. A use costs one append. Finding a victim costs the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.table.policies.policy import RefCounts, Rows
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 _CHUNK = 4096
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -226,3 +226,36 @@ class RecencyLog:
                 index -= 1
             self._chunks[index] = _Chunk(rows, entry_stamps, len(rows))
             self._position = index + 1
+
+
+class LRUEvictionPolicy(EvictionPolicy):
+    """The policy LRU, least recently used: evicts the row whose last use is the oldest."""
+
+    def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
+        super().__init__(num_rows, refs, keys)
+        self._clock = StampClock(num_rows)
+        self._log = RecencyLog(self._clock, refs)
+
+    def insert(self, rows: Rows) -> None:
+        self._log.append(rows)
+        self._log.size += len(rows)
+
+    def touch(self, rows: Rows) -> None:
+        self._log.append(rows)
+
+    def evict(self, count: int) -> Rows:
+        return self._log.take(count)
+
+    def remove(self, rows: Rows) -> None:
+        self._log.remove(rows)
+
+    def release(self, rows: Rows) -> None:
+        self._log.release(rows)
+
+    def order(self) -> Rows:
+        rows, stamps = self._log.live()
+        return rows[np.argsort(-stamps)]
+
+    def clear(self) -> None:
+        self._clock.stamps[:] = 0
+        self._log.clear()

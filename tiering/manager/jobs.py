@@ -1,0 +1,247 @@
+"""Jobs of the secondary tiers: cascades of readable blocks, and the loads of promotions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
+
+import numpy as np
+
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.api.transfer import Rows
+from tiering.manager.promotions import Promotion, Promotions
+from tiering.manager.requests import Request
+from tiering.manager.stats import ManagerStats
+from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.intake.offers import HELD_FOR
+
+NOBODY = ReqContext("")
+"""Context of cascades that belong to no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job that its tier has not reported yet: a cascade or a promotion."""
+
+    state: TierState
+    rows: Rows
+    """Rows that the job reads or writes; those of a cascade are pinned."""
+    deadline: float
+    """Time by which the tier should have reported the job."""
+    promotion: Promotion | None = None
+    """The promotion; None for a cascade."""
+
+
+class TierJobs:
+    """The jobs of a manager in its tiers, and the cascades that wait for blocks to become readable.
+
+    A cascade offers readable blocks to tiers and pins their rows until every tier has reported its job. A tier with the
+    request-level policy wants all blocks of a request, also those that another request is storing; these are *awaited*
+    and cascaded as soon as they are readable.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: SecondaryTiers,
+        promotions: Promotions,
+        stats: ManagerStats,
+        clock: Callable[[], float],
+    ) -> None:
+        """Create the jobs of one manager.
+
+        Args:
+            primary: the primary tier, whose rows the jobs read and write.
+            tiers: the secondary tiers.
+            promotions: the promotions, which this class submits and ends.
+            stats: the manager's counters.
+            clock: monotonic clock, in seconds.
+        """
+        self.collected = False
+        """True if finished jobs were collected in this step."""
+        self._primary = primary
+        self._readable = primary.readable
+        self._pending = primary.pending
+        self._states = tiers.states
+        self._tiers = tiers
+        self._call = tiers.call
+        self._promotions = promotions
+        self._stats = stats
+        self._clock = clock
+        self._jobs: dict[int, _Job] = {}
+        self._ids = count(1)
+        self._awaited: dict[Request, dict[OffloadKey, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # ----------------------------------------------------------------------------------------------------------- submit
+
+    def cascade(self, states: Iterable[TierState], keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
+        """Offer blocks to tiers, one job per tier; the rows are pinned until the jobs are reported.
+
+        Args:
+            states: the tiers; those out of service are left out.
+            keys: readable blocks.
+            rows: rows of the blocks, co-indexed with ``keys``.
+            ctx: the request that the blocks are stored for.
+        """
+        serving = [state for state in states if state.in_service]
+        if not serving:
+            return
+        self._primary.pin(rows, len(serving))
+        for state in serving:
+            job_id = next(self._ids)
+            now = self._clock()
+            self._jobs[job_id] = _Job(state, rows, state.deadline(now))
+            self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, now))
+
+    def cascade_held(self, states: Iterable[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        """Offer those of ``keys`` that are readable to tiers, as :meth:`cascade` does."""
+        held = [key for key in dict.fromkeys(keys) if key in self._readable]
+        if held:
+            rows = np.fromiter(map(self._readable.__getitem__, held), np.int64, len(held))
+            self.cascade(states, held, rows, ctx)
+
+    def submit_promotions(self) -> None:
+        """Submit the queued promotions as one load job per tier and request."""
+        for promotion in self._promotions.take_queued():
+            state, rows = promotion.state, np.array(promotion.rows, np.int64)
+            job_id = next(self._ids)
+            now = self._clock()
+            self._jobs[job_id] = _Job(state, rows, state.deadline(now), promotion)
+            job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, now)
+            self._submit(state, state.tier.submit_load, job)
+
+    def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
+        if state.in_service:
+            self._call(state, submit, job)
+        else:
+            self._end(state, JobResult(job.job_id, False))
+
+    # ---------------------------------------------------------------------------------------------------------- collect
+
+    def collect(self) -> None:
+        """Take the finished jobs of all tiers, and give up overdue promotions and expired reservations."""
+        self.collected = True
+        for state in self._states:
+            for result in self._call(state, state.tier.get_finished) or ():
+                self._end(state, result)
+        self._promotions.expire(self._clock())
+
+    def _end(self, state: TierState, result: JobResult) -> None:
+        job = self._jobs.get(result.job_id)
+        if job is None or job.state is not state:
+            self._stats.misreported_jobs += 1
+            self._tiers.retire(state, f"it reported job {result.job_id}, which is not one of its own in flight")
+            return
+        del self._jobs[result.job_id]
+        if job.promotion is not None:
+            self._end_promotion(state, job.promotion, result)
+            return
+        if result.success and result.successful_keys is None:
+            state.settled_until[job.rows] = self._clock() + HELD_FOR
+        self._primary.unpin(job.rows)
+
+    def _end_promotion(self, state: TierState, promotion: Promotion, result: JobResult) -> None:
+        arrived = result.successful_keys
+        if arrived is None and not result.success:
+            arrived = ()
+        if not state.in_service and not state.resetting:
+            arrived = ()
+        keys, rows = self._promotions.end(promotion, arrived)
+        self.note_refilled(rows)
+        state.settled_until[rows] = self._clock() + HELD_FOR
+        if keys and not promotion.worthless:
+            owner = promotion.owner
+            faster = [other for other in owner.tiers if other.rank < state.rank and other.tier.fill]
+            # The tiers know that a finished request has no further cascades.
+            self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx)
+
+    def running_promotions(self) -> list[Promotion]:
+        """Return the promotions whose tier has not reported the load."""
+        return [job.promotion for job in self._jobs.values() if job.promotion is not None]
+
+    def in_time(self) -> bool:
+        """Return True if a tier in service has a job whose deadline has not passed."""
+        now = self._clock()
+        return any(job.state.in_service and now < job.deadline for job in self._jobs.values())
+
+    # --------------------------------------------------------------------------------------------------- awaited blocks
+
+    def await_others(self, request: Request, keys: Sequence[OffloadKey], own: Sequence[OffloadKey]) -> None:
+        """Note the blocks that ``request`` needs and other requests are writing.
+
+        Args:
+            request: the request that a tier wants all blocks of.
+            keys: all blocks of the store, in their order.
+            own: the part of ``keys`` that this request writes itself; its own store cascades them.
+        """
+        pending = self._pending
+        if len(pending) > len(own):
+            others = [key for key in keys if key in pending]
+            awaited = dict.fromkeys(set(others).difference(own))
+            if awaited:
+                self._awaited.setdefault(request, {}).update((key, None) for key in others if key in awaited)
+
+    def awaits(self, request: Request) -> bool:
+        """Return True if a block that ``request`` needs is being written by another request."""
+        return request in self._awaited
+
+    def forget(self, request: Request) -> None:
+        """Stop waiting for blocks of ``request``."""
+        self._awaited.pop(request, None)
+
+    def cascade_awaited(self) -> list[Request]:
+        """Cascade the awaited blocks that are readable now.
+
+        Blocks whose store failed are not awaited any longer.
+
+        Returns:
+            The finished requests that a block was decided for.
+        """
+        if not self._awaited:
+            return []
+        decided = []
+        for request, keys in list(self._awaited.items()):
+            left = {key: None for key in keys if key in self._pending}
+            if len(left) == len(keys):
+                continue
+            if left:
+                self._awaited[request] = left
+            else:
+                del self._awaited[request]
+            self.cascade_held(request.wants_all, [key for key in keys if key not in left], request.ctx)
+            if request.finished:
+                decided.append(request)
+        return decided
+
+    # ------------------------------------------------------------------------------------------------------------- uses
+
+    def note_refilled(self, rows: Rows) -> None:
+        """Note that ``rows`` have new blocks, so that tiers are told of the next use of these blocks."""
+        for state in self._states:
+            state.settled_until[rows] = 0.0
+
+    def report_use(self, keys: Sequence[OffloadKey], rows: Rows, request: Request | None, ctx: ReqContext) -> None:
+        """Report the use of readable blocks; a tier that lacks some may ask for them at the step's end.
+
+        Args:
+            keys: the blocks.
+            rows: rows of the blocks, co-indexed with ``keys``.
+            request: the request that uses the blocks; None if it is unknown.
+            ctx: the context of that request.
+        """
+        if not self._states or (request is not None and not request.policy.store):
+            return
+        now = self._clock()
+        for state in self._states if request is None else request.tiers:
+            due = state.settled_until.take(rows) <= now
+            number = np.count_nonzero(due)
+            if number and state.in_service:
+                asked = keys if number == len(keys) else list(compress(keys, due.tolist()))
+                state.settled_until[rows[due]] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)

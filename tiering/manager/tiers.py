@@ -1,0 +1,196 @@
+"""The manager's side of the secondary tiers: their state, calls to them, resets and shutdown."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.manager.stats import ManagerStats
+from tiering.secondary.contract import SecondaryTierManager
+
+_log = logging.getLogger("kv_tiering.manager")
+
+
+@dataclass(slots=True, eq=False)
+class TierState:
+    """One secondary tier, as the manager treats it."""
+
+    tier: SecondaryTierManager
+    rank: int
+    """Position among the secondary tiers; 0 is the fastest."""
+    max_loading_rows: int
+    """Largest number of primary rows that the tier's loads may hold."""
+    settled_until: NDArray[np.float64]
+    """Per primary row, the time until which uses of its block need not be reported to the tier.
+
+    The tier holds the block until then, or has decided not to take it.
+    """
+    in_service: bool = True
+    """True if the manager may call the tier and submit jobs to it."""
+    resetting: bool = False
+    """True if the tier is out of service only until its medium has confirmed a reset."""
+    loading_rows: int = 0
+    """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
+
+    def deadline(self, now: float) -> float:
+        """Return the time by which a job that is submitted at ``now`` should have ended."""
+        limit = self.tier.load_deadline
+        return math.inf if limit is None else now + limit
+
+
+class _Shares:
+    """A span of time that is divided among tiers, which take turns.
+
+    Each turn gets an equal part of the time that is left, so that a tier that hangs cannot use up the others' parts.
+    """
+
+    __slots__ = ("_clock", "_deadline", "_turns")
+
+    def __init__(self, clock: Callable[[], float], seconds: float, turns: int) -> None:
+        """Start the span now.
+
+        Args:
+            clock: monotonic clock, in seconds.
+            seconds: length of the whole span.
+            turns: number of tiers that share the span.
+        """
+        self._clock = clock
+        self._deadline = clock() + seconds
+        self._turns = turns
+
+    def next_deadline(self) -> float:
+        """Begin the next turn and return the time at which it must end."""
+        now = self._clock()
+        deadline = now + max(0.0, self._deadline - now) / self._turns
+        self._turns -= 1
+        return deadline
+
+
+class SecondaryTiers:
+    """The secondary tiers of one manager, in service or not.
+
+    A tier that breaks its contract (it raises, or reports a job that is not its own) is logged, counted and taken out
+    of service until a restart.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[SecondaryTierManager],
+        num_rows: int,
+        stats: ManagerStats,
+        clock: Callable[[], float],
+        on_retired: Callable[[TierState], None],
+    ) -> None:
+        """Create the states of a manager's tiers; all are in service.
+
+        Args:
+            tiers: the tiers, fastest first.
+            num_rows: number of primary rows.
+            stats: the manager's counters.
+            clock: monotonic clock, in seconds.
+            on_retired: function that is called when a tier was taken out of service until a restart.
+        """
+        self.states = [
+            TierState(tier, rank, max(1, int(tier.primary_share * num_rows)), np.zeros(num_rows))
+            for rank, tier in enumerate(tiers)
+        ]
+        """All tiers, fastest first."""
+        self._stats = stats
+        self._clock = clock
+        self._on_retired = on_retired
+
+    def call(self, state: TierState, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of a tier; if the method raises, take the tier out of service and return None."""
+        try:
+            return method(*arguments)
+        except Exception as error:
+            self.retire(state, f"its {getattr(method, '__name__', method)} raised {error!r}", exc_info=True)
+            return None
+
+    def retire(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
+        """Take a tier out of service until a restart, because it broke its contract.
+
+        Args:
+            state: the tier.
+            reason: the breach, for the log.
+            exc_info: True to log the traceback of the current exception; default False.
+        """
+        if state.in_service or state.resetting:
+            state.in_service = state.resetting = False
+            self._stats.tiers_out_of_service += 1
+            _log.error("tier %s is out of service until a restart: %s", state.tier.name, reason, exc_info=exc_info)
+            self._on_retired(state)
+
+    def end_step(self, state: TierState) -> None:
+        """Tell a tier that the step has ended.
+
+        A tier out of service for a reset returns to service when its medium has confirmed the reset. Such a tier may
+        need steps for that, for example to find that its directory is gone.
+        """
+        if state.in_service or state.resetting:
+            self.call(state, state.tier.on_schedule_end)
+        if state.resetting and self.call(state, state.tier.reset_done):
+            state.in_service, state.resetting = True, False
+            _log.warning("tier %s has completed its reset and is in service again", state.tier.name)
+
+    def reset(self, seconds: float, revision: str | None) -> bool:
+        """Reset all tiers.
+
+        The slowest tier comes first: shared media need no time, and leave their share to the disks.
+
+        Args:
+            seconds: time that all resets may take together.
+            revision: name of the weights from now on, or None.
+
+        Returns:
+            True if all media have confirmed the reset.
+        """
+        shares = _Shares(self._clock, seconds, len(self.states))
+        confirmed = [self._reset(state, shares.next_deadline(), revision) for state in reversed(self.states)]
+        return all(confirmed)
+
+    def _reset(self, state: TierState, deadline: float, revision: str | None) -> bool:
+        if self.call(state, state.tier.reset, deadline, revision):
+            if state.resetting:
+                state.in_service, state.resetting = True, False
+            return True
+        if state.in_service or state.resetting:
+            state.in_service, state.resetting = False, True
+            _log.error(
+                "tier %s is out of service until its medium has confirmed the reset: its old blocks are not served any "
+                "more, but a restart before then could find them again",
+                state.tier.name,
+            )
+        return False
+
+    def shut_down(self, seconds: float) -> bool:
+        """Drain and shut down all tiers.
+
+        Args:
+            seconds: time that all tiers may take together.
+
+        Returns:
+            True if every tier has stopped to use the primary rows.
+        """
+        shares = _Shares(self._clock, seconds, len(self.states))
+        stopped = True
+        for state in self.states:
+            deadline = shares.next_deadline()
+            self.call(state, state.tier.drain, deadline)
+            stopped = bool(self.call(state, state.tier.shutdown, deadline)) and stopped
+        return stopped
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of each tier that has some, by the tier's name."""
+        tiers = {}
+        for state in self.states:
+            stats = self.call(state, state.tier.get_stats)
+            if stats is not None:
+                tiers[state.tier.name] = stats.as_dict()
+        return tiers
