@@ -40,7 +40,7 @@ class Primary:
         return self.rows[row, : self.size].tobytes()
 
     def context(self, clock: Callable[[], float], name: str = "t") -> TierContext:
-        return TierContext(name, memoryview(self.rows), (self.size,), NAMESPACE, clock)
+        return TierContext(name, self.rows.data, (self.size,), NAMESPACE, clock)
 
 
 def make_job(
@@ -99,7 +99,7 @@ def running_host(
         max_inflight=threads,
         retries=RetryOptions(attempts=attempts),
         breaker=BreakerOptions(failures=failures),
-        compression=compression,  # type: ignore[arg-type]
+        compression=compression,
     )
     host = build_io_host(store, options, primary.context(clock), sleep=clock.sleep)
     try:

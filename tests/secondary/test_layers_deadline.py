@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import BlockIO, BlockStore, Done, StoreTraits
-from tiering.secondary.io.layers.deadline import DeadlineLayer
+from tiering.secondary.io.layers.attempts import DeadlineLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.secondary.io_fakes import make_blocks
 from tiering.block_store import StoreTraits
-from tiering.secondary.io.layers.meter import MeterLayer
+from tiering.secondary.io.layers.attempts import MeterLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock

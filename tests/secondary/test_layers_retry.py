@@ -10,7 +10,7 @@ import pytest
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import BlockIO, Done, Outcome
 from tiering.errors import CorruptBlockError, OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary.io.layers.retry import RetryLayer
+from tiering.secondary.io.layers.attempts import RetryLayer
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import RetryOptions
 from tiering.testing.chaos import Fault
@@ -34,7 +34,7 @@ class Scripted(DictStore):
 
 
 def retrying(store: DictStore | FaultyStore, clock: FakeClock, attempts: int = 4, **options: float) -> RetryLayer:
-    chosen = RetryOptions(attempts=attempts, **options)  # type: ignore[arg-type]
+    chosen = RetryOptions(attempts=attempts, **options)
     return RetryLayer(store, chosen, IoStats(), clock=clock, sleep=clock.sleep, rng=random.Random(1))
 
 

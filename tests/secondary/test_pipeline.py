@@ -38,7 +38,7 @@ def pipeline_of(
     clock = FakeClock() if clock is None else clock
     return Pipeline(
         store,
-        memoryview(primary.rows),
+        primary.rows.data,
         name="t",
         breakers=Breakers.build(BreakerOptions(), name="t", clock=clock),
         stats=IoStats(),

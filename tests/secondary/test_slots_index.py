@@ -64,7 +64,9 @@ def test_a_block_being_written_is_not_answered_for() -> None:
 def test_a_batch_gets_neighbouring_slots_in_its_order() -> None:
     index = make_index(64)
     plan = store(index, K[:16])
-    assert plan.places == list(range(plan.places[0], plan.places[0] + 16))
+    first = plan.places[0]
+    assert isinstance(first, int)
+    assert plan.places == list(range(first, first + 16))
 
 
 def test_slots_of_blocks_evicted_together_are_neighbours_again() -> None:
@@ -291,6 +293,7 @@ def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_
     index = make_index(2)
     plan = index.plan_store(K[:2], NOW)
     bad = plan.places[0]
+    assert isinstance(bad, int)
     assert index.retire([bad]) == []
     assert set(index.states.revoked) == {bad}
     assert index.states.idle_bad([bad]) == [], "a trial would write beside the writer"

@@ -42,6 +42,8 @@ class Inspections:
     ) -> None:
         self.running = False
         """True while an inspection is running."""
+        self.wanted = False
+        """True asks for an inspection in the ordinary time after the last one, or now if that has passed."""
         self._name = name
         self._store = store
         self._io = io
@@ -51,10 +53,6 @@ class Inspections:
         """Time of the last inspection."""
         self._due = float("inf")
         self._lines = RateLimit(_LOG_PERIOD, clock)
-
-    def want(self) -> None:
-        """Inspect the directory in ordinary time after the last inspection, or now if that has passed."""
-        self._want(INSPECT_SECONDS)
 
     def hurry(self, *, now: bool = False) -> None:
         """Inspect the directory soon after the last inspection, for a reason.
@@ -66,6 +64,9 @@ class Inspections:
 
     def tick(self) -> None:
         """Start an inspection that is due."""
+        if self.wanted:
+            self.wanted = False
+            self._want(INSPECT_SECONDS)
         if self._clock() >= self._due:
             self.start()
 
@@ -92,4 +93,4 @@ class Inspections:
             return
         if count := self._lines.admit():
             logger.warning("tier %s: %s (%d such failure(s)); it is tried again", self._name, error, count)
-        self.want()
+        self.wanted = True

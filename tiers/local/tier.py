@@ -178,12 +178,12 @@ class LocalTier(BlockTier):
         if self.namespace is None:
             if self._opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
-                self._inspections.want()
+                self._inspections.wanted = True
                 self._inspections.tick()
             return
         self._bad_slots.tick()
         if self.io.breakers.state is not BreakerState.CLOSED or self._feed.failing:
-            self._inspections.want()
+            self._inspections.wanted = True
         self._inspections.tick()
         self._growth.tick()
         # While recovery runs, the index does not have all blocks.
@@ -208,7 +208,7 @@ class LocalTier(BlockTier):
         if failed:
             self._inspections.hurry()
         elif result.job.kind is IoKind.STORE:
-            self._inspections.want()
+            self._inspections.wanted = True
         suspects: list[Place] = [*self.store.take_suspects()]
         if failed:
             found = zip(result.job.places, result.outcomes, strict=True)
@@ -226,7 +226,8 @@ class LocalTier(BlockTier):
             self._growth.out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
 
     def revoked_places(self) -> Collection[Place]:
-        return self.index.states.revoked
+        states = self.index.states
+        return states.revoked if states.leaving or states.bad else ()
 
     def shutdown(self, deadline: float) -> bool:
         self.store.stop()  # before the jobs are awaited, because the creation of first segments is one of them

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.local.rig import PAGE, LocalRig, opened
+from tests.tiers.local.rig import LocalRig, opened
 from tiering.api.keys import OffloadKey
 from tiering.testing.device import BadSectorDevice, FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import bad_slots
 from tiers.local.bad_slots import decode, encode
+from tiers.local.layout import PAGE
 
 K = [key_of(number) for number in range(64)]
 FAST = {"breaker": {"probe_after": "10ms", "probe_max": "20ms"}}

@@ -21,7 +21,6 @@ from tiering.secondary.service import service as service_module
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import Geometry, LocalStore, inspections, new_segments, read_checkpoint
-from tiers.local import layout as layout_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
@@ -258,7 +257,7 @@ def test_a_directory_with_lost_and_found_can_be_opened(tmp_path: Path, monkeypat
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return scandir(path)
 
-    monkeypatch.setattr(layout_module.os, "scandir", refuse)
+    monkeypatch.setattr("tiers.local.layout.os.scandir", refuse)
     with opened(tmp_path) as rig:
         assert rig.store(K[:4]) == K[:4]
     monkeypatch.undo()

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_the_lock_names_its_owner(tmp_path: Path) -> None:
 def test_a_second_tier_stays_out_of_service_until_the_first_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
+    options: dict[str, Any] = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
     second = LocalRig(tmp_path, **options)
     with opened(tmp_path) as first:
         first.store(K)

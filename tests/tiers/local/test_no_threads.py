@@ -3,11 +3,13 @@ have some again."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +21,12 @@ from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 
 K = [key_of(number) for number in range(40)]
-FAST = {"breaker": {"probe_after": "5ms", "probe_max": "10ms"}}
+FAST: dict[str, Any] = {"breaker": {"probe_after": "5ms", "probe_max": "10ms"}}
 
 
 def steps(rig: LocalRig, count: int = 30) -> None:
-    taken: list[int] = []
-    rig.wait(lambda: taken.append(1) or len(taken) >= count)
+    numbers = itertools.count(1)
+    rig.wait(lambda: next(numbers) >= count)
 
 
 def test_a_tier_that_could_not_be_opened_is_opened_later(tmp_path: Path, thread_limit: ThreadLimit) -> None:

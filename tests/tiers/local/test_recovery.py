@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -189,7 +190,7 @@ def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: P
             rig.submit_store(K[start : start + 6], first_row=start)
             rig.tier.request_checkpoint()
             rig.tier.on_schedule_end()
-        rig.wait(lambda rig=rig: not rig.tier.has_pending_work() and not rig.tier.checkpoint_pending)
+        rig.wait(partial(lambda tier: not tier.has_pending_work() and not tier.checkpoint_pending, rig.tier))
         stored = rig.held(K[:60])
         assert len(stored) > 30
         rig.abandon()

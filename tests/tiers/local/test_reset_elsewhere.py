@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tiering.testing.frames import key_of
 from tiers.local import inspections
 
 K = [key_of(number) for number in range(32)]
-PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
+PROBES: dict[str, Any] = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 
 @pytest.fixture(autouse=True)

@@ -369,12 +369,12 @@ def test_the_creation_of_first_segments_ends_when_the_tier_is_shut_down(tmp_path
         def rename(self, old: Path, new: Path) -> None:
             super().rename(old, new)
             if new.name.endswith("-000002"):
-                store.stop()
+                opening.stop()
 
-    store = LocalStore(tmp_path / "kv", SMALL, 8 << 20, files=Stopping())
-    store.open()
-    store.close()
-    assert store.fresh == [0, 1, 2]
+    opening = LocalStore(tmp_path / "kv", SMALL, 8 << 20, files=Stopping())
+    opening.open()
+    opening.close()
+    assert opening.fresh == [0, 1, 2]
 
 
 def test_a_tier_that_is_shut_down_while_it_opens_creates_no_further_segments(tmp_path: Path) -> None:
@@ -388,7 +388,12 @@ def test_a_tier_that_is_shut_down_while_it_opens_creates_no_further_segments(tmp
     class StoppedTier(LocalTier):
         def shutdown(self, deadline: float) -> bool:
             stop = self.store.stop
-            self.store.stop = lambda: (stop(), stopped.set())  # type: ignore[method-assign,assignment]
+
+            def stop_and_tell() -> None:
+                stop()
+                stopped.set()
+
+            self.store.stop = stop_and_tell  # type: ignore[method-assign]
             return super().shutdown(deadline)
 
     began, stopped = threading.Event(), threading.Event()

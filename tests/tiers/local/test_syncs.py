@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.local.rig import BLOCK_BYTES, PAGE, opened
+from tests.tiers.local.rig import BLOCK_BYTES, opened
 from tiering.block_store import Done, Outcome
 from tiering.errors import DeviceError, OutOfSpaceError
 from tiering.testing.device import BadSectorDevice
 from tiering.testing.frames import block_to_put, key_of
 from tiers.local import Geometry, LocalStore, bad_slots
 from tiers.local import segments as segments_module
+from tiers.local.layout import PAGE
 from tiers.local.syncs import SyncLedger
 
 GEOMETRY = Geometry.plan(1 << 20, BLOCK_BYTES, 1 << 20)

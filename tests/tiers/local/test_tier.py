@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,7 @@ def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_whe
             slots = rig.tier.index.slots
             for start in range(0, 2 * slots, 8):
                 keys = many(8, 1000 + start)
-                rig.wait(lambda keys=keys: set(rig.store(keys)) == set(keys))
+                rig.wait(partial(lambda keys: set(rig.store(keys)) == set(keys), keys))
                 assert slot not in {rig.place(key) for key in keys}
             assert not any(result.job_id == job for result in rig.results)
             go.set()
@@ -295,7 +296,7 @@ def test_the_definition_builds_a_persistent_tier(tmp_path: Path) -> None:
 def test_each_replica_has_a_tier_of_its_own(tmp_path: Path) -> None:
     def context(replica: str, rig: LocalRig) -> TierContext:
         namespace: Namespace = make_namespace("model-a", (BLOCK_BYTES,))
-        return TierContext("local", memoryview(rig.rows), (BLOCK_BYTES,), namespace, replica=replica)
+        return TierContext("local", rig.context.primary_view, (BLOCK_BYTES,), namespace, replica=replica)
 
     rig = LocalRig(tmp_path)
     tiers = [LocalTier(context(replica, rig), make_options(tmp_path)) for replica in ("0", "1")]

@@ -41,9 +41,9 @@ class SlotStates:
         self.is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Mask of the foreign slots."""
         self._retired: set[int] = set()
-        self._bad: set[int] = set()
+        self.bad: set[int] = set()
         """Slots with a device error: retired, or to be retired once their content is known."""
-        self._condemned: set[int] = set()
+        self.condemned: set[int] = set()
         """Bad slots that are still being read or written; retired when their I/O has ended."""
         self._borrowed: dict[int, bool] = {}
         """Slots on trial; True for those that were retired before."""
@@ -65,9 +65,9 @@ class SlotStates:
 
     def usable(self, slots: Rows) -> NDArray[np.bool_]:
         """Return a mask of the unseen ``slots`` that are not bad; the bad ones become retired."""
-        if not self._bad:
+        if not self.bad:
             return np.ones(len(slots), np.bool_)
-        good = np.array([slot not in self._bad for slot in slots.tolist()], np.bool_)
+        good = np.array([slot not in self.bad for slot in slots.tolist()], np.bool_)
         self._table.withhold(slots[~good])
         self._retired.update(slots[~good].tolist())
         return good
@@ -86,17 +86,12 @@ class SlotStates:
         return len(self._full())
 
     @property
-    def bad(self) -> int:
-        """Number of slots with a device error."""
-        return len(self._bad)
-
-    @property
     def revoked(self) -> Collection[Place]:
         """Slots whose writes do not count, however they end.
 
         The medium has lost these slots, or the device has reported an error there.
         """
-        return self.leaving | self._bad if self._bad else self.leaving
+        return self.leaving | self.bad if self.bad else self.leaving
 
     def is_retired(self, slot: int) -> bool:
         """Return True if ``slot`` is retired."""
@@ -133,7 +128,7 @@ class SlotStates:
         for slot in [place for place in places if isinstance(place, int) and 0 <= place < self._num_slots]:
             if slot in self.leaving:
                 continue
-            self._bad.add(slot)
+            self.bad.add(slot)
             if slot in self._retired:
                 continue
             key = table.keys[slot]
@@ -145,12 +140,12 @@ class SlotStates:
             elif key is not None and table.pending.get(key) == slot:
                 # Its writer may still run: the slot is out of use for good once the write has ended.
                 table.disown([key], np.array([slot]))
-                self._condemned.add(slot)
+                self.condemned.add(slot)
             else:
                 if key is not None and table.readable.get(key) == slot:
                     gone += table.drop([key])
                 if table.is_quarantined(slot):
-                    self._condemned.add(slot)
+                    self.condemned.add(slot)
                 else:
                     idle.append(slot)
         self._withdraw(idle)
@@ -158,20 +153,20 @@ class SlotStates:
 
     def mark_bad(self, slots: Sequence[int]) -> None:
         """Mark unseen slots as bad; they are retired once their content is known."""
-        self._bad.update(slot for slot in slots if 0 <= slot < self._num_slots)
+        self.bad.update(slot for slot in slots if 0 <= slot < self._num_slots)
 
     def idle_bad(self, slots: Iterable[int]) -> list[int]:
         """Return those of ``slots`` that are retired as bad: no job reads or writes them, and they are empty."""
-        return [slot for slot in slots if slot in self._bad and slot in self._retired and slot not in self._borrowed]
+        return [slot for slot in slots if slot in self.bad and slot in self._retired and slot not in self._borrowed]
 
     def restore(self, slots: Iterable[int]) -> None:
         """Free slots named by :meth:`idle_bad` that could be written and read again."""
-        good = self._bad.intersection(slots)
-        self._bad -= good
+        good = self.bad.intersection(slots)
+        self.bad -= good
         self._restore(self._retired & good)
 
     def _full(self) -> set[int]:
-        return self._retired - self._bad - self._borrowed.keys()
+        return self._retired - self.bad - self._borrowed.keys()
 
     def _count_out(self, slot: int) -> None:
         self._retired.add(slot)
@@ -212,7 +207,7 @@ class SlotStates:
         self._table.forget(np.array(sorted(lost), np.int64))
         borrowed = {slot: retired for slot, retired in borrowed.items() if slot not in lost}
         self._restore(
-            {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self._bad}
+            {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self.bad}
         )
 
     # --------------------------------------------------------------------------------- slots that leave after their I/O
@@ -230,8 +225,8 @@ class SlotStates:
         retired = self._retired.intersection(range(start, stop)) - self._borrowed.keys()
         self._retired -= retired
         table.forget(np.array(sorted(retired), np.int64))
-        self._condemned.difference_update(range(start, stop))
-        self._bad.difference_update(range(start, stop))
+        self.condemned.difference_update(range(start, stop))
+        self.bad.difference_update(range(start, stop))
         busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
         self.leaving |= busy
         is_foreign = (self.foreign_queue >= start) & (self.foreign_queue < stop)
@@ -247,9 +242,9 @@ class SlotStates:
 
         The index calls this method before these slots can be allocated again.
         """
-        if self._condemned:
-            idle = [slot for slot in self._condemned if not self._table.is_quarantined(slot)]
-            self._condemned.difference_update(idle)
+        if self.condemned:
+            idle = [slot for slot in self.condemned if not self._table.is_quarantined(slot)]
+            self.condemned.difference_update(idle)
             self._withdraw(idle)
         if self.leaving:
             ended = [slot for slot in places if slot in self.leaving and not self._table.is_quarantined(int(slot))]

@@ -181,7 +181,8 @@ class SlotIndex(TierIndex):
             self._stamp(rows)
             if self._sequences is not None:
                 self._sequences[rows] = _WRITTEN_NOW
-        self.states.end_io(places)
+        if self.states.leaving or self.states.condemned:
+            self.states.end_io(places)
 
     def _make_room(self, count: int) -> list[OffloadKey]:
         """Free ``count`` slots as far as possible, keep the high watermark, and return the evicted keys."""
@@ -227,7 +228,8 @@ class SlotIndex(TierIndex):
                 if bad and self._readable.get(key) == place
             ]
             gone = self._table.drop(gone)
-        self.states.end_io(places)
+        if self.states.leaving or self.states.condemned:
+            self.states.end_io(places)
         return gone
 
     # --------------------------------------------------------------------------------------------- content of the slots
@@ -302,7 +304,7 @@ class SlotIndex(TierIndex):
 
     @property
     def retired_for_errors(self) -> int:
-        return self.states.bad
+        return len(self.states.bad)
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         if not self._readable:

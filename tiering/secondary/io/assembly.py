@@ -8,10 +8,8 @@ from collections.abc import Callable
 from tiering.block_store import BlockStore
 from tiering.secondary.contract import TierContext
 from tiering.secondary.io.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES, IoHost
+from tiering.secondary.io.layers.attempts import DeadlineLayer, MeterLayer, RetryLayer
 from tiering.secondary.io.layers.breaker import BreakerLayer, Breakers
-from tiering.secondary.io.layers.deadline import DeadlineLayer
-from tiering.secondary.io.layers.meter import MeterLayer
-from tiering.secondary.io.layers.retry import RetryLayer
 from tiering.secondary.io.pipeline import Pipeline
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BlockTierOptions, CompressionOptions

@@ -115,7 +115,8 @@ class IoHost:
         """Event that is set once the host is closed; long tasks check it."""
         self._pipeline = pipeline
         self._clock = clock
-        self._unit_bytes = unit_bytes
+        self.unit_bytes = unit_bytes
+        """Maximum bytes of a unit; a single block may be larger."""
         self._threads = IoThreads(
             name, threads, work=self._work, abandon=self._abandon, stopping=self.stopping, clock=clock
         )
@@ -304,9 +305,7 @@ class IoHost:
         if unit is None or not unit.whole:
             return unit
         job = unit.state.job
-        blocks = max(
-            1, min(-(-unit.stop // self._threads.count), self._unit_bytes // max(1, max(job.sizes, default=1)))
-        )
+        blocks = max(1, min(-(-unit.stop // self._threads.count), self.unit_bytes // max(1, max(job.sizes, default=1))))
         units = [_Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         unit.state.unfinished = len(units)
         queue.extendleft(units[:0:-1])
