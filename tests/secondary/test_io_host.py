@@ -10,9 +10,9 @@ import pytest
 
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
-from tiering.errors import PermanentStoreError, TemporaryStoreError
+from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
-from tiering.secondary.io.host import SINGLE_UNIT_BYTES, IoHost
+from tiering.secondary.io.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, IoHost
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoKind, IoTask
 from tiering.testing.chaos import ChaosPlan, Fault
@@ -515,3 +515,60 @@ def test_the_clock_of_the_context_is_used_unless_another_is_given() -> None:
     with running_host(DictStore(), primary, clock=clock) as host:
         host.submit(make_job(primary, IoKind.STORE, [0], deadline=5.0))
         assert outcome_names(finish(host)[0].outcomes) == ["OverdueError"]
+
+
+# ------------------------------------------------------------------------------------------------------------- lookups
+
+
+def lookup(host: IoHost, run: Callable[[], object], expires: float = float("inf")) -> list[BaseException | None]:
+    """Run a lookup; its error, or None, appears in the list that is returned."""
+    ended: list[BaseException | None] = []
+    host.run(IoTask("probe", run, lambda result, error: ended.append(error), lookup=True, expires=expires))
+    return ended
+
+
+def polled(host: IoHost, ended: Sequence[object], count: int = 1) -> bool:
+    def enough() -> bool:
+        host.poll()
+        return len(ended) == count
+
+    return until(enough)
+
+
+def test_lookups_do_not_wait_for_jobs_that_occupy_all_threads() -> None:
+    primary, store = Primary(8), GatedStore()
+    with running_host(store, primary, threads=2) as host:
+        host.submit(make_job(primary, IoKind.STORE, range(2)))
+        host.submit(make_job(primary, IoKind.STORE, range(2, 4)))
+        assert until(lambda: store.waiting == 2)
+        assert polled(host, lookup(host, lambda: None))
+        store.gate.set()
+        finish(host, 2)
+
+
+def test_jobs_do_not_wait_for_lookups_that_hang() -> None:
+    primary, gate = Primary(8), threading.Event()
+    with running_host(DictStore(), primary, threads=1) as host:
+        ended = [lookup(host, gate.wait) for _ in range(LOOKUP_THREADS + 3)]
+        host.submit(make_job(primary, IoKind.STORE, range(2)))
+        (stored,) = finish(host)
+        assert stored.all_done
+        assert not any(ended)
+        gate.set()
+        assert all(polled(host, one) for one in ended)
+
+
+def test_a_lookup_that_nothing_waits_for_any_more_is_not_begun() -> None:
+    primary, gate, clock = Primary(8), threading.Event(), FakeClock()
+    begun: list[int] = []
+    with running_host(DictStore(), primary, clock=clock) as host:
+        for _ in range(LOOKUP_THREADS):
+            lookup(host, gate.wait)
+        late = lookup(host, lambda: begun.append(1), expires=clock() + 1)
+        timely = lookup(host, lambda: begun.append(2), expires=clock() + 3)
+        clock.advance(2)
+        gate.set()
+        assert polled(host, late)
+        assert polled(host, timely)
+    assert isinstance(late[0], OverdueError)
+    assert begun == [2]

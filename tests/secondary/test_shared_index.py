@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.index import shared
 from tiering.secondary.index.contract import Probe
-from tiering.secondary.index.shared import MAX_PROBES, SharedIndex
+from tiering.secondary.index.shared import MAX_PROBES, REFUSED_SECONDS, SharedIndex
 from tiering.testing.keys import keys_of
 
 K = keys_of(*range(32))
@@ -83,6 +86,58 @@ def test_the_answer_is_no_after_the_lookup_deadline_until_the_probe_comes_back()
     assert list(index.take_probes(NOW)) == []
     index.end_probe(probe, 3, NOW + 1)
     assert index.lookup_prefix(K[:4], NOW + 1) == PrefixAnswer(3, False)
+
+
+def test_a_lookup_that_was_too_late_is_counted_once() -> None:
+    index = make_index()
+    probe = ask(index, K[:4])
+    for _ in range(3):
+        index.lookup_prefix(K[:4], NOW + 0.25)
+    assert index.late_lookups == 1
+    index.end_probe(probe, 3, NOW + 1)
+    index.lookup_prefix(K[:3], NOW + 1)
+    assert index.late_lookups == 1
+
+
+def test_more_blocks_at_stake_are_worth_a_longer_wait_up_to_a_bound() -> None:
+    index = SharedIndex(lookup_deadline=0.25, wait_per_block=0.01, longest_wait=0.5)
+    for keys, wait in ((K[:1], 0.26), (K[1:11], 0.35), (keys_of(*range(100, 200)), 0.5)):
+        assert ask(index, keys).expires == pytest.approx(NOW + wait)
+        assert index.lookup_prefix(keys, NOW + wait - 0.001).undecided
+        assert not index.lookup_prefix(keys, NOW + wait + 0.001).undecided
+
+
+def test_a_probe_that_was_dropped_can_be_raised_again() -> None:
+    index = make_index()
+    index.end_probe(ask(index, K[:4]), None, NOW + 1)
+    assert index.lookup_prefix(K[:4], NOW + 1.25).undecided
+
+
+def test_refused_blocks_are_neither_found_nor_stored_for_an_hour() -> None:
+    index = make_index()
+    store(index, K[:4])
+    index.refuse(K[1:2], NOW)
+    assert index.lookup_prefix(K[:4], NOW) == PrefixAnswer(1, False)
+    assert index.plan_store(K[1:2], NOW).positions == []
+    assert list(index.lacking(K[:4], NOW) or ()) == []
+    index.end_probe(ask(index, K[4:6]), 2, NOW)
+    assert index.lookup_prefix(K[1:2], NOW) == PrefixAnswer(0, False)
+    index.refuse(K[8:9], NOW + REFUSED_SECONDS)
+    assert index.lookup_prefix(K[1:2], NOW + REFUSED_SECONDS).undecided
+
+
+def test_a_refused_block_that_is_gone_can_be_stored_again() -> None:
+    index = make_index()
+    index.refuse(K[:1], NOW)
+    index.pardon(K[0])
+    assert index.plan_store(K[:1], NOW).positions == [0]
+
+
+def test_refused_blocks_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MAX_REFUSED", 3)
+    index = make_index()
+    index.refuse(K[:5], NOW)
+    assert index.plan_store(K[:5], NOW).positions == [0, 1]
 
 
 def test_what_a_probe_found_missing_is_a_miss_for_its_time_and_then_asked_about_again() -> None:

@@ -113,6 +113,8 @@ TIER_COUNTERS: tuple[tuple[str, str, str], ...] = (
         "Blocks not moved because the device reported an error at their place",
     ),
     ("blocks_lost", "kv_tiering_blocks_lost", "Blocks lost because the tier's files were removed, cut or replaced"),
+    ("blocks_deleted", "kv_tiering_blocks_deleted", "Corrupt blocks deleted from a shared medium"),
+    ("lookups_late", "kv_tiering_lookups_late", "Lookups answered with no because the medium was late"),
     ("retries", "kv_tiering_retries", "Attempts repeated after a temporary error"),
     ("requests", "kv_tiering_requests", "Requests sent to the medium"),
     ("breaker_opened", "kv_tiering_breaker_opened", "Times that the tier's circuit breaker opened"),

@@ -72,7 +72,8 @@ class BlockTier(TierLife):
 
     def _start_probes(self) -> None:
         for probe in self.index.take_probes(self._clock()):
-            self.io.run(IoTask("probe", partial(held_prefix, self.io.store.probe, probe), partial(self._probed, probe)))
+            run, ended = partial(held_prefix, self.io.store.probe, probe), partial(self._probed, probe)
+            self.io.run(IoTask("probe", run, ended, lookup=True, expires=probe.expires))
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
@@ -281,6 +282,8 @@ class BlockTier(TierLife):
             requests=io.requests,
             corrupt_blocks=self._failures.corrupt_blocks,
             device_errors=self._failures.device_errors,
+            lookups_late=self.index.late_lookups,
+            blocks_deleted=self._corrupt.deleted,
             blocks=self.index.blocks,
             occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
             capacity_bytes=self.options.capacity_bytes or 0,

@@ -59,6 +59,8 @@ class TierStats:
     """Keys that lookups found."""
     misses: int = 0
     """Lookups that ended at a key that is not held."""
+    lookups_late: int = 0
+    """Lookups that were answered with no because the medium did not answer in time."""
     promotions: int = 0
     """Blocks loaded into the primary tier."""
     promotions_failed: int = 0
@@ -81,6 +83,8 @@ class TierStats:
     """Blocks evicted to make room."""
     corrupt_blocks: int = 0
     """Blocks that were refused when they were read because they differed from the stored ones."""
+    blocks_deleted: int = 0
+    """Corrupt blocks that were deleted from a shared medium."""
     device_errors: int = 0
     """Blocks that could not be moved because the device reported an error at their place."""
     blocks_lost: int = 0

@@ -26,6 +26,16 @@ NO_OBSTORE = "the s3 tier needs obstore; install kv-tiering with its extra s3 (i
 """Message about the package of the data path that is missing."""
 
 
+WAIT_PER_TOKEN = 5e-5
+"""Seconds by which each token at stake extends the deadline of a lookup.
+
+A GPU needs about twice this time to compute a token.
+"""
+
+TOKENS_PER_BLOCK = 16
+"""Tokens of a block, if the namespace does not tell."""
+
+
 class S3Tier(BlockTier):
     """A block tier over a bucket.
 
@@ -34,7 +44,10 @@ class S3Tier(BlockTier):
 
     def __init__(self, context: TierContext, options: S3Options, store: S3Store) -> None:
         index = SharedIndex(
-            present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
+            present_ttl=options.present_ttl,
+            absent_ttl=options.absent_ttl,
+            lookup_deadline=options.lookup_deadline,
+            wait_per_block=WAIT_PER_TOKEN * tokens_per_block(context.namespace),
         )
         super().__init__(
             context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace)
@@ -71,6 +84,15 @@ def build(options: S3Options, context: TierContext) -> S3Tier:
 def place_prefix(namespace: Namespace) -> str:
     """Return the prefix of the places of one namespace and epoch, below the store's own prefix."""
     return f"{namespace.directory}/{namespace.fingerprint.hex()}/"
+
+
+def tokens_per_block(namespace: Namespace) -> int:
+    """Return the tokens of one block, read from the namespace."""
+    layout = json.loads(namespace.parameters).get("model", {}).get("layout")
+    if not isinstance(layout, dict):
+        return TOKENS_PER_BLOCK
+    sizes = [int(size) for size in layout.get("gpu_block_size", ())]
+    return min(sizes, default=TOKENS_PER_BLOCK) * int(layout.get("block_size_factor", 1))
 
 
 def element_size(namespace: Namespace) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, StoreError, TemporaryStoreError
+from tiering.runtime.daemons import DaemonThreads
 from tiers.s3.admin import check_lifecycle
 from tiers.s3.client import check_token, connect
 from tiers.s3.credentials import CredentialSource
@@ -37,6 +39,9 @@ BLOCKS = "blocks/"
 """Begins the names of block objects, after the prefix of the options."""
 DOCUMENTS = "documents/"
 """Begins the names of documents, after the prefix of the options."""
+
+PROBE_THREADS = 32
+"""Maximum number of threads for probes, besides the threads that call :meth:`S3Store.probe`."""
 
 _CONDITION_UNKNOWN = frozenset({400, 501})
 """Answers of services that know no conditional deletion."""
@@ -68,7 +73,7 @@ class S3Store(BlockStore):
         self._credentials = CredentialSource(options.profile) if credentials is None else credentials
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
-        self._askers: ThreadPoolExecutor | None = None
+        self._probers = DaemonThreads("s3-probe", PROBE_THREADS)
         self._requests = Requests(options, self._credentials)
         self._lifecycle_checked = False
 
@@ -100,14 +105,12 @@ class S3Store(BlockStore):
         except STORE_FAILURES as error:
             raise translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
-        self._askers = ThreadPoolExecutor(min(self._options.max_inflight, 8), thread_name_prefix="s3-probe")
+        self._probers = DaemonThreads("s3-probe", PROBE_THREADS)
         self._check_lifecycle()
 
     def close(self) -> None:
         self._requests.use(None)
-        askers, self._askers = self._askers, None
-        if askers is not None:
-            askers.shutdown(wait=True, cancel_futures=True)
+        self._probers.stop()
 
     # ---------------------------------------------------------------------------------------------------------- data
 
@@ -198,23 +201,27 @@ class S3Store(BlockStore):
         return True
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
-        askers = self._askers
-        if askers is None:
-            return StoreProbe((None,) * len(places))
+        """Probe several places at once: the first on this thread, the others on threads for probes."""
+        names = [self._name(place) for place in places]
+        answers: list[bool | None] = [None] * len(names)
+        ended = threading.Semaphore(0)
 
-        def ask(place: Place) -> bool | None:
+        def ask(at: int) -> None:
             try:
-                return self._is_there(self._name(place))
-            except StoreError:
-                return None
+                answers[at] = self._is_there(names[at])
+            except StoreError as error:
+                logger.debug("%s", error)
+            finally:
+                ended.release()
 
-        if len(places) == 1:
-            return StoreProbe((ask(places[0]),))
-        try:
-            return StoreProbe(tuple(askers.map(ask, places)))
-        except RuntimeError:
-            # No further thread can be started at present. The bucket has not failed: probe on this thread.
-            return StoreProbe(tuple(map(ask, places)))
+        for at in range(1, len(names)):
+            if not self._probers.run(partial(ask, at)):
+                ask(at)
+        if names:
+            ask(0)
+        for _ in names:
+            ended.acquire()
+        return StoreProbe(tuple(answers))
 
     # --------------------------------------------------------------------------------------------- small documents
 

@@ -51,6 +51,8 @@ class Probe:
     """
     offers: bool = False
     """True if :meth:`TierIndex.lacking` caused the probe; default False."""
+    expires: float = float("inf")
+    """Time in monotonic seconds after which nothing waits for the result; default: none."""
 
 
 class TierIndex(ABC):
@@ -145,6 +147,11 @@ class TierIndex(ABC):
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys``, a prefix in its order, were used; unknown keys are ignored."""
+
+    @property
+    def late_lookups(self) -> int:
+        """Number of lookups that were answered with no because their probe took too long."""
+        return 0
 
     def refuse(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Leave the corrupt blocks of ``keys`` alone for a while: lookups miss them, and stores decline them.

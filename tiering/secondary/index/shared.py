@@ -27,6 +27,8 @@ MAX_PROBES = 1024
 MAX_REFUSED = 1 << 16
 """Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
 
+_MISSED = float("-inf")
+
 REFUSED_SECONDS = 3600.0
 """Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
 
@@ -45,6 +47,8 @@ class SharedIndex(TierIndex):
         absent_ttl: seconds for which a block counts as absent after a probe or load missed it; default 10.
         lookup_deadline: seconds for which a lookup stays undecided while a probe is under way; default 0.25. After that
             the lookup is a miss until the probe ends.
+        wait_per_block: seconds by which each block that the lookup may find extends its deadline; default 0.
+        longest_wait: longest extended deadline of a lookup in seconds; default 5.
         max_entries: maximum number of entries in each of the two tables, present and absent.
     """
 
@@ -56,17 +60,23 @@ class SharedIndex(TierIndex):
         present_ttl: float = 300.0,
         absent_ttl: float = 10.0,
         lookup_deadline: float = 0.25,
+        wait_per_block: float = 0.0,
+        longest_wait: float = 5.0,
         max_entries: int = MAX_ENTRIES,
     ) -> None:
         self._present_ttl = present_ttl
         self._absent_ttl = absent_ttl
         self._lookup_deadline = lookup_deadline
+        self._wait_per_block = wait_per_block
+        self._longest_wait = max(longest_wait, lookup_deadline)
         self._max_entries = max_entries
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
         self._writing: set[Place] = set()
         self._asked: dict[OffloadKey, float] = {}
+        """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
+        self._late = 0
         self._raised: list[Probe] = []
         self._prefix = ""
         self._place_of = partial(object_name, "")
@@ -79,20 +89,27 @@ class SharedIndex(TierIndex):
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
-        until = list(map(self._present.get, keys, repeat(0.0)))
-        if not until or min(until) > now:
-            return PrefixAnswer(len(until), False)
-        held = len(list(takewhile(partial(lt, now), until)))
+        known = list(map(self._present.get, keys, repeat(0.0)))
+        if not known or min(known) > now:
+            return PrefixAnswer(len(known), False)
+        held = len(list(takewhile(partial(lt, now), known)))
         first = keys[held]
         if self._absent.get(first, 0.0) > now or first in self._refused:
             return PrefixAnswer(held, False)
         open_until = self._asked.get(first)
         if open_until is not None:
-            return PrefixAnswer(held, now < open_until)
+            if now < open_until:
+                return PrefixAnswer(held, True)
+            if open_until > _MISSED:
+                self._asked[first] = _MISSED
+                self._late += 1
+            return PrefixAnswer(held, False)
         if len(self._asked) >= MAX_PROBES or self._place_of(first) in self._writing:
             return PrefixAnswer(held, False)
-        self._asked[first] = now + self._lookup_deadline
-        self._raised.append(Probe(keys[held:], self._place_of))
+        wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
+        until = now + min(wait, self._longest_wait)
+        self._asked[first] = until
+        self._raised.append(Probe(keys[held:], self._place_of, expires=until))
         return PrefixAnswer(held, True)
 
     def take_probes(self, now: float) -> Sequence[Probe]:
@@ -135,8 +152,9 @@ class SharedIndex(TierIndex):
         if self._absent.get(first, 0.0) > now:
             return self._unheld(unheld)
         if first not in self._asked and len(self._asked) < MAX_PROBES and self._place_of(first) not in self._writing:
+            until = now + self._longest_wait
             self._asked[first] = now + self._lookup_deadline
-            self._raised.append(Probe(unheld, self._place_of, offers=True))
+            self._raised.append(Probe(unheld, self._place_of, offers=True, expires=until))
         return None
 
     def _unheld(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -182,6 +200,10 @@ class SharedIndex(TierIndex):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
+
+    @property
+    def late_lookups(self) -> int:
+        return self._late
 
     def refuse(self, keys: Sequence[OffloadKey], now: float) -> None:
         deque(map(self._present.pop, keys, repeat(None)), maxlen=0)

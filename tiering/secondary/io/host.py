@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from tiering.block_store import BlockStore, Done, Outcome
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.runtime.daemons import DaemonThreads
 from tiering.runtime.news import News
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
@@ -35,6 +36,9 @@ BATCH_UNIT_BYTES = 8 << 20
 
 SINGLE_UNIT_BYTES = 1 << 20
 """Maximum bytes of one unit for media that move one block after the other."""
+
+LOOKUP_THREADS = 32
+"""Maximum number of lookups that run at once."""
 
 _LONGEST_WAIT = 0.05
 
@@ -120,6 +124,7 @@ class IoHost:
         self._threads = IoThreads(
             name, threads, work=self._work, abandon=self._abandon, stopping=self.stopping, clock=clock
         )
+        self._lookups = DaemonThreads(f"kv-{name}-lookup", LOOKUP_THREADS)
         self._queues = _Queues()
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
@@ -155,7 +160,11 @@ class IoHost:
 
         :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
         """
-        if task.background:
+        if task.lookup:
+            refusal = self._closed_error()
+            if refusal is None and not self._lookups.run(lambda: self._run_lookup(task)):
+                refusal = TemporaryStoreError(f"tier {self.name}: no thread for lookups can be started at present")
+        elif task.background:
             refusal = self._closed_error() or self._threads.run_alone(task.name, lambda: self._run_task(task))
         elif (refusal := self._refusal()) is None:
             self._queues.tasks.append(task)
@@ -220,21 +229,25 @@ class IoHost:
         """
         self.stopping.set()
         self._threads.stop()
+        self._lookups.stop()
         self._abandon()
         for wait in _waits(self._clock, deadline):
-            threads = self._threads.running()
+            threads = self._running()
             if not threads:
                 break
             threads[0].join(wait)
-        if self._threads.running():
+        if self._running():
             return False
         self._abandon()
         self._pipeline.release()
         return True
 
     def join(self) -> None:
-        for thread in self._threads.running():
+        for thread in self._running():
             thread.join()
+
+    def _running(self) -> list[threading.Thread]:
+        return [*self._threads.running(), *self._lookups.running()]
 
     def _closed_error(self) -> StoreError | None:
         return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
@@ -338,6 +351,12 @@ class IoHost:
             self._end_unit(unit, ordered, outcomes, begun)
         finally:
             self._threads.deadlines.pop(thread, None)
+
+    def _run_lookup(self, task: IoTask) -> None:
+        if self.stopping.is_set() or self._clock() >= task.expires:
+            self._end(_TaskDone(task, None, OverdueError("nothing waits for the lookup any more")))
+        else:
+            self._run_task(task)
 
     def _run_task(self, task: IoTask) -> None:
         result: Any = None

@@ -81,3 +81,10 @@ class IoTask:
     """
     background: bool = False
     """True: the task runs on its own thread and never delays a job; default False."""
+    lookup: bool = False
+    """True: the task runs on the threads for lookups, so that lookups and jobs never wait for one another.
+
+    Default False.
+    """
+    expires: float = float("inf")
+    """Time in monotonic seconds after which a lookup that has not begun fails; default: none."""

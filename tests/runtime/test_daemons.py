@@ -1,0 +1,98 @@
+"""Threads on demand: as many as the work needs, at most so many, and none that holds up the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.thread_limit import ThreadLimit
+from tiering.runtime import daemons
+from tiering.runtime.daemons import DaemonThreads
+from tiering.testing.clock import until
+
+
+def test_as_many_threads_start_as_there_is_work_at_once_and_no_more_than_the_bound() -> None:
+    threads, gate, running = DaemonThreads("t", 3), threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        running.release()
+        gate.wait()
+
+    assert threads.running() == []
+    for _ in range(5):
+        assert threads.run(work)
+    for _ in range(3):
+        assert running.acquire(timeout=10)
+    assert len(threads.running()) == 3
+    assert not running.acquire(blocking=False)
+    gate.set()
+    for _ in range(2):
+        assert running.acquire(timeout=10)
+    threads.stop()
+    assert until(lambda: not threads.running())
+
+
+def test_a_free_thread_is_used_before_another_one_starts() -> None:
+    threads, done = DaemonThreads("t", 8), threading.Semaphore(0)
+    for _ in range(5):
+        threads.run(done.release)
+        assert done.acquire(timeout=10)
+        assert until(lambda: threads._idle == 1)
+    assert len(threads.running()) == 1
+    threads.stop()
+
+
+def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
+    threads, gate = DaemonThreads("t", 1), threading.Event()
+    done: list[int] = []
+    threads.run(gate.wait)
+    for number in range(3):
+        threads.run(lambda number=number: done.append(number))  # type: ignore[misc]
+    threads.stop()
+    assert not threads.run(lambda: done.append(9))
+    gate.set()
+    assert until(lambda: not threads.running())
+    assert done == [0, 1, 2]
+
+
+def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:
+    threads, done = DaemonThreads("t", 1), threading.Event()
+    threads.run(lambda: 1 // 0)
+    threads.run(done.set)
+    assert done.wait(10)
+    threads.stop()
+
+
+def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "IDLE_SECONDS", 0.01)
+    threads, done = DaemonThreads("t", 1), threading.Event()
+    threads.run(done.set)
+    assert until(lambda: not threads.running())
+    done.clear()
+    assert threads.run(done.set)
+    assert done.wait(10)
+    threads.stop()
+
+
+def test_work_that_no_thread_can_run_is_refused(thread_limit: ThreadLimit) -> None:
+    threads, done = DaemonThreads("t", 2), threading.Event()
+    thread_limit.reach()
+    assert not threads.run(done.set)
+    thread_limit.leave()
+    assert threads.run(done.set)
+    assert done.wait(10)
+    threads.stop()
+
+
+def test_work_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    program = (
+        "import threading\n"
+        "from tiering.runtime.daemons import DaemonThreads\n"
+        "begun = threading.Event()\n"
+        "DaemonThreads('t', 1).run(lambda: (begun.set(), threading.Event().wait()))\n"
+        "begun.wait()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
