@@ -269,14 +269,21 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, data in self.fake.objects.items()
                 if name.startswith(prefix) and name > after
             )
+        folders: set[str] = set()
+        if query.get("delimiter"):
+            folders = {
+                f"{prefix}{rest.partition('/')[0]}/" for name, *_ in chosen if "/" in (rest := name[len(prefix) :])
+            }
+            chosen = [found for found in chosen if "/" not in found[0][len(prefix) :]]
         items = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>{written:%Y-%m-%dT%H:%M:%S.000Z}</LastModified>"
             f"<ETag>x</ETag></Contents>"
             for name, size, written in chosen
         )
+        below = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(folders))
         text = (
             f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}"
-            "</ListBucketResult>"
+            f"{below}</ListBucketResult>"
         )
         self._send(200, text.encode())
 

@@ -11,6 +11,9 @@ import click
 from tiering import __version__
 from tiering.api.masking import mask_text
 from tiering.cli.check import check
+from tiering.cli.epoch import epoch
+from tiering.cli.inspect import inspect_command
+from tiering.cli.remove import clear, gc
 from tiering.cli.schema import schema
 from tiering.errors import ConfigError, TieringError
 
@@ -30,6 +33,7 @@ Exit codes: 0 nothing wrong, 1 problems found or work not finished,
 \b
 Examples:
   kv-tiering check stack.yaml
+  kv-tiering inspect stack.yaml --verify
   kv-tiering schema > stack.schema.json
 """
 
@@ -56,7 +60,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (check, schema):
+for command in (check, clear, epoch, gc, inspect_command, schema):
     cli.add_command(command)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,7 +280,7 @@ class LocalAdmin(TierAdmin):
             namespace: remove segments that hold blocks of this namespace and no served ones (None: of none).
             dry_run: count only.
         """
-        now = time.time()
+        now = self.clock()
         segments = [(segment, self._scan(segment)) for segment in self._segments()]
         total = sum(segment.nbytes for segment, _ in segments)
         left = total

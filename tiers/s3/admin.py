@@ -1,121 +1,16 @@
-"""Administration of a bucket: lifecycle rules, and listing and collecting blocks for the command line.
-
-Lifecycle rules need boto3; obstore has no call for them.
-"""
+"""Lifecycle rules of a bucket, which need boto3: obstore has no call for them."""
 
 from __future__ import annotations
 
-import datetime
-import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from tiering.errors import PermanentStoreError
 from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
 from tiers.s3.faults import summary
 from tiers.s3.options import S3Options
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from obstore import ObjectMeta
-
 RULE_PREFIX = "kv-tiering "
 """Begins the ids of this tier's lifecycle rules; the prefix of the expiring objects completes an id."""
-
-DELETE_BATCH = 1000
-"""Objects deleted by one request."""
-
-
-class BlockLister(Protocol):
-    """The part of :class:`tiers.s3.store.S3Store` that listing and collecting blocks need."""
-
-    def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]: ...
-
-    def delete_objects(self, names: Sequence[str]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StoredBlock:
-    """One block in the bucket. Sorting puts the oldest first."""
-
-    modified: datetime.datetime
-    """Time at which the service received the object."""
-    name: str
-    """The object's name in the bucket."""
-    size: int
-    """Bytes of the object: header and payload."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The result of a collection. A dry run counts the blocks that a real run would remove."""
-
-    blocks: int
-    """Blocks that were listed."""
-    bytes: int
-    """Bytes of the listed blocks."""
-    removed_blocks: int
-    """Blocks that were removed."""
-    removed_bytes: int
-    """Bytes of the removed blocks."""
-
-
-def list_blocks(store: BlockLister, place_prefix: str = "") -> Iterator[StoredBlock]:
-    """Yield every block whose place starts with ``place_prefix``, in the order of names.
-
-    Raises:
-        StoreError: The bucket cannot be listed.
-    """
-    for objects in store.list_objects(place_prefix):
-        for item in objects:
-            yield StoredBlock(item["last_modified"], item["path"], item["size"])
-
-
-def gc(
-    store: BlockLister,
-    *,
-    older_than: float | None = None,
-    max_total: int | None = None,
-    now: datetime.datetime | None = None,
-    dry_run: bool = False,
-) -> Collected:
-    """Remove blocks that are too old, then the oldest ones until the rest is small enough.
-
-    The service's clock decides how old a block is. Blocks that were removed before an error stay removed.
-
-    Args:
-        store: The open store to collect.
-        older_than: Age in seconds above which a block is removed (default: no limit).
-        max_total: Bytes that may remain (default: no limit).
-        now: The present time (default: this machine's clock).
-        dry_run: Count only, remove nothing (default: False).
-
-    Raises:
-        StoreError: The bucket cannot be listed, or blocks cannot be deleted.
-    """
-    present = list(list_blocks(store))
-    total = sum(block.size for block in present)
-    heapq.heapify(present)
-    oldest_kept = None
-    if older_than is not None:
-        oldest_kept = (now or datetime.datetime.now(datetime.UTC)) - datetime.timedelta(seconds=older_than)
-    blocks, left, batch, removed = len(present), total, list[str](), 0
-    while present:
-        block = present[0]
-        too_old = oldest_kept is not None and block.modified < oldest_kept
-        if not too_old and (max_total is None or left <= max_total):
-            break
-        heapq.heappop(present)
-        left -= block.size
-        removed += 1
-        batch.append(block.name)
-        if len(batch) == DELETE_BATCH:
-            _remove(store, batch, dry_run)
-            batch = []
-    _remove(store, batch, dry_run)
-    return Collected(blocks, total, removed, total - left)
 
 
 def make_client(options: S3Options, credentials: CredentialSource) -> Any:
@@ -217,8 +112,3 @@ def _expires(rule: dict[str, Any], prefix: str, days: int | None) -> bool:
         return False
     covered = chosen.get("Prefix", rule.get("Prefix", ""))
     return prefix.startswith(covered)
-
-
-def _remove(store: BlockLister, names: list[str], dry_run: bool) -> None:
-    if names and not dry_run:
-        store.delete_objects(names)

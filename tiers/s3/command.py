@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -90,7 +89,7 @@ class S3Admin(TierAdmin):
     # --------------------------------------------------------------------------------------------------------- contents
 
     async def namespaces(self) -> list[KnownNamespace]:
-        now = time.time()
+        now = self.clock()
         names: list[str] = []
         fresh: list[str] = []
         async for items in self._list(self._documents):

@@ -1,10 +1,10 @@
-"""Lifecycle rules through boto3 (moto in process), and collecting blocks."""
+"""Lifecycle rules through boto3 (moto in process)."""
 
 from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import boto3
@@ -14,7 +14,7 @@ from moto import mock_aws
 
 from tests.fake_s3 import FakeS3
 from tiers.s3 import S3Options
-from tiers.s3.admin import Collected, check_lifecycle, gc, list_blocks
+from tiers.s3.admin import check_lifecycle
 from tiers.s3.credentials import CredentialSource
 from tiers.s3.store import S3Store
 
@@ -109,56 +109,3 @@ class TestLifecycle:
         store.open()
         store.close()
         assert [record.name for record in caplog.records if record.name.startswith("kv_tiering")] == ["kv_tiering.s3"]
-
-
-class FakeLister:
-    """Blocks by name: (age in hours, size)."""
-
-    def __init__(self, blocks: dict[str, tuple[float, int]]) -> None:
-        self.blocks = blocks
-        self.batches: list[int] = []
-
-    def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[Any]]:
-        yield [
-            {"path": name, "size": size, "last_modified": NOW - datetime.timedelta(hours=hours)}
-            for name, (hours, size) in self.blocks.items()
-            if name.startswith(place_prefix)
-        ]
-
-    def delete_objects(self, names: Sequence[str]) -> None:
-        self.batches.append(len(names))
-        for name in names:
-            del self.blocks[name]
-
-
-class TestCollecting:
-    def test_by_age(self) -> None:
-        lister = FakeLister({"a": (5, 10), "b": (1, 10), "c": (3, 10)})
-        assert gc(lister, older_than=2 * 3600, now=NOW) == Collected(3, 30, 2, 20)
-        assert list(lister.blocks) == ["b"]
-
-    def test_by_size_oldest_first(self) -> None:
-        lister = FakeLister({"a": (5, 10), "b": (1, 10), "c": (3, 10)})
-        assert gc(lister, max_total=25) == Collected(3, 30, 1, 10)
-        assert list(lister.blocks) == ["b", "c"]
-
-    def test_a_dry_run_removes_nothing(self) -> None:
-        lister = FakeLister({"a": (5, 10)})
-        assert gc(lister, max_total=0, dry_run=True).removed_blocks == 1
-        assert list(lister.blocks) == ["a"]
-
-    def test_nothing_asked_for_removes_nothing(self) -> None:
-        lister = FakeLister({"a": (5, 10)})
-        assert gc(lister).removed_blocks == 0
-
-    def test_in_batches_that_the_service_takes(self) -> None:
-        lister = FakeLister({f"{at:04}": (1, 1) for at in range(2500)})
-        gc(lister, max_total=0)
-        assert lister.batches == [1000, 1000, 500]
-
-    def test_on_a_store_only_blocks_are_seen(self, fake: FakeS3, open_store: Callable[..., S3Store]) -> None:
-        fake.objects |= {"prod/blocks/ns/a": b"12", "prod/documents/d": b"x", "elsewhere/blocks/ns/b": b"x"}
-        store = open_store()
-        assert [(found.name, found.size) for found in list_blocks(store)] == [("prod/blocks/ns/a", 2)]
-        assert gc(store, max_total=0).removed_bytes == 2
-        assert sorted(fake.objects) == ["elsewhere/blocks/ns/b", "prod/documents/d"]

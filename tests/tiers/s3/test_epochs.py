@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import threading
 import time
@@ -12,17 +13,19 @@ import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
 from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import Collected, Limits
 from tiering.secondary.service.epoch import lease_document
 from tiering.secondary.service.medium import Medium
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.epochs import EPOCH_GRACE, begin_epochs, collect_epochs
+from tiers.s3.command import S3Admin
+from tiers.s3.epochs import begin_epochs
 from tiers.s3.store import S3Store
 
 BLOCK_BYTES = 64 << 10
 OBJECTS = K[:20]
-LATER = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=EPOCH_GRACE + 60)
+LATER = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=Limits().grace + 60)
 """The fake service says that everything was written at the beginning of 2026."""
 
 Make = Callable[..., TierRig]
@@ -143,6 +146,13 @@ def test_a_reset_does_not_wait_for_a_bucket_that_hangs(fake: FakeS3, make: Make)
 # ----------------------------------------------------------------------------------------------------------- collecting
 
 
+def collect(fake: FakeS3, now: datetime.datetime, *, dry_run: bool = False) -> Collected:
+    options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/")
+    with S3Admin(options) as admin:
+        admin.clock = now.timestamp
+        return asyncio.run(admin.collect(Limits(abandoned=True), dry_run=dry_run))
+
+
 def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_time(
     fake: FakeS3, make: Make, open_store: Open
 ) -> None:
@@ -152,14 +162,13 @@ def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_
         rig.store(OBJECTS[:4])
     named.wait(lambda: any(lease_document(named.tier.namespace) in name for name in fake.objects))
     private.wait(lambda: sum("documents/lease-" in name for name in fake.objects) == 2)
-    store = open_store()
-    assert collect_epochs(store, now=LATER - datetime.timedelta(hours=2)).removed_blocks == 0, "nothing is old enough"
-    assert collect_epochs(store, now=LATER, dry_run=True).removed_blocks == 8
+    assert collect(fake, LATER - datetime.timedelta(hours=2)).removed_blocks == 0, "nothing is old enough"
+    assert collect(fake, LATER, dry_run=True).removed_blocks == 8
     assert len(block_names(fake)) == 12
-    assert collect_epochs(store, now=LATER).removed_blocks == 8
+    assert collect(fake, LATER).removed_blocks == 8
     assert common.load(OBJECTS[:4]) == OBJECTS[:4]
     assert private.load(OBJECTS[:4]) == []
-    assert collect_epochs(store, now=LATER).blocks == 4
+    assert collect(fake, LATER).blocks == 4
 
 
 def test_an_epoch_with_a_fresh_lease_is_left_alone(fake: FakeS3, make: Make, open_store: Open) -> None:
@@ -168,7 +177,7 @@ def test_an_epoch_with_a_fresh_lease_is_left_alone(fake: FakeS3, make: Make, ope
     private.store(OBJECTS[:4])
     private.wait(lambda: any("documents/lease-" in name for name in fake.objects))
     fake.modified = {name: LATER for name in fake.objects if "documents/lease-" in name}
-    assert collect_epochs(open_store(), now=LATER).removed_blocks == 0
+    assert collect(fake, LATER).removed_blocks == 0
     assert private.load(OBJECTS[:4]) == OBJECTS[:4]
 
 
@@ -177,7 +186,7 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
     (name,) = [name for name in fake.objects if "documents/epoch-" in name]
     fake.objects[name] = bytes(len(fake.objects[name]))
     assert make().load(OBJECTS[:4]) == []
-    assert collect_epochs(open_store(), now=LATER).removed_blocks == 4
+    assert collect(fake, LATER).removed_blocks == 4
 
 
 # ------------------------------------------------------------------------------------------------- a new common epoch
@@ -261,8 +270,8 @@ def test_blocks_of_the_older_common_epoch_are_collected_after_the_grace_time(
     begin_epochs(open_store())
     follow(one)
     one.store(OBJECTS[4:6])
-    assert collect_epochs(open_store(), now=LATER - datetime.timedelta(hours=2)).removed_blocks == 0
-    assert collect_epochs(open_store(), now=LATER).removed_blocks == 4
+    assert collect(fake, LATER - datetime.timedelta(hours=2)).removed_blocks == 0
+    assert collect(fake, LATER).removed_blocks == 4
     assert one.load(OBJECTS[4:6]) == OBJECTS[4:6]
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from tiering.secondary.admin.contract import Collected, EpochState, Limits, StoredBlock, TierAdmin
 
 BATCH = 1000
@@ -44,9 +41,7 @@ class _Remover:
         return Collected(self.listed, self.listed_bytes, self._removed, self._removed_bytes)
 
 
-async def collect(
-    admin: TierAdmin, limits: Limits, *, dry_run: bool, clock: Callable[[], float] = time.time
-) -> Collected:
+async def collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collected:
     """Remove the blocks that ``limits`` name, and return how many they were.
 
     An epoch counts as abandoned if neither an epoch document nor a lease younger than ``limits.grace`` names it.
@@ -55,12 +50,11 @@ async def collect(
         admin: administration of the tier.
         limits: blocks that go.
         dry_run: count only, remove nothing.
-        clock: function that returns seconds since 1970, compared with the medium's own times.
 
     Raises:
         StoreError: the blocks cannot be listed or removed; blocks removed before the error stay removed.
     """
-    now = clock()
+    now = admin.clock()
     used = await used_epochs(admin) if limits.abandoned else set[str]()
     remover = _Remover(admin, dry_run=dry_run)
     kept: list[StoredBlock] = []

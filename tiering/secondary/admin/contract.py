@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -142,6 +143,8 @@ class TierAdmin:
         """Options of the tier."""
         self.replica = replica
         """Name of the data-parallel replica, or None."""
+        self.clock: Callable[[], float] = time.time
+        """Function that returns seconds since 1970, compared with the medium's own times."""
 
     def __enter__(self) -> Self:
         self.open()

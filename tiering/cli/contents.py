@@ -1,0 +1,115 @@
+"""The content of a tier by namespace and epoch, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+from rich.table import Table
+
+from tiering.api.units import format_bytes
+from tiering.cli.output import age, stdout
+from tiering.secondary.admin.contract import EpochState, KnownNamespace, TierAdmin
+
+
+@dataclass(slots=True)
+class EpochContent:
+    """The blocks of one epoch on one tier."""
+
+    namespace: str
+    """Base of the namespace in hexadecimal; empty if the medium does not tell."""
+    label: str
+    """Model and data type."""
+    fingerprint: str
+    """Fingerprint of namespace and epoch in hexadecimal; empty for a namespace without blocks."""
+    state: str
+    """State of the epoch."""
+    blocks: int = 0
+    """Number of blocks."""
+    nbytes: int = 0
+    """Bytes of the blocks on the medium."""
+    oldest: float | None = None
+    """Time of the earliest write, in seconds since 1970."""
+    newest: float | None = None
+    """Time of the latest write, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContent:
+    """The content of one tier."""
+
+    place: str
+    """The medium's place."""
+    owner: str | None
+    """The process that owns the medium; None if there is none."""
+    epochs: list[EpochContent]
+    """The content by namespace and epoch."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+
+async def read_content(admin: TierAdmin) -> TierContent:
+    """List all blocks of a tier, and return how many each epoch has.
+
+    Raises:
+        UnsupportedError: the medium cannot list its blocks.
+        StoreError: the blocks cannot be listed.
+    """
+    known = {namespace.name: namespace for namespace in await admin.namespaces()}
+    epochs: dict[tuple[str, str], EpochContent] = {}
+    for namespace in known.values():
+        for fingerprint in namespace.epochs:
+            epochs[namespace.name, fingerprint] = _empty(known, namespace.name, fingerprint)
+    async for block in admin.blocks():
+        key = (block.namespace, block.fingerprint)
+        content = epochs.get(key)
+        if content is None:
+            content = epochs[key] = _empty(known, *key)
+        content.blocks += 1
+        content.nbytes += block.nbytes
+        content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
+        content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
+    ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
+    return TierContent(admin.place, admin.owner(), ordered)
+
+
+def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
+    found = known.get(namespace)
+    label = "unknown model" if found is None else found.label
+    state = EpochState.ABANDONED if found is None else found.epochs.get(fingerprint, EpochState.ABANDONED)
+    return EpochContent(namespace, label, fingerprint, str(state))
+
+
+def print_contents(contents: Mapping[str, TierContent]) -> None:
+    """Print one table per tier on a terminal, lines of words between tabs otherwise."""
+    console = stdout()
+    for tier, content in contents.items():
+        rows = [
+            (
+                found.namespace[:8] or "-",
+                found.label,
+                found.fingerprint[:8],
+                found.state,
+                f"{found.blocks:,}",
+                format_bytes(found.nbytes),
+                "-" if found.oldest is None else age(found.oldest),
+                "-" if found.newest is None else age(found.newest),
+            )
+            for found in content.epochs
+        ]
+        if not console.is_terminal:
+            for row in rows:
+                click.echo("\t".join((tier, *row)))
+            continue
+        table = Table(title=f"{tier}: {content.place}", title_justify="left", caption_justify="left")
+        for heading in ("namespace", "model", "epoch", "state", "blocks", "bytes", "oldest", "newest"):
+            table.add_column(heading, justify="right" if heading in {"blocks", "bytes", "oldest", "newest"} else "left")
+        for row in rows:
+            table.add_row(*row)
+        if content.owner is not None:
+            table.caption = f"in use by {content.owner}"
+        console.print(table)

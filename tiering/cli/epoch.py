@@ -1,0 +1,64 @@
+"""``epoch new``: the beginning of a new common epoch, in which a tier is empty."""
+
+from __future__ import annotations
+
+import click
+
+from tiering.cli.parameters import chosen_tiers, stack_argument, tier_options
+from tiering.cli.remove import yes_option
+from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
+from tiering.secondary.admin.contract import TierAdmin
+
+
+@click.group()
+def epoch() -> None:
+    """Begin new epochs.
+
+    \b
+    Example:
+      kv-tiering epoch new stack.yaml --tier s3 --namespace 5f0c2d1e
+    """
+
+
+@epoch.command()
+@stack_argument
+@click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
+@click.option("--all", "everything", is_flag=True, help="Begin new epochs of all namespaces.")
+@yes_option
+@tier_options
+def new(
+    stack: str, namespace: str | None, everything: bool, yes: bool, tiers: tuple[str, ...], replica: str | None
+) -> int:
+    """Begin a new epoch of a namespace: blocks stored before are not served from the tier any more.
+
+    In a bucket, engines that run follow within a minute; their CPU tiers and disks keep their blocks. Engines in an
+    epoch of their own (after reset_cache) stay there. On a local disk, no engine may use the directory. The old blocks
+    remain until kv-tiering gc removes them.
+
+    \b
+    Example:
+      kv-tiering epoch new stack.yaml --tier s3 --namespace 5f0c2d1e
+    """
+    if (namespace is None) != everything:
+        raise click.UsageError("give either --namespace or --all")
+    _, chosen = chosen_tiers(stack, tiers)
+
+    async def find(admin: TierAdmin) -> list[str]:
+        found = await named_namespaces(admin, namespace)
+        return [f"{item.name[:8]} ({item.label})" for item in found]
+
+    async def begin(admin: TierAdmin) -> list[tuple[str, str]]:
+        found = await named_namespaces(admin, namespace)
+        return [(item.name[:8], await admin.begin_epoch(item.name)) for item in found]
+
+    results, code = for_each_tier(chosen, replica, find)
+    for tier, names in results.items():
+        click.echo(f"{tier}\t{', '.join(names) or 'no namespace'}")
+    going = [options for options in chosen if results.get(options.tier_name)]
+    if not going or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
+        return code
+    begun, failed = for_each_tier(going, replica, begin)
+    for tier, sentences in begun.items():
+        for name, sentence in sentences:
+            click.echo(f"{tier}\t{name}: a new epoch has begun; {sentence}")
+    return code or failed

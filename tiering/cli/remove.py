@@ -1,0 +1,145 @@
+"""``gc`` and ``clear``: the removal of blocks, as a dry run until the user agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+
+import click
+
+from tiering.api.units import format_bytes
+from tiering.cli.output import print_json
+from tiering.cli.parameters import DURATION, SIZE, chosen_tiers, json_option, stack_argument, tier_options
+from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
+from tiering.secondary.admin.contract import Collected, Limits, TierAdmin
+from tiering.secondary.options import TierOptions
+
+Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
+"""Function that removes blocks of a tier, or counts them if its second argument (a dry run) is True."""
+
+
+def yes_option(command: Callable[..., int]) -> Callable[..., int]:
+    """Add ``--yes``."""
+    return click.option("--yes", is_flag=True, help="Remove without asking. Otherwise nothing is removed in a pipe.")(
+        command
+    )
+
+
+@click.command()
+@stack_argument
+@click.option("--older-than", type=DURATION, metavar="DURATION", help="Remove blocks above this age.")
+@click.option("--max-total", type=SIZE, metavar="SIZE", help="Remove the oldest blocks until no more than this remain.")
+@click.option(
+    "--grace",
+    type=DURATION,
+    default="1d",
+    show_default=True,
+    metavar="DURATION",
+    help="Keep younger blocks and leases of abandoned epochs.",
+)
+@yes_option
+@tier_options
+@json_option
+def gc(
+    stack: str,
+    older_than: float | None,
+    max_total: int | None,
+    grace: float,
+    yes: bool,
+    tiers: tuple[str, ...],
+    replica: str | None,
+    as_json: bool,
+) -> int:
+    """Remove blocks that no engine serves any more from the tiers of STACK.
+
+    These are blocks of epochs that neither an epoch document nor a fresh lease names. --older-than and --max-total
+    remove more. In a bucket, single blocks go while engines run. On a local disk, whole segments go, and no engine may
+    use the directory. Without --yes, only a terminal is asked; pipes get a dry run.
+
+    \b
+    Examples:
+      kv-tiering gc stack.yaml
+      kv-tiering gc stack.yaml --tier s3 --older-than 30d --yes
+      kv-tiering gc stack.yaml --tier s3 --max-total 10TB --yes
+    """
+    _, chosen = chosen_tiers(stack, tiers)
+    limits = Limits(abandoned=True, older_than=older_than, max_total=max_total, grace=grace)
+
+    async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
+        return await admin.collect(limits, dry_run=dry_run)
+
+    return _run(chosen, replica, remove, yes=yes, as_json=as_json)
+
+
+@click.command()
+@stack_argument
+@click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
+@click.option("--all", "everything", is_flag=True, help="Clear all namespaces.")
+@yes_option
+@tier_options
+@json_option
+def clear(
+    stack: str,
+    namespace: str | None,
+    everything: bool,
+    yes: bool,
+    tiers: tuple[str, ...],
+    replica: str | None,
+    as_json: bool,
+) -> int:
+    """Remove all blocks of a namespace from the tiers of STACK.
+
+    In a bucket, engines that run see misses and store again. On a local disk, no engine may use the directory: the
+    namespace begins a new epoch, and segments without other blocks are deleted. To let engines drop blocks that are
+    wrong, call reset_cache instead.
+
+    \b
+    Examples:
+      kv-tiering clear stack.yaml --tier s3 --namespace 5f0c2d1e
+      kv-tiering clear stack.yaml --all --yes
+    """
+    if (namespace is None) != everything:
+        raise click.UsageError("give either --namespace or --all")
+    _, chosen = chosen_tiers(stack, tiers)
+
+    async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
+        done: list[Collected] = [
+            await admin.clear(found.name, dry_run=dry_run) for found in await named_namespaces(admin, namespace)
+        ]
+        return Collected(
+            max((one.blocks for one in done), default=0),
+            max((one.nbytes for one in done), default=0),
+            sum(one.removed_blocks for one in done),
+            sum(one.removed_bytes for one in done),
+        )
+
+    return _run(chosen, replica, remove, yes=yes, as_json=as_json)
+
+
+def _run(chosen: list[TierOptions], replica: str | None, remove: Removal, *, yes: bool, as_json: bool) -> int:
+    """Count first, unless the user has agreed already; then ask, and remove."""
+    if yes:
+        results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, False))
+        _print(results, removed=True, as_json=as_json)
+        return code
+    results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, True))
+    _print(results, removed=False, as_json=as_json)
+    going = {tier for tier, found in results.items() if found.removed_blocks or found.removed_bytes}
+    if not going or as_json or not agreed("Remove them?", yes=False):
+        return code
+    again = [options for options in chosen if options.tier_name in going]
+    results, failed = for_each_tier(again, replica, lambda admin: remove(admin, False))
+    _print(results, removed=True, as_json=False)
+    return code or failed
+
+
+def _print(results: Mapping[str, Collected], *, removed: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({tier: {**dataclasses.asdict(found), "dry_run": not removed} for tier, found in results.items()})
+        return
+    verb = "removed" if removed else "would remove"
+    for tier, found in results.items():
+        click.echo(
+            f"{tier}\t{verb} {found.removed_blocks:,} of {found.blocks:,} blocks, "
+            f"{format_bytes(found.removed_bytes)} of {format_bytes(found.nbytes)}"
+        )

@@ -1,0 +1,91 @@
+"""Work on the chosen tiers of a stack; each problem is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import click
+
+from tiering.api.masking import mask_text
+from tiering.cli.parameters import admin_of
+from tiering.errors import ConfigError, TieringError
+from tiering.secondary.admin.contract import KnownNamespace, TierAdmin, UnsupportedError
+from tiering.secondary.options import TierOptions
+
+LEAST_PREFIX = 4
+"""Hex digits that the beginning of a namespace must have at least."""
+
+
+def for_each_tier(
+    chosen: Sequence[TierOptions], replica: str | None, work: Callable[[TierAdmin], Awaitable[Any]]
+) -> tuple[dict[str, Any], int]:
+    """Run ``work`` on the administration of each tier, open.
+
+    Args:
+        chosen: options of the tiers.
+        replica: name of the data-parallel replica, or None.
+        work: the work on one tier.
+
+    Returns:
+        The results by name of the tier, and the exit code. Tiers that failed have no result and make the code 1.
+        Tiers that do not support the work have none either, and make the code 1 if no tier does.
+    """
+    results: dict[str, Any] = {}
+    failed, unsupported = False, 0
+
+    async def run(admin: TierAdmin) -> Any:
+        return await work(admin)
+
+    for options in chosen:
+        try:
+            with admin_of(options, replica) as admin:
+                results[options.tier_name] = asyncio.run(run(admin))
+        except UnsupportedError as error:
+            unsupported += 1
+            note(options.tier_name, str(error))
+        except ConfigError:
+            raise
+        except TieringError as error:
+            failed = True
+            note(options.tier_name, str(error))
+    return results, int(failed or (unsupported == len(chosen) > 0))
+
+
+def note(tier: str, text: str) -> None:
+    """Print one line about a tier on stderr."""
+    click.echo(f"kv-tiering: {tier}: {mask_text(text)}", err=True)
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Return True if data may be removed: by ``--yes``, or by an answer on a terminal.
+
+    Args:
+        question: question to ask on a terminal.
+        yes: True if the user gave ``--yes``.
+    """
+    if yes:
+        return True
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return click.confirm(question, default=False)
+    click.echo("dry run: nothing was changed; repeat with --yes", err=True)
+    return False
+
+
+async def named_namespaces(admin: TierAdmin, name: str | None) -> list[KnownNamespace]:
+    """Return the namespaces of a medium whose names begin with ``name``; None: all.
+
+    Raises:
+        ConfigError: no namespace, or more than one, begins with ``name``.
+    """
+    known = await admin.namespaces()
+    if name is None:
+        return known
+    found = [namespace for namespace in known if namespace.name.startswith(name.lower())]
+    if len(name) < LEAST_PREFIX or len(found) != 1:
+        names = ", ".join(f"{namespace.name[:8]} ({namespace.label})" for namespace in known) or "none"
+        fault = "is too short" if len(name) < LEAST_PREFIX else "names none" if not found else "names several"
+        raise ConfigError(f"--namespace: {name!r} {fault}; {admin.place} holds {names}")
+    return found

@@ -1,0 +1,238 @@
+"""Verification of all blocks of a tier: concurrent, rate-limited and resumable."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from tiering.cli.contents import TierContent
+from tiering.cli.output import stderr
+from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import StoredBlock, TierAdmin
+from tiering.secondary.admin.verification import FrameVerifier
+from tiering.secondary.io.frame import HEADER_BYTES, FrameError
+
+_AHEAD = 4
+"""Blocks per concurrent read that make up one batch; progress is kept by batches."""
+_SAVE_SECONDS = 1.0
+_VERSION = 1
+
+
+@dataclass(slots=True)
+class Verified:
+    """Result for one tier so far."""
+
+    after: str = ""
+    """Place of the last block of the last complete batch; empty: none."""
+    blocks: int = 0
+    """Blocks that were read and verified."""
+    nbytes: int = 0
+    """Bytes of these blocks."""
+    changed: int = 0
+    """Blocks that were gone or rewritten before they could be verified."""
+    seconds: float = 0.0
+    """Time that the reads took."""
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    """Place and reason of each damaged block."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+
+class Resumable:
+    """The progress of a verification in a file, so that the next run goes on from there.
+
+    Args:
+        path: the file; None: progress is not kept.
+        stack: name of the stack, which the file must be of.
+
+    Raises:
+        ConfigError: the file is not the progress of a verification of this stack.
+    """
+
+    def __init__(self, path: Path | None, stack: str) -> None:
+        self._path = path
+        self._stack = stack
+        self._saved_at = float("-inf")
+        self.tiers: dict[str, Verified] = {}
+        """Result for each tier so far."""
+        if path is not None and path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            found = json.loads(path.read_text())
+            if (found["version"], found["stack"]) != (_VERSION, self._stack):
+                raise ConfigError(f"--state: {path} is of another stack or version; remove it, or name another file")
+            for tier, words in found["tiers"].items():
+                words["damaged"] = [(str(place), str(reason)) for place, reason in words["damaged"]]
+                self.tiers[tier] = Verified(**words)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"--state: {path} is not the progress of a verification; name another file") from error
+
+    def save(self, *, now: bool = False) -> None:
+        """Write the file, at most once a second unless ``now``.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self._path is None or (not now and time.monotonic() < self._saved_at + _SAVE_SECONDS):
+            return
+        self._saved_at = time.monotonic()
+        tiers = {tier: found.to_json() for tier, found in self.tiers.items()}
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        try:
+            fresh.write_text(json.dumps({"version": _VERSION, "stack": self._stack, "tiers": tiers}))
+            fresh.replace(self._path)
+        except OSError as error:
+            raise ConfigError(f"--state: {self._path} cannot be written: {error.strerror}") from error
+
+    def finish(self) -> None:
+        """Remove the file: all blocks are verified."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class Pace:
+    """Spreads bytes over time.
+
+    Args:
+        rate: bytes per second; None: without limit.
+        clock: function that returns monotonic seconds.
+        sleep: function that waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        rate: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._sleep = sleep
+        self._due = clock()
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more bytes may be read."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        wait = self._due - now
+        self._due = max(self._due, now) + nbytes / self._rate
+        if wait > 0:
+            await self._sleep(wait)
+
+
+async def verify_tier(
+    admin: TierAdmin, content: TierContent, progress: Resumable, *, rate: int | None, concurrency: int
+) -> Verified:
+    """Verify every block of a tier, and return the result, earlier runs included.
+
+    Args:
+        admin: open administration of the tier.
+        content: content of the tier, for the progress bar.
+        progress: progress that is kept.
+        rate: bytes to read per second; None: without limit.
+        concurrency: blocks read at the same time.
+
+    Raises:
+        StoreError: the blocks cannot be listed or read.
+    """
+    found = progress.tiers.setdefault(admin.name, Verified())
+    verifier = _Verifier(admin, Pace(rate), concurrency)
+    console = stderr()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(admin.name, total=sum(epoch.nbytes for epoch in content.epochs), completed=found.nbytes)
+        try:
+            async for batch in _batches(admin.blocks(found.after), concurrency * _AHEAD):
+                began = time.monotonic()
+                for block, outcome in zip(batch, await verifier.verify(batch), strict=True):
+                    if outcome is None:
+                        found.changed += 1
+                    else:
+                        found.blocks += 1
+                        found.nbytes += block.nbytes
+                    if outcome:
+                        found.damaged.append((block.place, outcome))
+                found.after = batch[-1].place
+                found.seconds += time.monotonic() - began
+                bar.update(task, completed=found.nbytes)
+                progress.save()
+        finally:
+            progress.save(now=True)
+    return found
+
+
+async def _batches(blocks: AsyncIterator[StoredBlock], size: int) -> AsyncIterator[list[StoredBlock]]:
+    batch: list[StoredBlock] = []
+    async for block in blocks:
+        batch.append(block)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+class _Verifier:
+    """Reads and verifies blocks, several at the same time."""
+
+    def __init__(self, admin: TierAdmin, pace: Pace, concurrency: int) -> None:
+        self._admin = admin
+        self._pace = pace
+        self._free: asyncio.Queue[FrameVerifier] = asyncio.Queue()
+        for _ in range(concurrency):
+            self._free.put_nowait(FrameVerifier())
+
+    async def verify(self, batch: list[StoredBlock]) -> list[str | None]:
+        """Return for each block "" if intact, the damage as text, or None if changed or gone."""
+        return await asyncio.gather(*map(self._one, batch))
+
+    async def _one(self, block: StoredBlock) -> str | None:
+        verifier = await self._free.get()
+        try:
+            await self._pace.take(block.nbytes)
+            frame = await self._admin.read(block)
+            reason = "" if frame is None else await asyncio.to_thread(self._fault, verifier, block, frame)
+            if frame is None or not reason:
+                return None if frame is None else ""
+            # Engines write meanwhile: only a block that stays the same and stays wrong is damaged.
+            again = await self._admin.read(block)
+            if again is None or again[:HEADER_BYTES] != frame[:HEADER_BYTES]:
+                return None
+            return await asyncio.to_thread(self._fault, verifier, block, again)
+        finally:
+            self._free.put_nowait(verifier)
+
+    def _fault(self, verifier: FrameVerifier, block: StoredBlock, frame: memoryview) -> str:
+        try:
+            verifier.verify(
+                frame,
+                self._admin.header_bytes,
+                fingerprint=block.fingerprint,
+                key=self._admin.expected_key(block),
+            )
+        except FrameError as error:
+            return str(error)
+        return ""
