@@ -17,7 +17,7 @@ from tiering.config.stack import open_manager
 from tiering.config.stack_file import load_stack
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
-from tiering.offload.request_policy import policy_of
+from tiering.offload.requests import policy_of
 from tiering.primary.memory.region import PAGE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of

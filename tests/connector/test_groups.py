@@ -18,14 +18,16 @@ def spec_of(kind: str, window: int | None = None) -> FakeSpec:
     return FakeSpec(EngineConfig(block_sizes=(4, 4), hash_block_size=4, groups=groups))
 
 
-@pytest.mark.parametrize("kind", ["mamba", "Mamba2", "linear_attention", "short_conv_state"])
+@pytest.mark.parametrize("kind", ["mamba", "state_space", "linear_attention", "short_conv", "gdn_attention"])
 def test_state_space_groups_are_refused_with_the_way_out(kind: str) -> None:
     spec = spec_of(kind)
     with pytest.raises(ConfigError, match=r"KV-cache group 1 .*state-space.*run the model without it"):
         OffloadingConnectorScheduler(spec)
 
 
-@pytest.mark.parametrize("kind", ["chunked_local_attention", "cross_attention", "encoder_only_attention"])
+@pytest.mark.parametrize(
+    "kind", ["chunked_local_attention", "cross_attention", "encoder_only_attention", "a_kind_of_tomorrow"]
+)
 def test_groups_whose_blocks_have_no_fixed_place_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="only full-attention and sliding-window groups"):
         build_groups(spec_of(kind))

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.connector.fakes import chain_hashes
+from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import make_offload_key
 from tiering.api.request_policy import RequestPolicy
-from tiering.offload.names import extend_names
-from tiering.simple.request_state import GroupState, RequestState
+from tiering.offload.requests import extend_keys
+from tiering.simple.hits import needs_of
+from tiering.simple.requests import GroupState, RequestState
 
 
 @given(
@@ -25,7 +27,7 @@ def test_after_any_change_of_the_tokens(factor: int, changes: list[tuple[int, li
         before = list(names)
         tokens = [*tokens[:kept], *added]
         hashes = chain_hashes(tokens, 2)
-        known = extend_names(names, hashes, factor, b"0000")
+        known = extend_keys(names, hashes, factor, b"0000")
         assert names == [name + b"0000" for name in hashes[factor - 1 :: factor]]
         assert names[:known] == before[:known]
         assert known == len(before) or names[known : known + 1] != before[known : known + 1]
@@ -34,10 +36,11 @@ def test_after_any_change_of_the_tokens(factor: int, changes: list[tuple[int, li
 def test_the_simple_mode_names_a_block_anew_and_offers_it_again() -> None:
     hashes = chain_hashes(range(16), 4)
     request = SimpleNamespace(request_id="r1", block_hashes=hashes)
+    needs = needs_of([KVCacheGroup(("layer",), 4)], 4)
     state = RequestState(request, RequestPolicy(), [GroupState()])  # type: ignore[arg-type]
-    state.extend_keys([1])
+    state.extend_keys(needs)
     state.groups[0].cursor = 4
     hashes[3:] = chain_hashes([*range(15), 99, *range(4)], 4)[3:]
-    state.extend_keys([1])
+    state.extend_keys(needs)
     assert state.groups[0].keys == [make_offload_key(name, 0) for name in hashes]
     assert state.groups[0].cursor == 3

@@ -10,8 +10,8 @@ from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.request_policy import RequestPolicy
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
-from tiering.simple.hits import GroupNeeds
-from tiering.simple.request_state import GroupState, RequestState
+from tiering.simple.hits import needs_of
+from tiering.simple.requests import GroupState, RequestState
 
 BLOCK = 4
 
@@ -28,7 +28,7 @@ def running(names: str, pool: MirroredPool) -> RequestState:
 
 
 def stores() -> tuple[EagerStores, MirroredPool]:
-    return EagerStores(CPUBlockPool(20), [GroupNeeds(KVCacheGroup(("layer",), BLOCK))]), MirroredPool(20)
+    return EagerStores(CPUBlockPool(20), needs_of([KVCacheGroup(("layer",), BLOCK)], BLOCK)), MirroredPool(20)
 
 
 def lost(*states: RequestState) -> list[set[int]]:

@@ -10,7 +10,7 @@ from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 from tiering.offload.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
-from tiering.simple.events import event_groups
+from tiering.simple.hits import needs_of
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
@@ -179,7 +179,7 @@ def test_a_block_of_several_hashes_tells_all_of_them():
         KVCacheGroup(("b",), 4, 6, "sliding_window"),
         KVCacheGroup(("c",), 16, None, "mamba"),
     )
-    full, window, state = event_groups(groups, 4)
+    full, window, state = needs_of(groups, 4)
     assert (full.hash_block_size_factor, full.offloaded_block_size, full.sliding_window_size_in_blocks) == (2, 8, None)
     assert (window.sliding_window_size_in_blocks, window.kv_event_group_spec) == (2, ("sliding_window", 6))
     assert (state.group_idx, state.sliding_window_size_in_blocks) == (2, 1)

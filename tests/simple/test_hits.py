@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tiering.api.engine import KVCacheGroup
-from tiering.simple.hits import HitSearch
+from tiering.simple.hits import HitSearch, needs_of
 
 FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
 
@@ -17,7 +17,7 @@ def group(kind: str, size: int, window: int | None = None) -> KVCacheGroup:
 
 
 def search(*groups: KVCacheGroup) -> HitSearch:
-    return HitSearch(groups)
+    return HitSearch(needs_of(groups, 1))
 
 
 def names(group_index: int, count: int) -> list[bytes]:
@@ -101,7 +101,7 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed):
         blocks = [tokens // one.gpu_block_size for one in groups]
         share = dice.choice([0.5, 0.8, 0.95, 1.0])
         held = [{block for block in range(count) if dice.random() < share} for count in blocks]
-        found = HitSearch(groups)
+        found = search(*groups)
         computed = dice.choice([0, 0, dice.randrange(tokens) // found.alignment * found.alignment])
         have = {b"%d/%d" % (index, block) for index, some in enumerate(held) for block in some}
         keys = [names(index, count) for index, count in enumerate(blocks)]

@@ -17,44 +17,22 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.engine import KVCacheGroup, OffloadingSpec
-from tiering.api.keys import GROUP_BYTES, OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.errors import ConfigError
-
-_STATE_KINDS = ("mamba", "state", "linear", "gdn")
-_FOREIGN_KINDS = ("chunked", "cross", "encoder")
+from tiering.offload.groups import BlockGroup, GroupKind, KVEventGroupSpec, kind_of
 
 
-class KVEventGroupSpec(NamedTuple):
-    """Description of a KV-cache group in KV events."""
-
-    kind: str
-    """Kind of the group, as the engine calls it."""
-    window: int | None
-    """Sliding window in tokens; None for full attention."""
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadGroup:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadGroup(BlockGroup):
     """One KV-cache group; an offloaded block consists of ``block_size_factor`` GPU blocks."""
 
-    group_idx: int
-    """Index of the group in the engine's list of KV-cache groups."""
-    gpu_block_size: int
-    """Tokens in a GPU block."""
-    offloaded_block_size: int
-    """Tokens in an offloaded block."""
     block_size_factor: int
     """GPU blocks in an offloaded block."""
-    hash_block_size_factor: int
-    """Hash-blocks in an offloaded block."""
-    sliding_window: int | None
-    """Sliding window in tokens; None for full attention."""
     reach: int
     """Tokens before a position that must be present to continue from the position.
 
@@ -71,10 +49,6 @@ class OffloadGroup:
 
     Not empty only for a window group, if hits leave some of its blocks unused.
     """
-    key_suffix: bytes
-    """Bytes that identify the group at the end of a key."""
-    kv_event_group_spec: KVEventGroupSpec
-    """Description of the group in KV events."""
 
     @property
     def sliding_window_size_in_blocks(self) -> int | None:
@@ -137,18 +111,18 @@ def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ..
 
 
 def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> OffloadGroup:
-    kind, window = group.kind.lower(), group.sliding_window
-    if any(word in kind for word in _STATE_KINDS):
+    kind, window = kind_of(group), group.sliding_window
+    if kind is GroupKind.STATE:
         raise ConfigError(
             f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, "
             "which this connector cannot offload; run the model without it"
         )
-    if any(word in kind for word in _FOREIGN_KINDS):
+    if kind is None:
         raise ConfigError(
             f"KV-cache group {idx} ({group.kind}): only full-attention and sliding-window groups can be offloaded; "
             "run the model without kv-tiering"
         )
-    if "sliding" in kind and window is None:
+    if kind is GroupKind.WINDOW and window is None:
         raise ConfigError(f"KV-cache group {idx} ({group.kind}): a sliding-window group needs its window in tokens")
     if window is not None and window < 1:
         raise ConfigError(
@@ -168,7 +142,6 @@ def _build_group(spec: OffloadingSpec, idx: int, group: KVCacheGroup) -> Offload
         lookahead_blocks=int(group.is_eagle),
         volatile_tokens=group.volatile_tokens,
         hit_ends=(),
-        key_suffix=idx.to_bytes(GROUP_BYTES, "big"),
         kv_event_group_spec=KVEventGroupSpec(group.kind, window),
     )
 

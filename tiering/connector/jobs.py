@@ -1,4 +1,8 @@
-"""The connector's jobs: copies that were handed to the workers and have not ended on all of them."""
+"""The connector's copy jobs: copies that were handed to the workers and have not ended on all of them.
+
+Log lines of the scheduler and of the workers name such a job "copy job" with its number. Jobs of secondary tiers have
+other names and numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.connector.metadata import OffloadingWorkerMetadata
-from tiering.connector.request_state import RequestState
+from tiering.connector.requests import RequestState
 
 
 @dataclass(slots=True)

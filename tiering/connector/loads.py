@@ -15,9 +15,9 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
-from tiering.connector.request_state import RequestState
+from tiering.connector.requests import RequestState
 from tiering.errors import NotReadableError
-from tiering.offload.ratelimit import LimitedWarning
+from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -142,6 +142,8 @@ class LoadPlanner:
 
         The blocks of the orders are fenced from now on.
         """
+        if not self._queued and not self._failed:
+            return {}, {}
         for job, block_ids in self._queued:
             self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
         orders, failed = self._orders, self._failed

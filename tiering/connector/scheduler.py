@@ -19,11 +19,9 @@ Three rules keep KV correct:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
@@ -33,22 +31,22 @@ from tiering.api.masking import shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
 from tiering.api.units import parse_duration
+from tiering.connector.completions import Completions, SchedulerCounters
 from tiering.connector.fences import BlockFences
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
-from tiering.connector.jobs import Job, JobTable
+from tiering.connector.jobs import JobTable
 from tiering.connector.loads import LoadPlanner
-from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId
-from tiering.connector.request_state import GroupState, Match, RequestState
+from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId
+from tiering.connector.requests import FencedTables, Match, RequestState
 from tiering.connector.stores import StorePlanner
-from tiering.connector.tables import BlockTables
 from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
 from tiering.offload.events import OffloadingEventsTracker
 from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.ratelimit import LimitedWarning
-from tiering.offload.request_policy import policy_of
+from tiering.offload.requests import GroupState, policy_of
 from tiering.offload.suspects import EngineBlockPool
+from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -59,45 +57,6 @@ NO_TOKENS: tuple[int, bool] = (0, False)
 """Answer to a match: no tokens can be loaded."""
 ASK_AGAIN: tuple[None, bool] = (None, False)
 """Answer to a match: not known yet, the engine asks again at a later step."""
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters of the scheduler half since the start, and the present number of jobs and requests."""
-
-    queried_tokens: int = 0
-    """Tokens beyond the engine's own cache, counted at the first match of each request."""
-    hit_tokens: int = 0
-    """Tokens for which loads were planned."""
-    queried_blocks: int = 0
-    """Blocks that the first match of each request probed."""
-    hit_blocks: int = 0
-    """Those of ``queried_blocks`` that the primary tier held without a promotion."""
-    loads: int = 0
-    """Loads that were planned."""
-    loads_failed: int = 0
-    """Loads that failed."""
-    hits_shrunk: int = 0
-    """Hits that had lost blocks before they were loaded."""
-    stores: int = 0
-    """Stores that were ordered."""
-    stores_failed: int = 0
-    """Stores that failed."""
-    stores_refused: int = 0
-    """Offers of blocks that found no room in the primary tier."""
-    jobs_flushed: int = 0
-    """Jobs that a step had to wait for, because the step reused their blocks."""
-    sharer_waits: int = 0
-    """Requests that waited for a load of another request."""
-    snapshots_dropped: int = 0
-    """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
-
-    Events about such a block carry only its own hash.
-    """
-    jobs_active: int = 0
-    """Jobs that have not ended on all workers."""
-    requests_active: int = 0
-    """Requests that have not ended."""
 
 
 class OffloadingConnectorScheduler:
@@ -141,15 +100,22 @@ class OffloadingConnectorScheduler:
         self._loads = LoadPlanner(self._groups, self._manager, self._search, self._jobs, self._fences, clock)
         self._stores = StorePlanner(self._groups, self._manager, self._jobs, self._fences, self._events, clock)
         self._states: dict[ReqId, RequestState] = {}
-        self._tables = BlockTables(self._groups, self._states)
-        self._step = 0
-        self._orphans: set[int] = set()
-        self._untaken_events: list[KVCacheEvent] = []
-        self._workers_report_jobs = False
+        self._tables = FencedTables(self._groups, self._states)
         self._counters = SchedulerCounters()
+        self._completions = Completions(
+            self._manager,
+            self._jobs,
+            self._fences,
+            self._loads,
+            self._events,
+            self._states,
+            self._tables,
+            self._counters,
+            clock,
+        )
+        self._step = 0
+        self._untaken_events: list[KVCacheEvent] = []
         self._warn_policy = LimitedWarning(logger, clock)
-        self._warn_failed = LimitedWarning(logger, clock)
-        self._warn_foreign = LimitedWarning(logger, clock)
         self._is_shut_down = False
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -181,8 +147,9 @@ class OffloadingConnectorScheduler:
                 result is not known yet: call again at a later step.
         """
         state = self._states.get(request.request_id) or self._admit(request)
-        self._tables.given_up(state)
-        state.restart()
+        if state.has_blocks or state.scheduled:
+            self._tables.start_over(state)
+        state.match = None
         state.found_tokens = state.filled_tokens = num_computed_tokens
         state.extend_keys(self._groups)
         if not state.touched:
@@ -195,7 +162,7 @@ class OffloadingConnectorScheduler:
                 self._counters.queried_blocks += state.asked_blocks
             if any(state.keys):
                 self._manager.touch(interleave(state.keys), state.ctx)
-        if not state.may_load or self._orphans:
+        if not state.may_load or self._completions.orphans:
             return NO_TOKENS
         limit = request.num_tokens - self._search.tokens_to_leave
         if state.policy.max_load_tokens is not None:
@@ -287,15 +254,16 @@ class OffloadingConnectorScheduler:
             scheduler_output: the schedule of the step.
         """
         self._step += 1
-        flush = self._fences.conflicts(self._tables.follow(scheduler_output))
-        if self._orphans:
-            flush |= self._orphans
+        flush = self._fences.conflicts(self._tables.take(scheduler_output))
+        if self._completions.orphans:
+            flush |= self._completions.orphans
         loads, failed_loads = self._loads.take()
         stores, withdrawn = self._stores.take_last(flush, self._states)
-        for job in withdrawn:
-            self._ended(job)
-        flush = flush.difference(job.job_id for job in withdrawn)
-        states, may_store = self._states, not self._orphans
+        if withdrawn:
+            for job in withdrawn:
+                self._completions.ended(job)
+            flush = flush.difference(job.job_id for job in withdrawn)
+        states, may_store = self._states, not self._completions.orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
             if state is None or (state.invalid_from is not None and not self._tables.has_gone_back(state, tokens)):
@@ -307,7 +275,7 @@ class OffloadingConnectorScheduler:
         self._counters.stores += len(stores)
         self._counters.jobs_flushed += len(flush)
         self._manager.on_schedule_end()
-        return OffloadingConnectorMetadata(loads, stores, frozenset(flush), failed_loads)
+        return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Process the workers' reports; engines may skip the call if there are none.
@@ -318,25 +286,7 @@ class OffloadingConnectorScheduler:
         Args:
             connector_output: reports of one step, merged over the workers.
         """
-        invalid = connector_output.invalid_block_ids or ()
-        if invalid:
-            self._distrust(self._loads.take_foreign(invalid))
-        report: OffloadingWorkerMetadata | None = connector_output.kv_connector_worker_meta
-        self._workers_report_jobs = self._workers_report_jobs or report is not None
-        if report is None and self._workers_report_jobs:
-            return  # no job has ended: the requests that are received now had no blocks to load
-        if report is None:
-            loads = self._jobs.take_loads_of(connector_output.finished_recving or ())
-            unfilled = set(invalid)
-            for job in loads:
-                job.failed = job.load is not None and not unfilled.isdisjoint(self._fences.blocks_of(job.job_id))
-            self._note_failures([job for job in loads if job.failed], invalid)
-            done = loads
-        else:
-            self._note_failures(self._jobs.newly_failed(report), invalid)
-            done = self._jobs.take_done(report)
-        for job in done:
-            self._ended(job)
+        self._completions.process(connector_output)
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
@@ -365,9 +315,7 @@ class OffloadingConnectorScheduler:
         Returns:
             True if every tier guarantees that no block stored before is served again.
         """
-        for job in self._jobs:
-            job.orphan = True
-            self._orphans.add(job.job_id)
+        self._completions.abandon_all()
         self._tables.reset(self._pool)
         self._loads.forget_keys()
         complete = self._manager.reset_cache()
@@ -379,7 +327,8 @@ class OffloadingConnectorScheduler:
     def get_stats(self) -> Mapping[str, Any]:
         """Return the manager's statistics and the connector's counters.
 
-        ``tiers`` includes the primary tier. ``connector`` contains the fields of :class:`SchedulerCounters`.
+        ``tiers`` includes the primary tier. ``connector`` contains the fields of
+        :class:`tiering.connector.completions.SchedulerCounters`.
         """
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
@@ -390,7 +339,7 @@ class OffloadingConnectorScheduler:
         return {
             **stats,
             "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})},
-            "connector": dataclasses.asdict(counters),
+            "connector": counters.as_dict(),
         }
 
     def shutdown(self) -> None:
@@ -447,76 +396,14 @@ class OffloadingConnectorScheduler:
             self._counters.sharer_waits += 1
         return now < state.sharer_deadline
 
-    def _distrust(self, unfilled: Collection[int]) -> None:
-        """Fail the stores of blocks that loads of other connectors did not fill.
-
-        Blocks that were computed on top of such blocks are not stored either.
-        """
-        if not unfilled:
-            return
-        dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
-        self._counters.stores_failed += len(dropped)
-        self._warn_foreign(
-            "another connector did not fill %d GPU blocks; %d stores are dropped, as their KV may be wrong",
-            len(unfilled),
-            len(dropped),
-        )
-
-    def _note_failures(self, jobs: Sequence[Job], invalid: Collection[int]) -> None:
-        """Record the jobs that failed.
-
-        After a failed load, no block of the request is stored until the engine has gone back to the first token that
-        was not filled.
-        """
-        for job in jobs:
-            kind = "store"
-            if job.load is not None:
-                kind = "load"
-                self._counters.loads_failed += 1
-                target = job.load
-                if target.state.generation == target.generation:
-                    target.state.load_failed(target.invalid_from(invalid))
-            else:
-                self._counters.stores_failed += 1
-            self._warn_failed("a %s of %d blocks failed (request %s)", kind, len(job.keys), shown_name(job.ctx.req_id))
-
-    def _ended(self, job: Job) -> None:
-        """Release the fences of a job that has ended on all workers, and complete it in the manager."""
-        self._fences.release(job.job_id)
-        self._orphans.discard(job.job_id)
-        if job.load is not None:
-            self._loads.ended(job)
-            self._manager.complete_load(job.keys, job.ctx)
-            return
-        if job.failed:
-            self._events.store_failed(job.keys)
-        success = not (job.failed or job.orphan)
-        self._manager.complete_store(job.keys, job.ctx, success=success)
-        state = self._states.get(shown_name(job.ctx.req_id))
-        if job.distrusted and state is not None and state.ctx is job.ctx:
-            state.rewind()
-        elif success and state is not None and state.ctx is job.ctx and state.note_stored(len(job.keys)):
-            self._touch_stored(state)
-
-    def _touch_stored(self, state: RequestState) -> None:
-        """Touch all stored blocks of a request in prefix order.
-
-        A prompt is stored chunk by chunk, which leaves its tail more recent than its head. The tail is useless without
-        the head.
-        """
-        state.untouched_blocks = 0
-        stored = [group.keys[: group.cursor] for group in state.groups]
-        if any(stored):
-            self._manager.touch(interleave(stored), state.ctx)
-
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
         state = self._states.pop(req_id, None)
         if state is not None:
             self._tables.given_up(state)
-            if not self._orphans and state.scheduled and state.invalid_from is None and state.policy.store:
+            if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
                 self._stores.plan_last(state)
             if state.untouched_blocks:
-                self._touch_stored(state)
+                self._completions.touch_stored(state)
             self._events.request_finished(req_id)
             self._manager.on_request_finished(state.ctx)
         return False, None

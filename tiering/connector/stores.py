@@ -17,15 +17,13 @@ from tiering.connector.fences import BlockFences
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.jobs import Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
-from tiering.connector.request_state import NEVER, RequestState
+from tiering.connector.requests import RequestState
 from tiering.errors import ConfigError
 from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.ratelimit import LimitedWarning
+from tiering.offload.requests import NEVER
+from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
-
-MAX_BACKOFF_STEPS = 16
-"""Longest pause, in steps, before blocks that found no room are offered again."""
 
 
 class _Offer(NamedTuple):
@@ -93,9 +91,10 @@ class StorePlanner:
         Returns:
             The order; None if there is nothing to store, or no room now.
         """
-        if step < state.retry_at_step:
+        pace = state.pace
+        if step < pace.retry_at_step:
             return None
-        order, refused = self._plan(state, scheduled_tokens, state.batch_tokens)
+        order, refused = self._plan(state, scheduled_tokens, pace.batch_tokens)
         if refused:
             self._refused(state, refused, step)
         return order
@@ -106,7 +105,7 @@ class StorePlanner:
         The remaining blocks are those that found no room, and those of volatile tokens, which are final now. If there
         is no room for all of them, the first half is offered. :meth:`take_last` returns the order with the next step.
         """
-        if state.backoff_steps == 1 and not self._holds_back:
+        if state.pace.backoff_steps == 1 and not self._holds_back:
             return
         order, refused = self._plan(state, 0, NEVER, is_last=True)
         if refused:
@@ -124,6 +123,8 @@ class StorePlanner:
             reused: jobs whose blocks this step overwrites before their copy could start.
             running: ids of the requests that run now; one of them may have the id of a request that has ended.
         """
+        if not self._last:
+            return {}, []
         last, self._last = self._last, {}
         withdrawn = [
             (req_id, self._jobs.withdraw(order.job_id))
@@ -161,8 +162,7 @@ class StorePlanner:
             output = self._manager.prepare_store(keys, state.ctx)
             if output is None:
                 return None, limit - offered_from
-            state.backoff_steps = 1
-            state.batch_tokens = min(state.batch_tokens * 2, NEVER)
+            state.pace.accepted()
             if len(output.keys_to_store):
                 order = self._order(state, offers, keys, output.keys_to_store, output.store_spec)
         for group_state, end in zip(state.groups, ends, strict=True):
@@ -222,9 +222,7 @@ class StorePlanner:
     def _refused(self, state: RequestState, tokens: int, step: int) -> None:
         """Record that an offer found no room; a smaller part is offered at a later step."""
         self.refused_offers += 1
-        state.batch_tokens = max(self._largest_block, tokens // 2)
-        state.retry_at_step = step + state.backoff_steps
-        state.backoff_steps = min(2 * state.backoff_steps, MAX_BACKOFF_STEPS)
+        state.pace.refused(tokens, step, self._largest_block)
         self._warn_full(
             "no room in the primary tier for %d tokens of request %s; they are offered again later "
             "(a larger primary capacity avoids this)",

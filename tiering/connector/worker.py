@@ -30,7 +30,7 @@ from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWo
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
 from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.errors import ConfigError
-from tiering.offload.reports import CopyReports
+from tiering.offload.stats import CopyReports
 
 logger = logging.getLogger("kv_tiering.worker")
 
@@ -166,7 +166,7 @@ class OffloadingConnectorWorker(CopyReports):
 
     def _submit(self, order: TransferOrder, job: _Job) -> None:
         if order.job_id in self._jobs:
-            logger.error("job %d was ordered twice; the worker ignores the second order", order.job_id)
+            logger.error("copy job %d was ordered twice; the worker ignores the second order", order.job_id)
             if job.load is not None:
                 self._loads_of[job.req_id] -= 1
             return
@@ -198,7 +198,8 @@ class OffloadingConnectorWorker(CopyReports):
         job = self._jobs.pop(result.job_id, None)
         if job is None:
             logger.error(
-                "job %d has ended, but the scheduler half did not order it; the worker ignores the job", result.job_id
+                "copy job %d has ended, but the scheduler half did not order it; the worker ignores the job",
+                result.job_id,
             )
             return
         self._report.finished[result.job_id] = 1
@@ -207,10 +208,10 @@ class OffloadingConnectorWorker(CopyReports):
         else:
             self._report.failed.add(result.job_id)
             logger.warning(
-                "a %s of request %s failed (job %d)",
+                "copy job %d failed on this worker: a %s of request %s",
+                result.job_id,
                 "store" if job.load is None else "load",
                 shown_name(job.req_id),
-                result.job_id,
             )
         if job.load is None:
             return

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering.errors import ConfigError
-from tiering.offload.stats import CONNECTOR, MANAGER, RECORDS, TIERS
-from tiering.offload.transfers import StatsData
+from tiering.offload.stats import CONNECTOR, MANAGER, RECORDS, TIERS, StatsData
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
 SIZE_BUCKETS: tuple[float, ...] = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)

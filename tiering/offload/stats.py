@@ -5,13 +5,12 @@ Reports are plain data, because they cross process borders.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from tiering.copy.contract import TransferType
 from tiering.manager.stats import MANAGER_GAUGES
-from tiering.offload.transfers import OffloadingOperationMetrics
 from tiering.secondary.stats import GAUGES
 
 TIERS = "tiers"
@@ -29,7 +28,20 @@ RECORDS = (MANAGER, CONNECTOR)
 All keys except these and :data:`TIERS` are transfer types.
 """
 
+StatsData = Mapping[str, object]
+"""Statistics as plain data, by name of the record."""
+
 _GAUGES = GAUGES | MANAGER_GAUGES | {"jobs_active", "requests_active"}
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingOperationMetrics:
+    """Measurements of one transfer."""
+
+    op_size: int
+    """Bytes that were moved."""
+    op_time: float
+    """Duration in seconds."""
 
 
 def transfer_type_name(transfer_type: TransferType) -> str:
@@ -90,7 +102,7 @@ class OffloadingConnectorStats:
         """
         if num_bytes is None or time is None or transfer_type is None:
             return
-        operation = dataclasses.asdict(OffloadingOperationMetrics(num_bytes, time))
+        operation = asdict(OffloadingOperationMetrics(num_bytes, time))
         self.data.setdefault(transfer_type_name(transfer_type), []).append(operation)
 
     def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -133,6 +145,30 @@ class OffloadingConnectorStats:
     def reset(self) -> None:
         """Forget all recorded data; data that was handed out before is not changed."""
         self.data = {}
+
+
+class CopyReports:
+    """Reports that the worker halves of both modes have in common; subclasses record the results."""
+
+    def __init__(self) -> None:
+        self._unfilled: set[int] = set()
+        """GPU blocks that loads did not fill and that were not reported yet."""
+        self._stats = OffloadingConnectorStats()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the GPU blocks that loads did not fill, since the last call.
+
+        These are exactly the blocks that the engine must compute itself.
+        """
+        unfilled, self._unfilled = self._unfilled, set()
+        return unfilled
+
+    def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
+        """Return the transfers since the last call; None if there were none."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
 
 
 def _started_again(fields: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -1,9 +1,13 @@
-"""The rate limit of log lines: one line per event that a person can act on, not one per block."""
+"""Rate limits of log lines: one line per event that a person can act on, not one per block."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+WARNING_PERIOD = 10.0
+"""Seconds between two log lines of one kind."""
 
 
 class RateLimit:
@@ -35,3 +39,25 @@ class RateLimit:
             self._next = now + self._period
             self._held_back = 0
             return total
+
+
+class LimitedWarning:
+    """One kind of warning, with at most one log line per :data:`WARNING_PERIOD`.
+
+    A line says how many events it stands for.
+
+    Args:
+        logger: receives the lines.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
+        self._logger = logger
+        self._limit = RateLimit(WARNING_PERIOD, clock)
+
+    def __call__(self, message: str, *args: object) -> None:
+        events = self._limit.admit()
+        if events > 1:
+            message += f" ({events} times since the last line)"
+        if events:
+            self._logger.warning(message, *args)

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
-
-STATE_KINDS = frozenset({"mamba", "state_space", "short_conv", "linear_attention", "gdn_attention"})
-"""Kinds of groups that keep one state per sequence; only the last block of a prefix matters."""
-
-FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of groups in which every token reads all earlier tokens: all blocks of a prefix matter."""
-
-WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-"""Kinds of groups in which a token reads the last ``sliding_window`` tokens."""
+from tiering.offload.groups import KINDS, GroupKind, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +37,6 @@ class KVCacheConfig:
     def block_bytes(self) -> int:
         """Bytes of one block, over all tensors."""
         return self.total_bytes // self.num_blocks
-
-
-def is_state_space(group: KVCacheGroup) -> bool:
-    """Return True if ``group`` keeps a state instead of keys and values."""
-    return group.kind in STATE_KINDS
-
-
-def is_full_attention(group: KVCacheGroup) -> bool:
-    """Return True if every token of ``group`` reads all earlier tokens."""
-    return group.kind in FULL_KINDS
 
 
 def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheConfig:
@@ -97,7 +79,7 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
                 f"KV-cache group {index}: the block size {group.gpu_block_size} is not a multiple of the hash block "
                 f"size {engine.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
             )
-    first = next((index for index, group in enumerate(cache.kv_cache_groups) if is_full_attention(group)), None)
+    first = next((index for index, group in enumerate(cache.kv_cache_groups) if kind_of(group) is GroupKind.FULL), None)
     if first is None:
         kinds = ", ".join(group.kind for group in cache.kv_cache_groups) or "none"
         raise ConfigError(f"mode simple needs a KV-cache group with full attention; the model's groups are: {kinds}")
@@ -105,17 +87,16 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
 
 
 def _check_kinds(cache: KVCacheConfig) -> None:
-    known = FULL_KINDS | WINDOW_KINDS | STATE_KINDS
     others = [
-        f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if group.kind not in known
+        f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if kind_of(group) is None
     ]
     if others:
         raise ConfigError(
             f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; "
-            f"it knows {', '.join(sorted(known))}"
+            f"it knows {', '.join(sorted(KINDS))}"
         )
     for index, group in enumerate(cache.kv_cache_groups):
-        if group.kind in WINDOW_KINDS and (group.sliding_window is None or group.sliding_window < 1):
+        if kind_of(group) is GroupKind.WINDOW and (group.sliding_window is None or group.sliding_window < 1):
             raise ConfigError(
                 f"KV-cache group {index} ({group.kind}): sliding_window {group.sliding_window} is no number of tokens"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiering.simple.metadata import NOT_HELD
-from tiering.simple.request_state import RequestState
+from tiering.simple.requests import RequestState
 
 Blocks = tuple[list[int], list[int]]
 """A list of GPU blocks and a co-indexed list of CPU blocks."""

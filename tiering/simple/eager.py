@@ -11,7 +11,7 @@ from tiering.offload.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.request_state import GroupState, RequestState
+from tiering.simple.requests import GroupState, RequestState
 
 Offer = tuple[OffloadKey, int]
 """A block's name and its GPU block."""
@@ -92,9 +92,9 @@ class EagerStores:
         limit = confirmed if state.policy.max_store_tokens is None else min(confirmed, state.policy.max_store_tokens)
         next_at = 1 << 62
         for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
-            start, end = group.cursor, min(limit // need.block_size, len(group.keys), len(group.blocks))
+            start, end = group.cursor, min(limit // need.gpu_block_size, len(group.keys), len(group.block_ids))
             if start < end:
-                keys, blocks = group.keys[start:end], group.blocks[start:end]
+                keys, blocks = group.keys[start:end], group.block_ids[start:end]
                 if not need.is_full:
                     blocks = self._still_there(state, need, start, keys, blocks, pool)
                 null, cached, pending = pool.null_block.block_id, self._cpu.cached, self._cpu.pending
@@ -113,7 +113,7 @@ class EagerStores:
                     )
                 room -= len(missing)
                 self._advance(group, end)
-            next_at = min(next_at, (group.cursor + 1) * need.block_size)
+            next_at = min(next_at, (group.cursor + 1) * need.gpu_block_size)
         state.next_store_at = next_at
         return chosen
 
@@ -133,7 +133,7 @@ class EagerStores:
                     group.lost.discard(index)
                 elif len(chosen) < room:
                     group.lost.discard(index)
-                    (block,) = self._still_there(state, need, index, [key], [group.blocks[index]], pool)
+                    (block,) = self._still_there(state, need, index, [key], [group.block_ids[index]], pool)
                     if block != pool.null_block.block_id:
                         chosen.append((key, block))
                         if self._record is not None:
@@ -164,7 +164,7 @@ class EagerStores:
                     del running[key], places[key]
             group.cursor = 0
             group.lost.clear()
-        state.next_store_at = 0
+        state.look_again()
 
     def leave_over(self, state: RequestState) -> None:
         """Keep the blocks of a finished request that are not stored yet.
@@ -177,9 +177,9 @@ class EagerStores:
         if state.policy.max_store_tokens is not None:
             confirmed = min(confirmed, state.policy.max_store_tokens)
         for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
-            end = min(confirmed // need.block_size, len(group.keys), len(group.blocks))
+            end = min(confirmed // need.gpu_block_size, len(group.keys), len(group.block_ids))
             self._left_over += [
-                _LeftOver(group.keys[index], group.blocks[index], state.request, number, index)
+                _LeftOver(group.keys[index], group.block_ids[index], state.request, number, index)
                 for index in range(group.cursor, end)
             ]
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import lcm
 
 from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import OffloadKey
-from tiering.simple.cache_config import is_full_attention, is_state_space
+from tiering.offload.groups import BlockGroup, GroupKind, KVEventGroupSpec, kind_of
 
 Keys = Sequence[Sequence[OffloadKey]]
 """The names of a request's blocks, per KV-cache group, in their order."""
 
 
-class GroupNeeds:
-    """The rule by which a sequence needs blocks of one KV-cache group."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNeeds(BlockGroup):
+    """One KV-cache group, with the rule by which a sequence needs its blocks. A CPU block is one GPU block."""
 
-    __slots__ = ("block_size", "is_full", "is_state", "window")
+    is_full: bool
+    """True for full attention."""
+    is_state: bool
+    """True for a group that keeps a state."""
+    window: int
+    """Tokens that a token reads or that the engine retains before it; 0 unless the group has a window.
 
-    def __init__(self, group: KVCacheGroup) -> None:
-        self.block_size = group.gpu_block_size
-        self.is_full = is_full_attention(group)
-        self.is_state = is_state_space(group)
-        # The engine hands out the tokens that it retains before a window as filled, like the window itself.
-        self.window = 0 if self.is_full or self.is_state else (group.sliding_window or 0) + group.retained_tokens
+    The engine hands out the tokens that it retains before a window as filled, like the window itself.
+    """
+
+    @property
+    def sliding_window_size_in_blocks(self) -> int | None:
+        """None for full attention, the only kind whose blocks get snapshots for KV events; at least 1 otherwise."""
+        return None if self.is_full else max(1, -(-(self.sliding_window or 0) // self.gpu_block_size))
 
     def first_needed(self, tokens: int) -> int:
         """Return the first block that the token after ``tokens`` tokens reads.
@@ -33,8 +41,8 @@ class GroupNeeds:
         if self.is_full:
             return 0
         if self.is_state:
-            return max(0, tokens - 1) // self.block_size
-        return max(0, tokens - self.window + 1) // self.block_size
+            return max(0, tokens - 1) // self.gpu_block_size
+        return max(0, tokens - self.window + 1) // self.gpu_block_size
 
     def longest(self, held: bytes, start: int, blocks: int, step: int) -> int:
         """Return the largest multiple of ``step`` at which all needed blocks from ``start`` on are held.
@@ -60,7 +68,7 @@ class GroupNeeds:
                     return end
                 end = found // step * step
                 continue
-            first = max(start, self.first_needed(end * self.block_size))
+            first = max(start, self.first_needed(end * self.gpu_block_size))
             missing = held.rfind(b"\0", first - start, end - start)
             if missing < 0:
                 return end
@@ -68,13 +76,40 @@ class GroupNeeds:
         return start
 
 
+def needs_of(groups: Sequence[KVCacheGroup], hash_block_size: int) -> tuple[GroupNeeds, ...]:
+    """Return the needs of ``groups``, in their order.
+
+    Args:
+        groups: the engine's KV-cache groups.
+        hash_block_size: tokens per block hash.
+    """
+    needs = []
+    for index, group in enumerate(groups):
+        kind, size = kind_of(group), group.gpu_block_size
+        has_window = kind is GroupKind.WINDOW
+        needs.append(
+            GroupNeeds(
+                group_idx=index,
+                gpu_block_size=size,
+                offloaded_block_size=size,
+                hash_block_size_factor=size // hash_block_size,
+                sliding_window=group.sliding_window,
+                kv_event_group_spec=KVEventGroupSpec(group.kind, group.sliding_window),
+                is_full=kind is GroupKind.FULL,
+                is_state=kind is GroupKind.STATE,
+                window=(group.sliding_window or 0) + group.retained_tokens if has_window else 0,
+            )
+        )
+    return tuple(needs)
+
+
 class HitSearch:
     """The search for hits over all groups of an engine. A hit ends where a block ends in every group."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
-        self.needs = [GroupNeeds(group) for group in groups]
-        self.alignment = lcm(*(need.block_size for need in self.needs))
-        self._order = sorted(range(len(groups)), key=lambda index: not self.needs[index].is_full)
+    def __init__(self, needs: Sequence[GroupNeeds]) -> None:
+        self.needs = needs
+        self.alignment = lcm(*(need.gpu_block_size for need in needs))
+        self._order = sorted(range(len(needs)), key=lambda index: not needs[index].is_full)
 
     def longest(self, keys: Keys, computed: int, limit: int, is_held: Callable[[OffloadKey], bool]) -> int:
         """Return the end of the longest hit, in tokens.
@@ -88,7 +123,7 @@ class HitSearch:
         Returns:
             The end of the hit; ``computed`` if no hit goes beyond it.
         """
-        end = min(limit, *(len(names) * need.block_size for names, need in zip(keys, self.needs, strict=True)))
+        end = min(limit, *(len(names) * need.gpu_block_size for names, need in zip(keys, self.needs, strict=True)))
         end = end // self.alignment * self.alignment
         if end <= computed or computed % self.alignment:
             return computed
@@ -98,7 +133,7 @@ class HitSearch:
         while settled < len(self._order):
             for group in self._order:
                 need = self.needs[group]
-                size = need.block_size
+                size = need.gpu_block_size
                 if group not in held:
                     held[group] = bytes(map(is_held, keys[group][computed // size : end // size]))
                 found = need.longest(held[group], computed // size, end // size, self.alignment // size) * size

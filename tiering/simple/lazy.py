@@ -8,10 +8,10 @@ from itertools import repeat
 from typing import Any
 
 from tiering.api.keys import OffloadKey
+from tiering.offload.requests import BlockIds
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.request_state import BlockIds
 
 Offer = tuple[OffloadKey, int]
 """A block's name and its GPU block."""
@@ -32,9 +32,9 @@ def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
         if need.is_state:
             total += 2
         elif need.is_full:
-            total += -(-max_batch_tokens // need.block_size)
+            total += -(-max_batch_tokens // need.gpu_block_size)
         else:
-            total += -(-need.window // need.block_size) + 1
+            total += -(-need.window // need.gpu_block_size) + 1
     return 2 * total
 
 

@@ -66,6 +66,16 @@ class SimpleCPUOffloadWorkerMetadata:
         return self
 
 
+def store_job(event: int) -> int:
+    """Return the number of the copy job of a store event; copy jobs of loads have odd numbers."""
+    return 2 * event
+
+
+def load_job(event: int) -> int:
+    """Return the number of the copy job of a load event."""
+    return 2 * event + 1
+
+
 def failed(event: int) -> int:
     """Return the number that reports the failure of ``event``; called with that number, return the event."""
     return ~event

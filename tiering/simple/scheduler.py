@@ -25,22 +25,27 @@ from tiering.api.request_policy import NEITHER
 from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
 from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.groups import GroupKind, kind_of
 from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.ratelimit import LimitedWarning
-from tiering.offload.request_policy import policy_of
-from tiering.offload.suspects import SuspectBlocks
+from tiering.offload.requests import BlockIds, policy_of
+from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
-from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config, is_state_space
+from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
 from tiering.simple.copies import Blocks, Load, Store
 from tiering.simple.eager import EagerStores
-from tiering.simple.events import event_groups
-from tiering.simple.hits import HitSearch
+from tiering.simple.hits import HitSearch, needs_of
 from tiering.simple.lazy import LazyStores, Offer, lazy_target
-from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.metadata import (
+    NOT_HELD,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+    failed,
+    store_job,
+)
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.request_state import BlockIds, GroupState, RequestState
+from tiering.simple.requests import GroupState, RequestState
 from tiering.simple.stats import SimpleCounters, tier_fields
-from tiering.simple.tables import BlockTables
+from tiering.simple.tables import WatchedTables
 
 logger = logging.getLogger("kv_tiering.simple")
 
@@ -91,7 +96,7 @@ class SimpleCPUOffloadScheduler:
         if (
             not lazy_offload
             and not engine_config.enable_prefix_caching
-            and any(map(is_state_space, kv_cache_config.kv_cache_groups))
+            and any(kind_of(group) is GroupKind.STATE for group in kv_cache_config.kv_cache_groups)
         ):
             raise ConfigError(
                 "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be "
@@ -106,26 +111,20 @@ class SimpleCPUOffloadScheduler:
         """Geometry of one worker's CPU pool."""
         self.lazy_offload = lazy_offload
         """True in the lazy mode."""
-        groups = kv_cache_config.kv_cache_groups
         self.cpu_block_pool = CPUBlockPool(self.cpu_config.num_blocks, enable_kv_cache_events)
         self._world_size = engine_config.world_size
-        self._hashes_per_block = tuple(group.gpu_block_size // engine_config.hash_block_size for group in groups)
-        self._search = HitSearch(groups)
-        self._needs = self._search.needs
+        self._needs = needs_of(kv_cache_config.kv_cache_groups, engine_config.hash_block_size)
+        self._search = HitSearch(self._needs)
         config = OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events)
         self._events = OffloadingEventsTracker(config, engine_events)
-        self._event_groups = event_groups(groups, engine_config.hash_block_size)
         record = self._record if enable_kv_cache_events and self_describing_kv_events else None
-        self._suspects = SuspectBlocks(need.block_size for need in self._needs)
-        self._eager = EagerStores(self.cpu_block_pool, self._needs, record, self._suspects)
-        self._lazy = LazyStores(
-            self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), self._suspects
-        )
         self._gpu: GPUBlockPool | None = None
         self._states: dict[str, RequestState] = {}
-        self._tables = BlockTables(
-            self._states, self._needs, self._suspects, self._eager, self._lazy if lazy_offload else None
-        )
+        self._tables = WatchedTables(self._needs, self._states)
+        suspects = self._tables.suspects
+        self._eager = EagerStores(self.cpu_block_pool, self._needs, record, suspects)
+        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), suspects)
+        self._tables.watch(self._eager, self._lazy if lazy_offload else None)
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
         self._ordered: list[Blocks] = []
@@ -158,22 +157,22 @@ class SimpleCPUOffloadScheduler:
             The number of tokens, and True if they are loaded asynchronously; ``NO_TOKENS`` if there is no hit.
         """
         state = self._states.get(request.request_id) or self._admit(request)
-        self._tables.given_up(state)
-        state.extend_keys(self._hashes_per_block)
-        state.found_tokens, state.loaded_tokens = num_computed_tokens, 0
+        if state.has_blocks or state.scheduled:
+            self._tables.start_over(state)
+        state.extend_keys(self._needs)
+        state.found_tokens = state.filled_tokens = num_computed_tokens
         first_time, state.touched = not state.touched, True
         if first_time:
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
-            self.cpu_block_pool.refresh(chain.from_iterable(group.keys for group in state.groups))
+            self.cpu_block_pool.refresh(chain.from_iterable(state.keys))
         if self._gpu is None or not state.policy.load:
             return NO_TOKENS
         limit = request.num_tokens - 1
         if state.policy.max_load_tokens is not None:
             limit = min(limit, state.policy.max_load_tokens)
-        keys = [group.keys for group in state.groups]
-        end = self._search.longest(keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
+        end = self._search.longest(state.keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
         if first_time:
-            size = self._needs[self.full_attention_group].block_size
+            size = self._needs[self.full_attention_group].gpu_block_size
             self._counters.queried_blocks += max(0, limit // size - num_computed_tokens // size)
             self._counters.hit_blocks += end // size - num_computed_tokens // size
         if end <= num_computed_tokens:
@@ -200,12 +199,12 @@ class SimpleCPUOffloadScheduler:
         self._tables.allocated(state, block_ids)
         if num_external_tokens <= 0 or self._gpu is None:
             return
-        state.loaded_tokens = num_external_tokens
+        state.filled_tokens = (state.found_tokens or 0) + num_external_tokens
         null, cached = self._gpu.null_block.block_id, self.cpu_block_pool.cached
         pairs: list[tuple[int, int]] = []
         for group, need, ids in zip(state.groups, self._needs, block_ids, strict=True):
-            first = state.matched_at // need.block_size
-            end = -(-(state.matched_at + num_external_tokens) // need.block_size)
+            first = state.matched_at // need.gpu_block_size
+            end = -(-(state.matched_at + num_external_tokens) // need.gpu_block_size)
             names = chain(group.keys[first:end], [b""] * (end - len(group.keys)))
             pairs += [
                 (block, cached.get(key, NOT_HELD))
@@ -250,8 +249,8 @@ class SimpleCPUOffloadScheduler:
         self._tables.given_up(state)
         if not self.lazy_offload and self._gpu is not None and is_whole and len(block_ids) == len(state.groups):
             for group, ids in zip(state.groups, block_ids, strict=True):
-                group.blocks = list(ids)
-            state.next_store_at = 0
+                group.block_ids = list(ids)
+            state.look_again()
             self._ordered += self._take_request(state, self._gpu)
             self._eager.leave_over(state)
         self._eager.forget(state)
@@ -316,14 +315,14 @@ class SimpleCPUOffloadScheduler:
             event = reported if reported >= 0 else failed(reported)
             store = self._stores.get(event)
             if store is None:
-                self._warn("store event %d was reported but is not under way; the report is ignored", event)
+                self._warn("copy job %d was reported but is not under way; the report is ignored", store_job(event))
                 continue
             if reported >= 0:
                 store.completed += workers
             else:
                 store.failed += workers
             if store.completed + store.failed >= self._world_size:
-                self._store_ended(self._stores.pop(event))
+                self._store_ended(event, self._stores.pop(event))
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
@@ -396,7 +395,7 @@ class SimpleCPUOffloadScheduler:
     def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[Blocks]:
         ordered: list[Blocks] = []
         if state.confirmed_tokens() >= state.next_store_at:
-            state.extend_keys(self._hashes_per_block)
+            state.extend_keys(self._needs)
             ordered += self._take(self._eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
         if any(group.lost for group in state.groups):
             ordered += self._take(self._eager.lost(state, gpu), gpu)
@@ -418,12 +417,16 @@ class SimpleCPUOffloadScheduler:
 
     def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Keep the tokens that events need of the blocks stored now, while their request is known."""
-        self._events.record_stores(request, self._event_groups[group], indexes, keys)
+        self._events.record_stores(request, self._needs[group], indexes, keys)
 
-    def _store_ended(self, store: Store) -> None:
+    def _store_ended(self, event: int, store: Store) -> None:
         if store.failed:
             self._counters.failed_stores += 1
-            self._warn("a store of %d blocks failed; the CPU pool does not hold them", len(store.cpu_blocks))
+            self._warn(
+                "copy job %d failed: a store of %d blocks, which the CPU pool does not hold",
+                store_job(event),
+                len(store.cpu_blocks),
+            )
             self._events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
             self._lazy.failed(store.gpu_blocks)
         else:

@@ -21,10 +21,17 @@ from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.copy.handlers import HandlerEntry, make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
-from tiering.offload.reports import CopyReports
+from tiering.offload.stats import CopyReports
 from tiering.primary.memory.region import SharedRegion
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
-from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.metadata import (
+    NOT_HELD,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+    failed,
+    load_job,
+    store_job,
+)
 
 logger = logging.getLogger("kv_tiering.simple")
 
@@ -121,7 +128,7 @@ class SimpleCPUOffloadWorker(CopyReports):
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Wait for running stores after a preemption, so that their blocks come back before the step begins."""
         if metadata.need_flush:
-            self._worker.wait({2 * event for event in self._stores})
+            self._worker.wait(set(map(store_job, self._stores)))
 
     def start_kv_transfers(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Start this step's loads. A second call with the same metadata does nothing."""
@@ -135,10 +142,10 @@ class SimpleCPUOffloadWorker(CopyReports):
         load.unfilled = [gpu for gpu, cpu in pairs if cpu == NOT_HELD]
         self._loads[event] = load
         if not held:
-            self._over.append(TransferResult(2 * event + 1, success=True))
+            self._over.append(TransferResult(load_job(event), success=True))
             return
         gpu_spec = GPULoadStoreSpec(load.gpu_blocks, (len(held),), (0,))
-        self._submit(2 * event + 1, (CPULoadStoreSpec([cpu for _, cpu in held]), gpu_spec))
+        self._submit(load_job(event), (CPULoadStoreSpec([cpu for _, cpu in held]), gpu_spec))
 
     def prepare_store_kv(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Start this step's stores, after the forward pass. A second call with the same metadata does nothing."""
@@ -149,12 +156,13 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._stores.add(event)
         blocks = metadata.store_gpu_blocks
         self._submit(
-            2 * event, (GPULoadStoreSpec(blocks, (len(blocks),), (0,)), CPULoadStoreSpec(metadata.store_cpu_blocks))
+            store_job(event),
+            (GPULoadStoreSpec(blocks, (len(blocks),), (0,)), CPULoadStoreSpec(metadata.store_cpu_blocks)),
         )
 
     def drain(self) -> None:
         """Wait for all copies, before the engine frees the memory of the KV cache."""
-        self._worker.wait({2 * event for event in self._stores} | {2 * event + 1 for event in self._loads})
+        self._worker.wait({*map(store_job, self._stores), *map(load_job, self._loads)})
 
     def _submit(
         self, job_id: int, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, GPULoadStoreSpec | CPULoadStoreSpec]
@@ -177,7 +185,7 @@ class SimpleCPUOffloadWorker(CopyReports):
             if result.success:
                 self._stats.record_transfer(result.transfer_size, result.transfer_time, result.transfer_type)
             else:
-                logger.warning("a %s failed on this worker (event %d)", "load" if is_load else "store", event)
+                logger.warning("copy job %d failed on this worker: a %s", result.job_id, "load" if is_load else "store")
             if is_load:
                 load = self._loads.pop(event)
                 received.update(load.req_ids)

@@ -1,0 +1,225 @@
+"""CPU time on the scheduler's thread with many small requests: 8 at a time, prompts of 100 to 600 tokens, 16 to 64
+tokens of output, nothing reused.
+
+An engine without a model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The
+same engine without a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for
+13 steps, in which the request is asked about again and again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.harness import Bench, Sample, timed
+from tests.connector.fakes import FakeBlocks, FakeConnectorOutput, FakeSchedulerOutput, make_spec
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.connector.metadata import OffloadingWorkerMetadata
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
+
+BLOCK = 16
+AT_A_TIME = 8
+ROWS = 4096
+GPU_BLOCKS = 2048
+ASKED = 13
+"""Number of times that a request is asked about until a bucket has answered."""
+
+
+class Tier(SecondaryTierManager):
+    """A tier that holds nothing, takes every store at once, and decides a lookup when it is asked often enough."""
+
+    name = "tier"
+
+    def __init__(self, asked: int) -> None:
+        self._needed = asked
+        self._asked: dict[OffloadKey, int] = {}
+        self._done: list[JobResult] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return False
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        count = self._asked.get(keys[0], 0) + 1
+        if count < self._needed:
+            self._asked[keys[0]] = count
+            return PrefixAnswer(0, True)
+        self._asked.pop(keys[0], None)
+        return PrefixAnswer(0, False)
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._done.append(JobResult(job.job_id, True))
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._done.append(JobResult(job.job_id, False))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        done, self._done = self._done, []
+        return done
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request, with the hashes of its whole life."""
+
+    request_id: str
+    num_prompt_tokens: int
+    outputs: int
+    hashes: list[bytes]
+    all_token_ids: list[int]
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    lora_request: None = None
+    kv_transfer_params: None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_prompt_tokens
+        self.block_hashes = self.hashes[: self.num_tokens // BLOCK]
+
+    def sample(self) -> None:
+        self.num_tokens += 1
+        if self.num_tokens % BLOCK == 0:
+            self.block_hashes.append(self.hashes[len(self.block_hashes)])
+
+
+def requests(count: int, seed: int) -> list[Request]:
+    """Requests of random lengths whose tokens nobody has seen."""
+    dice = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt, outputs = dice.randrange(100, 600), dice.randrange(16, 64)
+        hashes = [dice.randbytes(32) for _ in range((prompt + outputs) // BLOCK + 1)]
+        made.append(Request(f"{seed}-{number}", prompt, outputs, hashes, []))
+    return made
+
+
+class NoConnector:
+    """The engine's calls, answered as without a connector."""
+
+    def on_new_request(self, request: Request) -> None: ...
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: FakeBlocks, num_external_tokens: int) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: FakeSchedulerOutput) -> None: ...
+
+    def update_connector_output(self, connector_output: FakeConnectorOutput) -> None: ...
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None: ...
+
+    def take_events(self) -> Sequence[object]:
+        return ()
+
+    def has_pending_work(self) -> bool:
+        return False
+
+
+class Engine:
+    """An engine that schedules, hands out GPU blocks and samples, and has no model."""
+
+    def __init__(self, connector: OffloadingConnectorScheduler | NoConnector) -> None:
+        self.connector = connector
+        self._free = deque(range(1, GPU_BLOCKS))
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._stored: list[int] = []
+        self.steps = 0
+
+    def serve(self, work: Iterable[Request]) -> None:
+        """Serve all requests, :data:`AT_A_TIME` of them at a time."""
+        coming = deque(work)
+        while coming or self._running or self._waiting:
+            while coming and len(self._running) + len(self._waiting) < AT_A_TIME:
+                self._waiting.append(coming.popleft())
+                self.connector.on_new_request(self._waiting[-1])
+            self._step()
+
+    def _step(self) -> None:
+        connector, output = self.connector, FakeSchedulerOutput()
+        for request in self._running:
+            new = self._grow(request)
+            output.cached(request, 1, *([new] if new else ()))
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            tokens, _ = connector.get_num_new_matched_tokens(request, 0)
+            if tokens is None:
+                self._waiting.append(request)
+                continue
+            connector.update_state_after_alloc(request, FakeBlocks((self._grow(request),)), 0)
+            output.new(request, request.num_prompt_tokens, list(request.blocks))
+            self._running.append(request)
+        meta = connector.build_connector_meta(output)
+        if self._stored:
+            report = OffloadingWorkerMetadata(dict.fromkeys(self._stored, 1))
+            connector.update_connector_output(FakeConnectorOutput(kv_connector_worker_meta=report))
+        self._stored = [order.job_id for order in meta.reqs_to_store.values()] if meta is not None else []
+        connector.take_events()
+        connector.has_pending_work()
+        for request in self._running:
+            request.num_computed_tokens = request.num_tokens
+            request.sample()
+            if request.num_tokens == request.num_prompt_tokens + request.outputs:
+                connector.request_finished(request, request.blocks)
+                self._free.extend(reversed(request.blocks))
+        self._running = [r for r in self._running if r.num_tokens < r.num_prompt_tokens + r.outputs]
+        self.steps += 1
+
+    def _grow(self, request: Request) -> list[int]:
+        """Give ``request`` the blocks that its tokens need, and return the new ones."""
+        missing = -(-request.num_tokens // BLOCK) - len(request.blocks)
+        new = [self._free.popleft() for _ in range(missing)]
+        request.blocks += new
+        return new
+
+
+def scheduler_half(asked: int | None) -> OffloadingConnectorScheduler:
+    """A scheduler half with a full CPU tier, and with a tier behind it that must be asked ``asked`` times.
+
+    None: without such a tier.
+    """
+    spec = make_spec(gpu_block_size=BLOCK)
+    rows = CPUPrimaryTierOffloadingManager(memoryview(np.zeros((ROWS, 1), np.uint8)))
+    manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked)])
+    spec.get_manager = lambda: manager  # type: ignore[method-assign]
+    return OffloadingConnectorScheduler(spec)
+
+
+def run(bench: Bench) -> None:
+    count = 20 if bench.quick else 300
+    engines: dict[str, Engine] = {
+        "no connector": Engine(NoConnector()),
+        "cpu": Engine(scheduler_half(None)),
+        "cpu + disk": Engine(scheduler_half(1)),
+        "cpu + bucket": Engine(scheduler_half(ASKED)),
+    }
+    seeds = {name: iter(range(1000)) for name in engines}
+
+    def serving(name: str) -> Callable[[], Sample]:
+        def serve() -> Sample:
+            work, engine = requests(count, next(seeds[name])), engines[name]
+            before = engine.steps
+            start = time.process_time()
+            sample = timed(lambda: engine.serve(work))
+            cpu = time.process_time() - start if sample.cpu is None else sample.cpu
+            return Sample(cpu / (engine.steps - before) * 1e6)
+
+        return serve
+
+    stats = bench.compare("a step of 8 small requests", {name: serving(name) for name in engines}, unit="CPU µs/step")
+    floor = stats["no connector"]
+    for name, limit in (("cpu", 60), ("cpu + disk", 80), ("cpu + bucket", 80)):
+        added = sorted(mine - bare for mine, bare in zip(stats[name].samples, floor.samples, strict=True))
+        bench.target(f"CPU per step that {name} adds", added[len(added) // 2], limit, "max", "µs")

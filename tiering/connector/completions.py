@@ -1,0 +1,208 @@
+"""The completion of the connector's copy jobs, from the workers' reports to the manager, fences and requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from tiering.api.manager import OffloadingManager
+from tiering.api.masking import shown_name
+from tiering.connector.fences import BlockFences
+from tiering.connector.groups import interleave
+from tiering.connector.jobs import Job, JobTable
+from tiering.connector.loads import LoadPlanner
+from tiering.connector.metadata import OffloadingWorkerMetadata, ReqId
+from tiering.connector.requests import FencedTables, RequestState
+from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.protocols import ConnectorOutput
+from tiering.runtime.ratelimit import LimitedWarning
+
+logger = logging.getLogger("kv_tiering.connector")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters of the scheduler half since the start, and the present number of jobs and requests."""
+
+    queried_tokens: int = 0
+    """Tokens beyond the engine's own cache, counted at the first match of each request."""
+    hit_tokens: int = 0
+    """Tokens for which loads were planned."""
+    queried_blocks: int = 0
+    """Blocks that the first match of each request probed."""
+    hit_blocks: int = 0
+    """Those of ``queried_blocks`` that the primary tier held without a promotion."""
+    loads: int = 0
+    """Loads that were planned."""
+    loads_failed: int = 0
+    """Loads that failed."""
+    hits_shrunk: int = 0
+    """Hits that had lost blocks before they were loaded."""
+    stores: int = 0
+    """Stores that were ordered."""
+    stores_failed: int = 0
+    """Stores that failed."""
+    stores_refused: int = 0
+    """Offers of blocks that found no room in the primary tier."""
+    jobs_flushed: int = 0
+    """Jobs that a step had to wait for, because the step reused their blocks."""
+    sharer_waits: int = 0
+    """Requests that waited for a load of another request."""
+    snapshots_dropped: int = 0
+    """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
+
+    Events about such a block carry only its own hash.
+    """
+    jobs_active: int = 0
+    """Jobs that have not ended on all workers."""
+    requests_active: int = 0
+    """Requests that have not ended."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Completions:
+    """Completion of jobs that have ended or failed.
+
+    Args:
+        manager: completes loads and stores.
+        jobs: the connector's jobs.
+        fences: fences of the GPU blocks.
+        loads: the load planner.
+        events: tracker of KV events.
+        states: the requests by id.
+        tables: the block tables of these requests.
+        counters: counters of the scheduler half.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        jobs: JobTable,
+        fences: BlockFences,
+        loads: LoadPlanner,
+        events: OffloadingEventsTracker,
+        states: Mapping[ReqId, RequestState],
+        tables: FencedTables,
+        counters: SchedulerCounters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._jobs = jobs
+        self._fences = fences
+        self._loads = loads
+        self._events = events
+        self._states = states
+        self._tables = tables
+        self._counters = counters
+        self.orphans: set[int] = set()
+        """Ids of the jobs that were in flight when the cache was reset, and have not ended."""
+        self._workers_report_jobs = False
+        self._warn_failed = LimitedWarning(logger, clock)
+        self._warn_foreign = LimitedWarning(logger, clock)
+
+    def process(self, output: ConnectorOutput) -> None:
+        """Process the workers' reports of one step.
+
+        Unfilled blocks are processed before any store becomes readable.
+
+        Args:
+            output: reports of one step, merged over the workers.
+        """
+        invalid = output.invalid_block_ids or ()
+        if invalid:
+            self._distrust(self._loads.take_foreign(invalid))
+        report: OffloadingWorkerMetadata | None = output.kv_connector_worker_meta
+        self._workers_report_jobs = self._workers_report_jobs or report is not None
+        if report is None and self._workers_report_jobs:
+            return  # no job has ended: the requests that are received now had no blocks to load
+        if report is None:
+            done = self._jobs.take_loads_of(output.finished_recving or ())
+            unfilled = set(invalid)
+            for job in done:
+                job.failed = job.load is not None and not unfilled.isdisjoint(self._fences.blocks_of(job.job_id))
+            self._note_failures([job for job in done if job.failed], invalid)
+        else:
+            if report.failed:
+                self._note_failures(self._jobs.newly_failed(report), invalid)
+            done = self._jobs.take_done(report)
+        for job in done:
+            self.ended(job)
+
+    def ended(self, job: Job) -> None:
+        """Release the fences of a job that has ended on all workers, and complete it in the manager."""
+        self._fences.release(job.job_id)
+        self.orphans.discard(job.job_id)
+        if job.load is not None:
+            self._loads.ended(job)
+            self._manager.complete_load(job.keys, job.ctx)
+            return
+        if job.failed:
+            self._events.store_failed(job.keys)
+        success = not (job.failed or job.orphan)
+        self._manager.complete_store(job.keys, job.ctx, success=success)
+        state = self._states.get(job.ctx.req_id)
+        if state is None or state.ctx is not job.ctx:
+            return
+        if job.distrusted:
+            state.rewind()
+        elif success and state.note_stored(len(job.keys)):
+            self.touch_stored(state)
+
+    def abandon_all(self) -> None:
+        """Let no job in flight have an effect when it ends, because the cache is reset."""
+        for job in self._jobs:
+            job.orphan = True
+            self.orphans.add(job.job_id)
+
+    def touch_stored(self, state: RequestState) -> None:
+        """Touch all stored blocks of a request in prefix order.
+
+        A prompt is stored chunk by chunk, which leaves its tail more recent than its head. The tail is useless without
+        the head.
+        """
+        state.untouched_blocks = 0
+        stored = [group.keys[: group.cursor] for group in state.groups]
+        if any(stored):
+            self._manager.touch(interleave(stored), state.ctx)
+
+    def _distrust(self, unfilled: Collection[int]) -> None:
+        """Fail the stores of blocks that loads of other connectors did not fill.
+
+        Blocks that were computed on top of such blocks are not stored either.
+        """
+        if not unfilled:
+            return
+        dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
+        self._counters.stores_failed += len(dropped)
+        self._warn_foreign(
+            "another connector did not fill %d GPU blocks; %d stores are dropped, as their KV may be wrong",
+            len(unfilled),
+            len(dropped),
+        )
+
+    def _note_failures(self, jobs: Sequence[Job], invalid: Collection[int]) -> None:
+        """Record the jobs that failed.
+
+        After a failed load, no block of the request is stored until the engine has gone back to the first token that
+        was not filled.
+        """
+        for job in jobs:
+            if job.load is None:
+                self._counters.stores_failed += 1
+            else:
+                self._counters.loads_failed += 1
+                target = job.load
+                if target.state.generation == target.generation:
+                    target.state.load_failed(target.invalid_from(invalid))
+            self._warn_failed(
+                "copy job %d failed: a %s of %d blocks of request %s",
+                job.job_id,
+                "store" if job.load is None else "load",
+                len(job.keys),
+                shown_name(job.ctx.req_id),
+            )

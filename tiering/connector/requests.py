@@ -1,0 +1,189 @@
+"""State of a request in the connector's scheduler half, and the block tables of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from tiering.api.request import ReqContext
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.metadata import ReqId
+from tiering.offload.block_tables import BlockTables
+from tiering.offload.protocols import SchedulerOutput
+from tiering.offload.requests import NEVER, BlockIds, GroupState, TrackedRequest
+
+MAX_BACKOFF_STEPS = 16
+"""Longest pause, in steps, before blocks that found no room are offered again."""
+
+
+class Match(NamedTuple):
+    """The last hit that was offered to the engine."""
+
+    computed: int
+    """Tokens that were computed when the hit was matched; the hit begins after them."""
+    end: int
+    """End of the hit in tokens."""
+
+
+@dataclass(slots=True)
+class StorePace:
+    """Size and time of the next offer of a request, after offers that found no room."""
+
+    batch_tokens: int = NEVER
+    """Largest number of tokens in one offer."""
+    retry_at_step: int = 0
+    """First step at which blocks are offered again."""
+    backoff_steps: int = 1
+    """Pause in steps after the next offer that finds no room; 1 unless the last offer found no room."""
+
+    def refused(self, tokens: int, step: int, smallest: int) -> None:
+        """Record that an offer of ``tokens`` found no room at ``step``: a smaller part is offered later.
+
+        Args:
+            tokens: tokens of the offer.
+            step: the present step.
+            smallest: tokens of the smallest useful offer.
+        """
+        self.batch_tokens = max(smallest, tokens // 2)
+        self.retry_at_step = step + self.backoff_steps
+        self.backoff_steps = min(2 * self.backoff_steps, MAX_BACKOFF_STEPS)
+
+    def accepted(self) -> None:
+        """Record that an offer found room: the next one may be larger."""
+        self.backoff_steps = 1
+        self.batch_tokens = min(self.batch_tokens * 2, NEVER)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState(TrackedRequest[GroupState]):
+    """One request, from the first call that names the request until the request ends."""
+
+    ctx: ReqContext
+    """The request as the manager knows it."""
+    request_level: bool
+    """True if the manager handles the request with the policy ``REQUEST_LEVEL``."""
+    prompt_only: bool
+    """True if only blocks that lie entirely in the prompt are stored.
+
+    The prompt grows in a streaming session.
+    """
+    may_load: bool = True
+    """True if the request may load."""
+    match: Match | None = None
+    """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
+    asked_blocks: int = 0
+    """Blocks that the first match of the request probed and that no load has accounted for yet.
+
+    The blocks are counted in the group that measures the length of a hit. A load accounts for them by the number of
+    blocks that the primary tier had.
+    """
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Blocks of the last load that were promoted for the request, by medium.
+
+    The blocks are counted in the group that measures the length of a hit.
+    """
+    sharer_deadline: float | None = None
+    """Monotonic time in seconds until which the request waits for loads of other requests.
+
+    None before the first wait.
+    """
+    generation: int = 0
+    """Number of times that the request has started; events about blocks of an earlier generation are void."""
+    pace: StorePace = field(default_factory=StorePace)
+    """Size and time of the next offer."""
+    untouched_blocks: int = 0
+    """Blocks that were stored since the stored blocks of the request were touched last."""
+
+    @property
+    def store_limit(self) -> int:
+        """Leading tokens of the request that may be stored, for the prompt as it is now."""
+        limit = self.request.num_prompt_tokens if self.prompt_only else NEVER
+        most = self.policy.max_store_tokens
+        return limit if most is None else min(limit, most)
+
+    def restart(self) -> None:
+        super(RequestState, self).restart()
+        self.match = None
+        self.generation += 1
+
+    def load_failed(self, invalid_from: int) -> None:
+        """Record that a load did not fill the tokens from ``invalid_from`` on.
+
+        The request loads no more unless it is preempted, so that a request cannot fail to load for ever.
+        """
+        self.distrust(invalid_from)
+        self.may_load = False
+
+    def note_stored(self, blocks: int) -> bool:
+        """Record that blocks have become readable; return True if all stored blocks are to be touched now.
+
+        Stored blocks are touched at the end of the prompt, and earlier when a quarter of them is new. Each block is
+        therefore touched a few times at most.
+
+        Args:
+            blocks: number of blocks that one store has made readable.
+        """
+        stored = sum(group.cursor for group in self.groups)
+        if blocks >= stored:
+            return False  # one job has stored all blocks, already in the right order
+        self.untouched_blocks += blocks
+        return self.next_store_at == NEVER or 4 * self.untouched_blocks >= stored
+
+    def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
+        """Compute ``next_store_at``: the number of computed tokens at which the next block may be stored."""
+        ends = [
+            ((group.cursor + 1) * layout.offloaded_block_size, layout.volatile_tokens)
+            for layout, group in zip(layouts, self.groups, strict=True)
+        ]
+        limit = self.store_limit
+        self.next_store_at = min((end + volatile for end, volatile in ends if end <= limit), default=NEVER)
+
+
+class FencedTables(BlockTables[RequestState]):
+    """Block tables that also list the GPU blocks which each step newly allocates, for the fences."""
+
+    def __init__(self, groups: Sequence[OffloadGroup], states: Mapping[ReqId, RequestState]) -> None:
+        super().__init__(groups, states)
+        self._taken: list[int] = []
+        """GPU blocks that the present step newly allocates."""
+        self._allocated: list[RequestState] = []
+        """Requests that got blocks since the last step was built."""
+
+    def allocated(self, state: RequestState, block_ids: BlockIds) -> None:
+        super().allocated(state, block_ids)
+        self._allocated.append(state)
+
+    def take(self, output: SchedulerOutput) -> list[int]:
+        """Process the schedule of the next step; return all GPU blocks that the step newly allocates.
+
+        Blocks of a request's computed prefix are only read, unless a load fills them; then they were newly allocated
+        for the load.
+        """
+        if self._allocated:
+            for state in self._allocated:
+                if state.ctx.req_id not in output.num_scheduled_tokens:  # a load of any connector comes first
+                    self._take_unfilled(state.tables, state.found_tokens or 0)
+            self._allocated.clear()
+        self.follow(output)
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _started(self, req_id: ReqId, block_ids: BlockIds, computed: int) -> None:
+        super()._started(req_id, block_ids, computed)
+        state = self._states.get(req_id)
+        self._take_unfilled(block_ids, computed if state is None else min(computed, state.filled_tokens))
+
+    def _grew(self, req_id: ReqId, block_ids: BlockIds) -> None:
+        super()._grew(req_id, block_ids)
+        self._taken.extend(chain.from_iterable(block_ids))
+
+    def _preempted(self, state: RequestState) -> None:
+        super()._preempted(state)
+        state.may_load = state.policy.load
+
+    def _take_unfilled(self, block_ids: BlockIds, filled: int) -> None:
+        """Add the blocks of a request that hold no computed tokens yet, from token ``filled`` on."""
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            self._taken += ids[filled // group.gpu_block_size :]

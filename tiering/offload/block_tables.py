@@ -1,0 +1,156 @@
+"""Block tables: the GPU blocks of each request, followed through the engine's steps.
+
+The tables also determine the first token of each request whose KV must not be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from tiering.offload.groups import BlockGroup
+from tiering.offload.protocols import SchedulerOutput
+from tiering.offload.requests import BlockIds, TrackedRequest
+from tiering.offload.suspects import EngineBlockPool, SuspectBlocks
+
+Tracked = TypeVar("Tracked", bound=TrackedRequest[Any])
+
+
+class BlockTables(Generic[Tracked]):
+    """Block tables of all requests, with marks for the blocks that must not be stored.
+
+    Subclasses extend the methods in the section "changes" to learn of blocks that change hands.
+
+    Args:
+        groups: the KV-cache groups.
+        states: the requests by id; the caller adds and removes them.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], states: Mapping[str, Tracked]) -> None:
+        self.suspects = SuspectBlocks(group.gpu_block_size for group in groups)
+        """GPU blocks whose KV must not be stored."""
+        self._groups = groups
+        self._states = states
+        self._step = 0
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def allocated(self, state: Tracked, block_ids: BlockIds) -> None:
+        """Record all blocks of a waiting request after the engine has allocated blocks to it.
+
+        The allocation belongs to the step that is built next.
+        """
+        self._assign(state, block_ids)
+        state.allocated_at_step = self._step + 1
+
+    def given_up(self, state: Tracked) -> None:
+        """Record that a request ends or starts over, and so loses its blocks.
+
+        Steps in flight may still report that a load did not fill some of these blocks.
+        """
+        self.suspects.give_up(state.tables, self._step)
+
+    def start_over(self, state: Tracked) -> None:
+        """Forget the blocks of a request that has not computed anything yet, or was preempted.
+
+        Repeated calls are harmless.
+        """
+        self.given_up(state)
+        state.restart()
+
+    def follow(self, output: SchedulerOutput) -> None:
+        """Process the schedule of the next step.
+
+        A request may be preempted and get new blocks for the same step. The request keeps these new blocks.
+        """
+        self._step += 1
+        for req_id in output.preempted_req_ids or ():
+            state = self._states.get(req_id)
+            if state is not None and state.allocated_at_step != self._step:
+                self._preempted(state)
+        for new in output.scheduled_new_reqs:
+            self._started(new.req_id, new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if block_ids is None:
+                continue
+            if req_id in cached.resumed_req_ids:
+                self._started(req_id, block_ids, computed)
+            else:
+                self._grew(req_id, block_ids)
+
+    def has_gone_back(self, state: Tracked, tokens: int) -> bool:
+        """Return True if all KV of a request may be stored, or is computed again in this step.
+
+        Args:
+            state: the request.
+            tokens: tokens of the request that the step computes.
+        """
+        start, invalid_from = state.request.num_computed_tokens, state.invalid_from
+        if invalid_from is None:
+            return True
+        if start > invalid_from:
+            return False
+        state.invalid_from = self.suspects.recomputed(state.tables, invalid_from, start + tokens)
+        return True
+
+    def distrust(self, unfilled: Collection[int]) -> set[int]:
+        """Mark blocks that loads of other connectors did not fill, and all blocks computed on top of them.
+
+        Returns:
+            All marked blocks.
+        """
+        states = list(self._states.values())
+        wrong = self.suspects.spread(unfilled, [state.tables for state in states], self._step)
+        for state in states:
+            invalid_from = self.suspects.first_token(state.tables, wrong)
+            if invalid_from is not None:
+                self._distrusted(state, invalid_from)
+        return wrong
+
+    def reset(self, pool: EngineBlockPool | None) -> None:
+        """Mark all KV that requests and the engine's cache hold now, because the tiers were reset.
+
+        Args:
+            pool: the engine's block pool; None: all blocks become suspects.
+        """
+        self.suspects.reset(pool)
+        for state in self._states.values():
+            if state.has_blocks:
+                self._distrusted(state, 0)
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    def _assign(self, state: Tracked, block_ids: BlockIds) -> None:
+        """Replace all GPU blocks of a request."""
+        state.invalid_from = self.suspects.assigned(state.tables, block_ids, state.found_tokens, state.invalid_from)
+        state.set_blocks(block_ids)
+
+    def _started(self, req_id: str, block_ids: BlockIds, computed: int) -> None:
+        """Process a request that runs for the first time, or again after a preemption."""
+        state = self._states.get(req_id)
+        if state is None:
+            return
+        self._assign(state, block_ids)
+        if self.suspects and len(self._groups) > 1 and computed > state.filled_tokens:
+            # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
+            state.distrust(state.found_tokens or 0)
+        state.scheduled = True
+        state.look_again()
+
+    def _grew(self, req_id: str, block_ids: BlockIds) -> None:
+        """Process a running request that gets more blocks."""
+        state = self._states.get(req_id)
+        if state is not None:
+            self.suspects.filled(block_ids, state.invalid_from)
+            state.append_blocks(block_ids)
+
+    def _preempted(self, state: Tracked) -> None:
+        """Process a request that was preempted and has no new blocks."""
+        self.start_over(state)
+
+    def _distrusted(self, state: Tracked, invalid_from: int) -> None:
+        """Forbid stores of a request's tokens from ``invalid_from`` on."""
+        state.distrust(invalid_from)
