@@ -26,20 +26,21 @@ def make() -> tuple[OffloadingConnectorScheduler, RealManagerSpec]:
     return OffloadingConnectorScheduler(spec), spec
 
 
+@pytest.mark.parametrize("name", ["r1", "r" * 100], ids=["short id", "long id"])
 @pytest.mark.parametrize("ends", [False, True], ids=["running", "finished"])
-def test_of_a_prompt_stored_chunk_by_chunk_the_tail_is_evicted_first(ends: bool) -> None:
+def test_of_a_prompt_stored_chunk_by_chunk_the_tail_is_evicted_first(ends: bool, name: str) -> None:
     scheduler, spec = make()
-    request, other = prompt(32), prompt(16, "other")
+    request, other = prompt(32, name), prompt(16, "other")
     other.all_token_ids = [100 + token for token in other.all_token_ids]
     other.update_hashes()
-    first = run_prompt(scheduler, request, ids(4), tokens=16).reqs_to_store["r1"].job_id
-    second = go_on(scheduler, request, 16, ids(4, 5)).reqs_to_store["r1"].job_id
+    first = run_prompt(scheduler, request, ids(4), tokens=16).reqs_to_store[name].job_id
+    second = go_on(scheduler, request, 16, ids(4, 5)).reqs_to_store[name].job_id
     scheduler.update_connector_output(finished(first))
     scheduler.update_connector_output(finished(second))
     if ends:
         scheduler.request_finished(request, ids(8))
     assert "other" in run_prompt(scheduler, other, ids(4, 9)).reqs_to_store
-    ctx, keys = ReqContext("r1"), request.keys()
+    ctx, keys = ReqContext(name), request.keys()
     assert [spec.real.lookup(key, ctx) for key in keys] == [True] * 4 + [False] * 4
 
 

@@ -66,3 +66,28 @@ def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends():
     assert lost(*states) == [set(), set(), set()]
     assert not eager._running
     assert not eager._places
+
+
+def test_an_evicted_block_whose_last_token_was_replaced_is_not_stored_before_it_is_computed_again() -> None:
+    """A streaming session discards the last sampled token, and continues with others that are not computed yet."""
+    eager, pool = stores()
+    state = running("abcd", pool)
+    eager.offers(state, pool, 20)
+    eager.evicted([key("d")])
+    state.groups[0].keys[3] = key("D")
+    state.groups[0].cursor = 3
+    assert eager.lost(state, pool) == []
+    assert lost(state) == [set()]
+
+
+def test_the_eviction_of_a_replaced_block_is_not_taken_for_one_of_the_block_in_its_place() -> None:
+    eager, pool = stores()
+    state = running("abcd", pool)
+    eager.offers(state, pool, 20)
+    state.groups[0].keys[3] = key("D")
+    state.groups[0].cursor = 3
+    eager.evicted([key("d"), key("b")])
+    assert lost(state) == [{1}]
+    eager.forget(state)
+    assert not eager._running
+    assert not eager._places

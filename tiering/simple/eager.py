@@ -128,6 +128,9 @@ class EagerStores:
             return chosen
         for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
             for index in sorted(group.lost):
+                if index >= group.cursor:  # The block's tokens were replaced; it is offered when it is computed again.
+                    group.lost.discard(index)
+                    continue
                 key = group.keys[index]
                 if key in cpu.cached or key in cpu.pending:
                     group.lost.discard(index)
@@ -146,9 +149,15 @@ class EagerStores:
         running, places = self._running, self._places
         for key in keys:
             owner = running.get(key)
-            if owner is not None:
-                for group in owner if isinstance(owner, set) else (owner,):
-                    group.lost.add(places[key])
+            if owner is None:
+                continue
+            place, stale = places[key], True
+            for group in owner if isinstance(owner, set) else (owner,):
+                if place < group.cursor and group.keys[place] == key:
+                    group.lost.add(place)
+                    stale = False
+            if stale:  # All owners have other tokens there now.
+                del running[key], places[key]
 
     def forget(self, state: RequestState) -> None:
         """Drop the record of a request that gives its blocks back or has ended."""
