@@ -191,7 +191,7 @@ def scheduler_half(asked: int | None) -> OffloadingConnectorScheduler:
     None: without such a tier.
     """
     spec = make_spec(gpu_block_size=BLOCK)
-    rows = CPUPrimaryTierOffloadingManager(memoryview(np.zeros((ROWS, 1), np.uint8)))
+    rows = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 1), np.uint8).data)
     manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked)])
     spec.get_manager = lambda: manager  # type: ignore[method-assign]
     return OffloadingConnectorScheduler(spec)

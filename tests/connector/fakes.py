@@ -16,6 +16,7 @@ from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSp
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import NotReadableError
+from tiering.offload.protocols import EngineRequest
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
@@ -93,13 +94,13 @@ class FakeSchedulerOutput:
     preempted_req_ids: set[str] | None = None
     finished_req_ids: set[str] = field(default_factory=set)
 
-    def new(self, request: FakeRequest, tokens: int, *block_ids: list[int]) -> FakeSchedulerOutput:
+    def new(self, request: EngineRequest, tokens: int, *block_ids: list[int]) -> FakeSchedulerOutput:
         self.scheduled_new_reqs.append(FakeNewRequest(request.request_id, block_ids, request.num_computed_tokens))
         self.num_scheduled_tokens[request.request_id] = tokens
         return self
 
     def cached(
-        self, request: FakeRequest, tokens: int, *block_ids: list[int], resumed: bool = False
+        self, request: EngineRequest, tokens: int, *block_ids: list[int], resumed: bool = False
     ) -> FakeSchedulerOutput:
         cached = self.scheduled_cached_reqs
         cached.req_ids.append(request.request_id)
@@ -254,7 +255,7 @@ class FakeManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         self.steps += 1
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self, revision: str | None = None) -> bool:
         for key in list(self.rows):
             if self.refs[key] == 0:
                 self.drop(key)

@@ -21,7 +21,7 @@ def stored(pool: CPUBlockPool, *numbers: int) -> list[int]:
     return blocks
 
 
-def test_a_name_is_found_only_once_its_store_is_complete():
+def test_a_name_is_found_only_once_its_store_is_complete() -> None:
     pool = CPUBlockPool(4)
     (block,) = pool.get_new_blocks(keys(1))
     assert (pool.cached, pool.pending) == ({}, {b"key1": block})
@@ -29,7 +29,7 @@ def test_a_name_is_found_only_once_its_store_is_complete():
     assert (pool.cached, pool.pending) == ({b"key1": block}, {})
 
 
-def test_the_tail_of_what_is_least_recently_used_is_forgotten_first():
+def test_the_tail_of_what_is_least_recently_used_is_forgotten_first() -> None:
     pool = CPUBlockPool(4)
     stored(pool, 1, 2)
     stored(pool, 3, 4)
@@ -39,14 +39,14 @@ def test_the_tail_of_what_is_least_recently_used_is_forgotten_first():
     assert pool.take_evicted() == []
 
 
-def test_blank_blocks_are_taken_before_anything_is_forgotten():
+def test_blank_blocks_are_taken_before_anything_is_forgotten() -> None:
     pool = CPUBlockPool(3)
     stored(pool, 1)
     pool.get_new_blocks(keys(2, 3))
     assert (list(pool.cached), pool.evictions, pool.num_free_blocks) == (keys(1), 0, 1)
 
 
-def test_refreshing_a_prefix_leaves_its_head_the_most_recent():
+def test_refreshing_a_prefix_leaves_its_head_the_most_recent() -> None:
     pool = CPUBlockPool(4)
     stored(pool, 1, 2)
     stored(pool, 3, 4)
@@ -54,7 +54,7 @@ def test_refreshing_a_prefix_leaves_its_head_the_most_recent():
     assert list(pool.victims()) == keys(4, 3, 2, 1)
 
 
-def test_a_held_block_is_never_forgotten():
+def test_a_held_block_is_never_forgotten() -> None:
     pool = CPUBlockPool(2)
     first, second = stored(pool, 1, 2)
     pool.touch([first])
@@ -64,7 +64,7 @@ def test_a_held_block_is_never_forgotten():
     assert pool.cached == {b"key1": first}
 
 
-def test_references_are_counted():
+def test_references_are_counted() -> None:
     pool = CPUBlockPool(1)
     (block,) = stored(pool, 1)
     pool.touch([block])
@@ -75,7 +75,7 @@ def test_references_are_counted():
     assert (pool.ref_count(block), pool.num_free_blocks, pool.num_held_blocks) == (0, 1, 0)
 
 
-def test_all_or_nothing_when_there_is_no_room():
+def test_all_or_nothing_when_there_is_no_room() -> None:
     pool = CPUBlockPool(3)
     stored(pool, 1, 2)
     with pytest.raises(PoolFullError) as caught:
@@ -84,7 +84,7 @@ def test_all_or_nothing_when_there_is_no_room():
     assert (sorted(pool.cached), pool.pending, pool.num_free_blocks) == (keys(1, 2), {}, 3)
 
 
-def test_a_failed_store_leaves_a_blank_block():
+def test_a_failed_store_leaves_a_blank_block() -> None:
     pool = CPUBlockPool(1)
     blocks = pool.get_new_blocks(keys(1))
     pool.discard(blocks)
@@ -92,7 +92,7 @@ def test_a_failed_store_leaves_a_blank_block():
     assert (pool.cached, pool.pending, pool.num_blank_blocks) == ({}, {}, 1)
 
 
-def test_freeing_what_nobody_holds_is_refused_and_changes_nothing():
+def test_freeing_what_nobody_holds_is_refused_and_changes_nothing() -> None:
     pool = CPUBlockPool(2)
     block, other = pool.get_new_blocks(keys(1, 2))
     with pytest.raises(TieringError):
@@ -100,7 +100,7 @@ def test_freeing_what_nobody_holds_is_refused_and_changes_nothing():
     assert (pool.ref_count(block), pool.ref_count(other)) == (1, 1)
 
 
-def test_a_reset_forgets_all_names_and_what_copies_hold_becomes_blank_afterwards():
+def test_a_reset_forgets_all_names_and_what_copies_hold_becomes_blank_afterwards() -> None:
     pool = CPUBlockPool(3)
     read = stored(pool, 1)
     written = pool.get_new_blocks(keys(2))
@@ -112,7 +112,7 @@ def test_a_reset_forgets_all_names_and_what_copies_hold_becomes_blank_afterwards
     assert (pool.cached, pool.num_blank_blocks) == ({}, 3)
 
 
-def test_a_store_from_before_a_reset_does_not_touch_one_of_the_same_name_from_after_it():
+def test_a_store_from_before_a_reset_does_not_touch_one_of_the_same_name_from_after_it() -> None:
     pool = CPUBlockPool(2)
     old = pool.get_new_blocks(keys(1))
     pool.reset()
@@ -124,7 +124,7 @@ def test_a_store_from_before_a_reset_does_not_touch_one_of_the_same_name_from_af
     assert pool.cached == {b"key1": new[0]}
 
 
-def test_events_say_what_can_be_found_in_the_order_in_which_it_happened():
+def test_events_say_what_can_be_found_in_the_order_in_which_it_happened() -> None:
     pool = CPUBlockPool(2, enable_events=True)
     stored(pool, 1, 2)
     stored(pool, 3)
@@ -138,19 +138,19 @@ def test_events_say_what_can_be_found_in_the_order_in_which_it_happened():
     assert pool.take_events() == []
 
 
-def test_without_events_none_are_kept():
+def test_without_events_none_are_kept() -> None:
     pool = CPUBlockPool(1)
     stored(pool, 1)
     assert pool.take_events() == []
 
 
-def test_the_null_block_is_no_block_of_the_pool():
+def test_the_null_block_is_no_block_of_the_pool() -> None:
     pool = CPUBlockPool(5)
     assert NULL_BLOCK not in pool.get_new_blocks(keys(1, 2, 3, 4, 5))
     with pytest.raises(TieringError):
         pool.free_blocks([NULL_BLOCK])
 
 
-def test_a_pool_without_blocks_is_refused():
+def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError):
         CPUBlockPool(0)

@@ -35,7 +35,7 @@ def lost(*states: RequestState) -> list[set[int]]:
     return [state.groups[0].lost for state in states]
 
 
-def test_each_request_that_has_a_forgotten_block_is_told_which_of_its_own_it_is():
+def test_each_request_that_has_a_forgotten_block_is_told_which_of_its_own_it_is() -> None:
     eager, pool = stores()
     first, second, other = (running(names, pool) for names in ("abcd", "abxy", "pq"))
     for state in (first, second, other):
@@ -44,7 +44,7 @@ def test_each_request_that_has_a_forgotten_block_is_told_which_of_its_own_it_is(
     assert lost(first, second, other) == [{1, 3}, {1, 3}, set()]
 
 
-def test_blocks_that_were_not_offered_yet_are_not_missed():
+def test_blocks_that_were_not_offered_yet_are_not_missed() -> None:
     eager, pool = stores()
     state = running("abcd", pool)
     eager.offers(state, pool, 2)
@@ -52,7 +52,7 @@ def test_blocks_that_were_not_offered_yet_are_not_missed():
     assert lost(state) == [{1}]
 
 
-def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends():
+def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends() -> None:
     eager, pool = stores()
     states = [running(names, pool) for names in ("abc", "abd", "abe")]
     for state in states:

@@ -134,14 +134,14 @@ def test_after_new_weights_nothing_old_is_served(lazy):
         assert engine.loaded_bytes > 0
 
 
-def test_eager_works_without_prefix_caching():
+def test_eager_works_without_prefix_caching() -> None:
     with SimpleEngine(simple(False, prefix_caching=False, model=WINDOWED)) as engine:
         for turn in range(2):
             assert wrong_answers(ask_all(engine, PROMPTS, f"turn {turn}"), PROMPTS, model=WINDOWED) == []
         assert engine.loaded_bytes > 0
 
 
-def test_an_engine_without_the_mode_is_refused():
+def test_an_engine_without_the_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="mode"):
         SimpleEngine(options(stack={"primary": {"capacity": "1MiB"}}))
 

@@ -66,7 +66,7 @@ def check_described(events: list[KVCacheEvent], *requests: Request) -> None:
             assert event.kv_cache_spec_kind == "full_attention"
 
 
-def test_a_stored_block_tells_its_tokens_and_its_parent():
+def test_a_stored_block_tells_its_tokens_and_its_parent() -> None:
     sim = simulation()
     request = sim.run("a", tokens(1, 9), 6)
     sim.settle()
@@ -75,7 +75,7 @@ def test_a_stored_block_tells_its_tokens_and_its_parent():
     check_described(events, request)
 
 
-def test_what_a_full_pool_took_late_or_again_is_described_too():
+def test_what_a_full_pool_took_late_or_again_is_described_too() -> None:
     sim = simulation(cpu_blocks=2, budget=40)
     request = sim.add("a", tokens(1, 17), 1)
     sim.settle()
@@ -87,7 +87,7 @@ def test_what_a_full_pool_took_late_or_again_is_described_too():
     check_described(events, request)
 
 
-def test_what_was_forgotten_and_stored_again_is_described_again():
+def test_what_was_forgotten_and_stored_again_is_described_again() -> None:
     sim = simulation(cpu_blocks=8, gpu_blocks=40)
     asked = [sim.add("long", tokens(1, 12), 40)]
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_what_was_forgotten_and_stored_again_is_described_again():
     assert snapshots(sim) == len(sim.half.cpu_block_pool.cached)
 
 
-def test_snapshots_go_with_their_blocks():
+def test_snapshots_go_with_their_blocks() -> None:
     sim = simulation(cpu_blocks=4)
     first = sim.run("a", tokens(1, 17), 1)
     sim.settle()
@@ -114,7 +114,7 @@ def test_snapshots_go_with_their_blocks():
     assert snapshots(sim) == 4
 
 
-def test_a_store_that_failed_leaves_neither_event_nor_snapshot():
+def test_a_store_that_failed_leaves_neither_event_nor_snapshot() -> None:
     sim = simulation()
     sim.add("a", tokens(1, 9), 6)
     while not sim.workers[0].copies:
@@ -126,7 +126,7 @@ def test_a_store_that_failed_leaves_neither_event_nor_snapshot():
     assert snapshots(sim) == 0
 
 
-def test_a_reset_removes_what_was_held_and_forgets_what_was_being_stored():
+def test_a_reset_removes_what_was_held_and_forgets_what_was_being_stored() -> None:
     sim = simulation(budget=8)
     request = sim.add("a", tokens(1, 30), 8)
     for end_copies in (False, True, False, False):  # two blocks are held, two are being stored
@@ -147,7 +147,7 @@ def test_a_reset_removes_what_was_held_and_forgets_what_was_being_stored():
     assert sim.half.take_events() == []
 
 
-def test_of_windows_only_the_hash_is_told():
+def test_of_windows_only_the_hash_is_told() -> None:
     sim = simulation(windows=(None, 6), gpu_blocks=40)
     sim.run("a", tokens(1, 9), 1)
     sim.settle()
@@ -157,7 +157,7 @@ def test_of_windows_only_the_hash_is_told():
     assert told == {(0, True), (1, False)}
 
 
-def test_nothing_is_kept_for_events_that_do_not_describe_themselves():
+def test_nothing_is_kept_for_events_that_do_not_describe_themselves() -> None:
     sim = simulation()
     sim.half = half_of(sim, 32, described=False)
     sim.half.bind_gpu_block_pool(sim.pool)
@@ -168,12 +168,12 @@ def test_nothing_is_kept_for_events_that_do_not_describe_themselves():
     assert [event.token_ids for event in sim.half.take_events() if isinstance(event, BlockStored)] == [[], []]
 
 
-def test_in_the_lazy_mode_events_cannot_describe_themselves():
+def test_in_the_lazy_mode_events_cannot_describe_themselves() -> None:
     with pytest.raises(ConfigError, match=r"self_describing_kv_events.*lazy_offload"):
         half_of(Simulation(), 32, lazy=True)
 
 
-def test_a_block_of_several_hashes_tells_all_of_them():
+def test_a_block_of_several_hashes_tells_all_of_them() -> None:
     groups = (
         KVCacheGroup(("a",), 8),
         KVCacheGroup(("b",), 4, 6, "sliding_window"),

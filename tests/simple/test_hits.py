@@ -44,17 +44,17 @@ def by_trying(groups: list[KVCacheGroup], held: list[set[int]], blocks: list[int
     return next((tokens for tokens in range(limit, computed, -1) if is_hit(tokens)), computed)
 
 
-def test_full_attention_needs_every_block():
+def test_full_attention_needs_every_block() -> None:
     held = {b"0/0", b"0/1", b"0/3"}
     assert search(group(FULL, 4)).longest([names(0, 4)], 0, 16, held.__contains__) == 8
 
 
-def test_the_computed_part_is_on_the_gpu_and_need_not_be_held():
+def test_the_computed_part_is_on_the_gpu_and_need_not_be_held() -> None:
     held = {b"0/2", b"0/3"}
     assert search(group(FULL, 4)).longest([names(0, 4)], 8, 16, held.__contains__) == 16
 
 
-def test_the_last_token_is_left_by_the_limit():
+def test_the_last_token_is_left_by_the_limit() -> None:
     assert search(group(FULL, 4)).longest([names(0, 4)], 0, 15, lambda key: True) == 12
 
 
@@ -69,22 +69,22 @@ def test_a_window_needs_its_last_blocks(window, needed):
         assert both.longest(keys, 0, 32, held.__contains__) < 32
 
 
-def test_a_state_needs_only_the_last_block():
+def test_a_state_needs_only_the_last_block() -> None:
     held = {b"0/%d" % block for block in range(8)} | {b"1/4"}
     assert search(group(FULL, 4), group(STATE, 4)).longest([names(0, 8), names(1, 8)], 0, 32, held.__contains__) == 20
 
 
-def test_a_hit_ends_where_a_block_ends_in_every_group():
+def test_a_hit_ends_where_a_block_ends_in_every_group() -> None:
     assert search(group(FULL, 4), group(STATE, 12)).longest([names(0, 8), names(1, 2)], 0, 31, lambda key: True) == 24
 
 
-def test_no_hit_goes_beyond_the_hashes_of_any_group():
+def test_no_hit_goes_beyond_the_hashes_of_any_group() -> None:
     assert (
         search(group(FULL, 4), group(WINDOW, 4, 6)).longest([names(0, 8), names(1, 5)], 0, 31, lambda key: True) == 20
     )
 
 
-def test_a_computed_part_that_ends_within_a_block_gets_nothing():
+def test_a_computed_part_that_ends_within_a_block_gets_nothing() -> None:
     assert search(group(FULL, 4)).longest([names(0, 4)], 6, 16, lambda key: True) == 6
 
 
@@ -109,7 +109,7 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed):
         assert found.longest(keys, computed, tokens - 1, have.__contains__) == expected, (groups, held, computed)
 
 
-def test_what_an_engine_retains_before_a_window_is_needed_too():
+def test_what_an_engine_retains_before_a_window_is_needed_too() -> None:
     """It gives these blocks out as filled."""
     window = KVCacheGroup(("layer",), 4, 5, WINDOW, retained_tokens=3)
     keys = [names(0, 8), names(1, 8)]

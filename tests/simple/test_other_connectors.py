@@ -103,7 +103,7 @@ def test_a_store_of_blocks_that_were_not_filled_never_becomes_visible(deferred):
     engine.check_nothing_is_held()
 
 
-def test_nor_if_only_one_of_two_workers_reports_the_failure():
+def test_nor_if_only_one_of_two_workers_reports_the_failure() -> None:
     engine = Engine(world_size=2)
     request, meta = engine.start("a", TEXT, filled=FILLED)
     engine.report(meta, unfilled={meta.store_gpu_blocks[0]})
@@ -112,7 +112,7 @@ def test_nor_if_only_one_of_two_workers_reports_the_failure():
     engine.check_nothing_is_held()
 
 
-def test_nothing_is_stored_until_the_engine_has_gone_back_and_then_all_of_it():
+def test_nothing_is_stored_until_the_engine_has_gone_back_and_then_all_of_it() -> None:
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
     engine.report(meta, unfilled={meta.store_gpu_blocks[1]})
@@ -126,7 +126,7 @@ def test_nothing_is_stored_until_the_engine_has_gone_back_and_then_all_of_it():
     engine.check_nothing_is_held()
 
 
-def test_the_request_may_have_failed_before_its_blocks_are_reported():
+def test_the_request_may_have_failed_before_its_blocks_are_reported() -> None:
     """The policy "fail": the engine ends the request first, and reports then."""
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
@@ -139,7 +139,7 @@ def test_the_request_may_have_failed_before_its_blocks_are_reported():
     engine.check_nothing_is_held()
 
 
-def test_what_was_ordered_at_the_end_of_a_request_is_judged_too():
+def test_what_was_ordered_at_the_end_of_a_request_is_judged_too() -> None:
     """It was aborted while the step ran: the engine does not even go back."""
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
@@ -150,7 +150,7 @@ def test_what_was_ordered_at_the_end_of_a_request_is_judged_too():
     engine.check_nothing_is_held()
 
 
-def test_what_is_left_over_of_it_is_dropped():
+def test_what_is_left_over_of_it_is_dropped() -> None:
     engine = Engine(cpu_blocks=7)
     request, meta = engine.start("a", TEXT, filled=FILLED)
     engine.finish(request)
@@ -161,7 +161,7 @@ def test_what_is_left_over_of_it_is_dropped():
     engine.check_nothing_is_held()
 
 
-def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stores_nothing():
+def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stores_nothing() -> None:
     engine = Engine()
     request = engine.allocate("a", TEXT)
     engine.report(engine.idle())
@@ -172,7 +172,7 @@ def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stor
     engine.check_nothing_is_held()
 
 
-def test_a_request_that_found_the_blocks_and_does_not_go_back_is_never_stored():
+def test_a_request_that_found_the_blocks_and_does_not_go_back_is_never_stored() -> None:
     engine = Engine()
     first, meta = engine.start("a", TEXT, filled=FILLED)
     table = engine.tables["a"]
@@ -187,7 +187,7 @@ def test_a_request_that_found_the_blocks_and_does_not_go_back_is_never_stored():
     engine.check_nothing_is_held()
 
 
-def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomputed():
+def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomputed() -> None:
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
     table = engine.tables["a"]
@@ -204,7 +204,7 @@ def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomp
 
 
 class TestLazy:
-    def test_blocks_of_a_request_that_was_aborted_while_they_were_not_filled_are_not_stored(self):
+    def test_blocks_of_a_request_that_was_aborted_while_they_were_not_filled_are_not_stored(self) -> None:
         """The engine does not look at such a request, so that its blocks keep their names."""
         engine = Engine(lazy=True, gpu_blocks=12)
         request, _ = engine.start("a", TEXT, filled=FILLED)
@@ -218,7 +218,7 @@ class TestLazy:
         assert engine.held(request) == [0]
         engine.check_nothing_is_held()
 
-    def test_they_are_stored_once_somebody_has_filled_them_anew(self):
+    def test_they_are_stored_once_somebody_has_filled_them_anew(self) -> None:
         engine = Engine(lazy=True, gpu_blocks=12)
         request, _ = engine.start("a", TEXT, filled=FILLED)
         engine.report(unfilled={engine.tables["a"][0]})

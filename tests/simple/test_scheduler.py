@@ -53,7 +53,7 @@ def step_of(*req_ids: str) -> SimpleNamespace:
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def test_the_cpu_pool_has_the_groups_and_tensors_of_the_gpu_for_as_many_blocks_as_it_holds():
+def test_the_cpu_pool_has_the_groups_and_tensors_of_the_gpu_for_as_many_blocks_as_it_holds() -> None:
     groups = groups_of((None, 6))
     gpu = KVCacheConfig(10, (KVCacheTensor(1000, ("a", "b")), KVCacheTensor(500, ("c",))), groups)
     cpu = derive_cpu_config(gpu, 4500)
@@ -61,7 +61,7 @@ def test_the_cpu_pool_has_the_groups_and_tensors_of_the_gpu_for_as_many_blocks_a
     assert cpu.kv_cache_tensors == (KVCacheTensor(3000, ("a", "b")), KVCacheTensor(1500, ("c",)))
 
 
-def test_the_cpu_pool_has_at_least_one_block():
+def test_the_cpu_pool_has_at_least_one_block() -> None:
     assert derive_cpu_config(cache(groups_of((None,))), 1).num_blocks == 1
 
 
@@ -113,13 +113,13 @@ def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind, w
     assert [need.first_needed(16) for need in half._needs] == [0, 3]
 
 
-def test_lazy_offloading_without_prefix_caching_is_refused():
+def test_lazy_offloading_without_prefix_caching_is_refused() -> None:
     groups = groups_of((None,))
     with pytest.raises(ConfigError, match="prefix caching"):
         SimpleCPUOffloadScheduler(engine(groups, enable_prefix_caching=False), cache(groups), 1000, lazy_offload=True)
 
 
-def test_nothing_is_stored_before_the_gpu_pool_is_bound():
+def test_nothing_is_stored_before_the_gpu_pool_is_bound() -> None:
     sim = Simulation()
     sim.half._gpu = None
     sim.run("a", tokens(1, 20))
@@ -132,7 +132,7 @@ def test_nothing_is_stored_before_the_gpu_pool_is_bound():
 # ---------------------------------------------------------------------------------------------------------------- eager
 
 
-def test_confirmed_blocks_are_stored_in_the_step_after_they_were_computed_and_once():
+def test_confirmed_blocks_are_stored_in_the_step_after_they_were_computed_and_once() -> None:
     sim = Simulation(budget=8)
     sim.add("a", tokens(1, 16), 8)
     for expected in ([], [0, 1], [2, 3], []):
@@ -142,7 +142,7 @@ def test_confirmed_blocks_are_stored_in_the_step_after_they_were_computed_and_on
         assert meta.store_gpu_blocks == [ids[index] for index in expected]
 
 
-def test_placeholders_are_not_confirmed():
+def test_placeholders_are_not_confirmed() -> None:
     half = make_scheduler(10, 10)
     pool = MirroredPool(10)
     half.bind_gpu_block_pool(pool)
@@ -162,7 +162,7 @@ def test_placeholders_are_not_confirmed():
     assert half.build_connector_meta(output).store_gpu_blocks == [held[2].block_id]
 
 
-def test_the_last_full_block_of_a_request_that_finishes_is_stored():
+def test_the_last_full_block_of_a_request_that_finishes_is_stored() -> None:
     sim = Simulation()
     request = sim.run("a", tokens(1, 9), max_tokens=8)  # 16 tokens have their KV when it ends
     sim.settle()
@@ -170,7 +170,7 @@ def test_the_last_full_block_of_a_request_that_finishes_is_stored():
     assert cached(sim, request) == [0, 1, 2, 3]
 
 
-def test_of_a_request_that_is_aborted_what_was_computed_is_stored():
+def test_of_a_request_that_is_aborted_what_was_computed_is_stored() -> None:
     sim = Simulation(budget=8)
     request = sim.add("a", tokens(1, 30), 8)
     sim.step()
@@ -180,7 +180,7 @@ def test_of_a_request_that_is_aborted_what_was_computed_is_stored():
     sim.check_nothing_is_held()
 
 
-def test_what_a_full_pool_could_not_take_is_stored_later():
+def test_what_a_full_pool_could_not_take_is_stored_later() -> None:
     sim = Simulation(cpu_blocks=3, budget=20)
     request = sim.add("a", tokens(1, 20), 12)
     sim.step()
@@ -197,7 +197,7 @@ def test_what_a_full_pool_could_not_take_is_stored_later():
     assert {3, 4} <= set(cached(sim, request))
 
 
-def test_what_a_full_pool_could_not_take_of_a_finished_request_is_stored_later():
+def test_what_a_full_pool_could_not_take_of_a_finished_request_is_stored_later() -> None:
     sim = Simulation(cpu_blocks=2, budget=40)
     request = sim.add("a", tokens(1, 17), 1)
     sim.step()  # ends with four full blocks; two fit
@@ -212,7 +212,7 @@ def test_what_a_full_pool_could_not_take_of_a_finished_request_is_stored_later()
     assert cached(sim, request) == [2, 3]
 
 
-def test_what_is_left_of_a_finished_request_is_not_stored_once_its_gpu_blocks_are_reused():
+def test_what_is_left_of_a_finished_request_is_not_stored_once_its_gpu_blocks_are_reused() -> None:
     sim = Simulation(cpu_blocks=2, gpu_blocks=8, budget=40)
     request = sim.add("a", tokens(1, 17), 1)
     sim.step()
@@ -229,7 +229,7 @@ def test_what_is_left_of_a_finished_request_is_not_stored_once_its_gpu_blocks_ar
     sim.check_nothing_is_held()
 
 
-def test_a_block_that_the_cpu_pool_forgets_while_its_request_runs_is_stored_again():
+def test_a_block_that_the_cpu_pool_forgets_while_its_request_runs_is_stored_again() -> None:
     sim = Simulation(cpu_blocks=8, gpu_blocks=40, budget=16)
     long = sim.add("long", tokens(1, 12), 40)
     while not cached(sim, long):
@@ -248,7 +248,7 @@ def test_a_block_that_the_cpu_pool_forgets_while_its_request_runs_is_stored_agai
     sim.check_nothing_is_held()
 
 
-def test_a_pool_smaller_than_what_runs_does_not_copy_in_circles():
+def test_a_pool_smaller_than_what_runs_does_not_copy_in_circles() -> None:
     sim = Simulation(cpu_blocks=4, gpu_blocks=40, budget=16)
     sim.add("a", tokens(1, 24), 40)
     for _ in range(40):
@@ -257,7 +257,7 @@ def test_a_pool_smaller_than_what_runs_does_not_copy_in_circles():
     assert stored(sim) <= 24 // BLOCK + 40 // BLOCK + 1
 
 
-def test_a_block_is_stored_once_for_two_requests_that_share_it():
+def test_a_block_is_stored_once_for_two_requests_that_share_it() -> None:
     sim = Simulation(gpu_blocks=40, budget=40)
     text = tokens(1, 17)
     for name in ("a", "b"):
@@ -266,7 +266,7 @@ def test_a_block_is_stored_once_for_two_requests_that_share_it():
     assert stored(sim) == 4
 
 
-def test_window_blocks_that_the_engine_took_back_are_not_stored_from_the_wrong_block():
+def test_window_blocks_that_the_engine_took_back_are_not_stored_from_the_wrong_block() -> None:
     sim = Simulation(windows=(None, 5), gpu_blocks=16, budget=24)
     for name in range(6):
         sim.run(f"r{name}", tokens(name, 23), 3)
@@ -275,7 +275,7 @@ def test_window_blocks_that_the_engine_took_back_are_not_stored_from_the_wrong_b
     assert stored(sim) > 40
 
 
-def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored():
+def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored() -> None:
     groups = (*groups_of((None,)), KVCacheGroup(("state",), BLOCK, None, "mamba"))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
     pool = MirroredPool(10)
@@ -292,7 +292,7 @@ def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored():
     assert half.build_connector_meta(step_of("a")).store_gpu_blocks == [*full, states[1]]
 
 
-def test_a_request_may_say_that_nothing_is_stored_or_loaded_for_it():
+def test_a_request_may_say_that_nothing_is_stored_or_loaded_for_it() -> None:
     sim = Simulation(gpu_blocks=8)
     request = Request("a", tokens(1, 17), 1, {"kv_tiering": {"store": False}})
     sim.scheduler.add(request)
@@ -308,7 +308,7 @@ def test_a_request_may_say_that_nothing_is_stored_or_loaded_for_it():
     assert again.gpu_hit_tokens < 16
 
 
-def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed():
+def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed() -> None:
     class Scored(Request):
         skip_reading_prefix_cache = True
 
@@ -324,7 +324,7 @@ def test_nothing_is_loaded_for_a_request_whose_whole_prompt_must_be_computed():
 # ----------------------------------------------------------------------------------------------------------------- lazy
 
 
-def test_lazy_stores_nothing_that_is_in_use():
+def test_lazy_stores_nothing_that_is_in_use() -> None:
     sim = Simulation(lazy=True, gpu_blocks=30)
     sim.add("a", tokens(1, 20), 12)
     for _ in range(6):
@@ -333,7 +333,7 @@ def test_lazy_stores_nothing_that_is_in_use():
     assert stored(sim) == 0
 
 
-def test_lazy_stores_what_was_given_back_and_once():
+def test_lazy_stores_what_was_given_back_and_once() -> None:
     sim = Simulation(lazy=True, gpu_blocks=12, cpu_blocks=40)
     request = sim.run("a", tokens(1, 20), 2)
     sim.settle()
@@ -351,7 +351,7 @@ def test_the_target_covers_what_two_steps_can_use_up(windows, target):
     assert make_scheduler(10, 10, windows, lazy=True, budget=16)._lazy.target == target
 
 
-def test_the_target_of_a_state_is_two_blocks_a_step():
+def test_the_target_of_a_state_is_two_blocks_a_step() -> None:
     groups = (*groups_of((None,)), KVCacheGroup(("state",), BLOCK, None, "mamba"))
     half = SimpleCPUOffloadScheduler(engine(groups, max_batch_tokens=16), cache(groups), 1000, True)
     assert half._lazy.target == 2 * (4 + 2)
@@ -370,18 +370,18 @@ def walked() -> tuple[LazyStores, MirroredPool]:
     return lazy, gpu
 
 
-def test_the_walk_goes_on_behind_the_cursor():
+def test_the_walk_goes_on_behind_the_cursor() -> None:
     lazy, gpu = walked()
     assert [block for _, block in lazy.offers(gpu, 10)] == [3, 4]
 
 
-def test_a_cursor_with_references_starts_over():
+def test_a_cursor_with_references_starts_over() -> None:
     lazy, gpu = walked()
     gpu.touch([gpu.blocks[2]])
     assert [block for _, block in lazy.offers(gpu, 10)] == [3]
 
 
-def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over():
+def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over() -> None:
     lazy, gpu = walked()
     gpu.touch([gpu.blocks[2]])
     lazy.handed_out([[2]])
@@ -389,7 +389,7 @@ def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over():
     assert [block for _, block in lazy.offers(gpu, 10)] == [3]
 
 
-def test_what_is_just_being_stored_is_not_offloaded_twice():
+def test_what_is_just_being_stored_is_not_offloaded_twice() -> None:
     cpu, gpu = CPUBlockPool(20), MirroredPool(3)
     for block in gpu.blocks[1:]:  # two blocks with the same content, as engines may have
         block.block_hash = make_offload_key(b"same", 0)
@@ -401,7 +401,7 @@ def test_what_is_just_being_stored_is_not_offloaded_twice():
     assert lazy.offers(gpu, 10) == []
 
 
-def test_what_the_cpu_pool_has_forgotten_is_not_offloaded_again_until_the_engine_uses_it():
+def test_what_the_cpu_pool_has_forgotten_is_not_offloaded_again_until_the_engine_uses_it() -> None:
     lazy, gpu = walked()
     (chosen, _) = lazy.offers(gpu, 10)
     lazy._cursor = gpu.blocks[2]
@@ -411,7 +411,7 @@ def test_what_the_cpu_pool_has_forgotten_is_not_offloaded_again_until_the_engine
     assert lazy.offers(gpu, 10) == [chosen]
 
 
-def test_lazy_stops_when_the_cpu_pool_is_taken_up_by_copies():
+def test_lazy_stops_when_the_cpu_pool_is_taken_up_by_copies() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=3)
     sim.add("a", tokens(1, 21), 1)
     while sim.scheduler.requests:
@@ -424,7 +424,7 @@ def test_lazy_stops_when_the_cpu_pool_is_taken_up_by_copies():
     sim.check_nothing_is_held()
 
 
-def test_a_lazy_store_that_failed_is_made_again():
+def test_a_lazy_store_that_failed_is_made_again() -> None:
     sim = Simulation(lazy=True, gpu_blocks=12, cpu_blocks=40)
     request = sim.add("a", tokens(1, 12), 1)
     while not sim.workers[0].copies:
@@ -449,7 +449,7 @@ def with_policy(sim: Simulation, name: str, text: list[int], **policy: object) -
     return request
 
 
-def test_lazy_stores_nothing_of_a_request_that_refuses_it_but_goes_on_behind_it():
+def test_lazy_stores_nothing_of_a_request_that_refuses_it_but_goes_on_behind_it() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=40)
     refusing = with_policy(sim, "a", tokens(1, 17), store=False)
     other = with_policy(sim, "b", tokens(2, 17))
@@ -457,13 +457,13 @@ def test_lazy_stores_nothing_of_a_request_that_refuses_it_but_goes_on_behind_it(
     assert cached(sim, other) == [0, 1, 2, 3]
 
 
-def test_lazy_stores_nothing_at_or_behind_max_store_tokens():
+def test_lazy_stores_nothing_at_or_behind_max_store_tokens() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=6)
     request = with_policy(sim, "a", tokens(1, 25), max_store_tokens=11)
     assert cached(sim, request) == [0, 1]
 
 
-def test_lazy_stores_nothing_of_what_a_refusing_request_answers():
+def test_lazy_stores_nothing_of_what_a_refusing_request_answers() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=6)
     request = Request("a", tokens(1, 6), 14, {"kv_tiering": {"store": False}})
     sim.scheduler.add(request)
@@ -472,7 +472,7 @@ def test_lazy_stores_nothing_of_what_a_refusing_request_answers():
     assert cached(sim, request) == []
 
 
-def test_lazy_stores_what_a_refusing_request_has_only_found():
+def test_lazy_stores_what_a_refusing_request_has_only_found() -> None:
     sim = Simulation(lazy=True, gpu_blocks=40, cpu_blocks=40, budget=40)
     text = tokens(1, 24)
     willing = sim.add("willing", text[:13], 40)
@@ -483,7 +483,7 @@ def test_lazy_stores_what_a_refusing_request_has_only_found():
     assert cached(sim, refusing) == [0, 1, 2]
 
 
-def test_lazy_stores_what_was_refused_once_a_request_that_lets_it_has_found_it():
+def test_lazy_stores_what_was_refused_once_a_request_that_lets_it_has_found_it() -> None:
     sim = Simulation(lazy=True, gpu_blocks=40, cpu_blocks=40, budget=40)
     text = tokens(1, 24)
     refusing = with_policy(sim, "refusing", text, store=False)
@@ -492,14 +492,14 @@ def test_lazy_stores_what_was_refused_once_a_request_that_lets_it_has_found_it()
     assert cached(sim, refusing) == [0, 1, 2]
 
 
-def test_lazy_stores_what_a_willing_request_fills_in_a_block_that_was_refused():
+def test_lazy_stores_what_a_willing_request_fills_in_a_block_that_was_refused() -> None:
     sim = Simulation(lazy=True, gpu_blocks=8, cpu_blocks=40, budget=40)
     with_policy(sim, "refusing", tokens(1, 24), store=False)
     willing = with_policy(sim, "willing", tokens(2, 24))
     assert cached(sim, willing) == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_is_refused_stays_refused_over_a_reset():
+def test_what_is_refused_stays_refused_over_a_reset() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=40)
     refusing = with_policy(sim, "a", tokens(1, 17), store=False)
     sim.half.reset_cache()  # by itself: the engine's own blocks stay
@@ -533,7 +533,7 @@ def test_what_has_left_the_gpu_is_loaded(windows, lazy):
     sim.check_nothing_is_held()
 
 
-def test_what_the_gpu_has_is_not_loaded_again():
+def test_what_the_gpu_has_is_not_loaded_again() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     evicted_from_the_gpu(sim)
     sim.run("beginning", tokens(1, 20)[:9], 1)
@@ -543,7 +543,7 @@ def test_what_the_gpu_has_is_not_loaded_again():
     assert sum(len(meta.load_gpu_blocks) for meta in sim.metadata) == 2
 
 
-def test_asking_again_changes_nothing():
+def test_asking_again_changes_nothing() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     evicted_from_the_gpu(sim)
     request = Request("again", tokens(1, 20), 1)
@@ -555,7 +555,7 @@ def test_asking_again_changes_nothing():
     assert sorted(before) == sorted(sim.half.cpu_block_pool.victims())
 
 
-def test_a_hit_that_has_shrunk_is_reported_block_by_block_and_computed():
+def test_a_hit_that_has_shrunk_is_reported_block_by_block_and_computed() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     request = evicted_from_the_gpu(sim)
     pool = sim.half.cpu_block_pool
@@ -574,7 +574,7 @@ def test_a_hit_that_has_shrunk_is_reported_block_by_block_and_computed():
     assert (again.loaded_tokens, again.output) == (8, request.output)
 
 
-def test_of_a_request_that_is_aborted_while_it_loads_nothing_is_stored():
+def test_of_a_request_that_is_aborted_while_it_loads_nothing_is_stored() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     request = evicted_from_the_gpu(sim)
     key = make_offload_key(request.block_hashes[2], 0)
@@ -594,7 +594,7 @@ def test_of_a_request_that_is_aborted_while_it_loads_nothing_is_stored():
     sim.check_contents()
 
 
-def test_a_load_that_no_step_has_carried_is_dropped_with_its_request():
+def test_a_load_that_no_step_has_carried_is_dropped_with_its_request() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     evicted_from_the_gpu(sim)
     request = Request("again", tokens(1, 20), 1)
@@ -614,7 +614,7 @@ def test_a_load_that_no_step_has_carried_is_dropped_with_its_request():
     sim.check_nothing_is_held()
 
 
-def test_an_aborted_load_keeps_its_references_until_it_ends():
+def test_an_aborted_load_keeps_its_references_until_it_ends() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     evicted_from_the_gpu(sim)
     sim.add("again", tokens(1, 20), 1)
@@ -629,7 +629,7 @@ def test_an_aborted_load_keeps_its_references_until_it_ends():
     sim.check_nothing_is_held()
 
 
-def test_a_store_becomes_visible_when_all_workers_have_completed_it():
+def test_a_store_becomes_visible_when_all_workers_have_completed_it() -> None:
     sim = Simulation(world_size=2)
     request = sim.add("a", tokens(1, 9), 6)
     while not sim.workers[0].copies:
@@ -641,7 +641,7 @@ def test_a_store_becomes_visible_when_all_workers_have_completed_it():
     assert cached(sim, request) == [0, 1]
 
 
-def test_a_store_that_failed_on_one_worker_never_becomes_visible():
+def test_a_store_that_failed_on_one_worker_never_becomes_visible() -> None:
     sim = Simulation(world_size=2)
     request = sim.add("a", tokens(1, 9), 1)
     while not sim.workers[0].copies:
@@ -655,7 +655,7 @@ def test_a_store_that_failed_on_one_worker_never_becomes_visible():
     sim.check_nothing_is_held()
 
 
-def test_reports_of_unknown_events_are_ignored():
+def test_reports_of_unknown_events_are_ignored() -> None:
     sim = Simulation()
     sim.run("a", tokens(1, 12))
     report = SimpleCPUOffloadWorkerMetadata({99: 1, failed(98): 1})
@@ -666,7 +666,7 @@ def test_reports_of_unknown_events_are_ignored():
     sim.check_nothing_is_held()
 
 
-def test_a_preemption_asks_the_workers_to_flush():
+def test_a_preemption_asks_the_workers_to_flush() -> None:
     sim = Simulation(gpu_blocks=14, max_running=4)
     for name in range(3):
         sim.add(f"r{name}", tokens(name, 12), 12)
@@ -679,7 +679,7 @@ def test_a_preemption_asks_the_workers_to_flush():
     sim.check_nothing_is_held()
 
 
-def test_after_a_reset_nothing_old_is_found_nor_stored():
+def test_after_a_reset_nothing_old_is_found_nor_stored() -> None:
     sim = Simulation(budget=8)
     running = sim.add("a", tokens(1, 30), 8)
     sim.step()
@@ -693,7 +693,7 @@ def test_after_a_reset_nothing_old_is_found_nor_stored():
     assert stored(sim) == before
 
 
-def test_events_tell_consumers_what_is_held():
+def test_events_tell_consumers_what_is_held() -> None:
     groups = groups_of((None,))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 2 * BLOCK_BYTES, enable_kv_cache_events=True)
     pool = half.cpu_block_pool

@@ -40,11 +40,11 @@ def test_a_stack_file_can_choose_it(tmp_path):
     assert simple_options({"config": file, "mode": "tiering"}) is None
 
 
-def test_the_capacity_is_that_of_all_workers():
+def test_the_capacity_is_that_of_all_workers() -> None:
     assert simple_options({"mode": "simple", "primary": PRIMARY}, world_size=4) == SimpleOptions(1 << 18, False, False)
 
 
-def test_events_can_be_asked_to_describe_themselves():
+def test_events_can_be_asked_to_describe_themselves() -> None:
     chosen = simple_options(
         {"config": {"mode": "simple", "events": True, "primary": PRIMARY}, "self_describing_kv_events": True}
     )
@@ -78,12 +78,12 @@ def test_what_it_cannot_do_is_refused(words: dict[str, Any], said: str):
         simple_options({"mode": "simple", "primary": PRIMARY, **words})
 
 
-def test_lazy_offloading_is_for_the_simple_mode():
+def test_lazy_offloading_is_for_the_simple_mode() -> None:
     with pytest.raises(ConfigError, match="lazy_offload"):
         tiering.load_stack({"primary": PRIMARY, "lazy_offload": True})
 
 
-def test_a_simple_stack_has_no_manager_of_tiers():
+def test_a_simple_stack_has_no_manager_of_tiers() -> None:
     stack = tiering.load_stack({"mode": "simple", "primary": PRIMARY})
     model = tiering.ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="l")
     with pytest.raises(ConfigError, match=r"mode.*simple"):

@@ -25,7 +25,7 @@ def leave_the_gpu(sim: Simulation) -> None:
     sim.settle()
 
 
-def test_blocks_asked_for_are_hits_or_misses():
+def test_blocks_asked_for_are_hits_or_misses() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     sim.run("first", tokens(1, 18), 1)
     assert (cpu(sim)["queries"], cpu(sim)["hits"], cpu(sim)["misses"]) == (4, 0, 4)
@@ -41,7 +41,7 @@ def test_blocks_asked_for_are_hits_or_misses():
     }
 
 
-def test_what_the_gpu_has_is_not_asked_for_and_nobody_is_asked_twice():
+def test_what_the_gpu_has_is_not_asked_for_and_nobody_is_asked_twice() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     sim.run("first", tokens(1, 17), 1)
     before = cpu(sim)
@@ -54,7 +54,7 @@ def test_what_the_gpu_has_is_not_asked_for_and_nobody_is_asked_twice():
     assert cpu(sim)["queries"] == before["queries"] + 2
 
 
-def test_a_request_that_may_not_load_asks_for_nothing():
+def test_a_request_that_may_not_load_asks_for_nothing() -> None:
     sim = Simulation()
     sim.scheduler.add(Request("a", tokens(1, 17), 1, {"kv_tiering": {"load": False}}))
     sim.settle()
@@ -74,7 +74,7 @@ def test_the_pool_is_told_with_the_bytes_of_all_workers(world_size):
     assert (cpu(sim)["blocks"], cpu(sim)["evictions"]) == (3, 1)
 
 
-def test_what_is_told_are_series_of_the_tier_cpu():
+def test_what_is_told_are_series_of_the_tier_cpu() -> None:
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
     sim = Simulation()
     sim.run("a", tokens(1, 9), 1)

@@ -190,7 +190,7 @@ def test_failed_copies_are_reported(starts):
     worker.shutdown()
 
 
-def test_reports_of_several_workers_add_up():
+def test_reports_of_several_workers_add_up() -> None:
     one, other = SimpleCPUOffloadWorkerMetadata({1: 1, 2: 1}), SimpleCPUOffloadWorkerMetadata({2: 1, failed(1): 1})
     assert one.aggregate(other).completed_store_events == {1: 1, 2: 2, failed(1): 1}
 

@@ -17,22 +17,37 @@ class EngineRequest(Protocol):
     computed.
     """
 
-    request_id: str
-    """Id of the request."""
-    num_prompt_tokens: int
-    """Number of prompt tokens."""
-    num_tokens: int
-    """Number of known tokens, prompt and output."""
-    num_computed_tokens: int
-    """Number of tokens whose KV is in the cache; not advanced yet during ``build_connector_meta``."""
-    block_hashes: Sequence[bytes]
-    """One hash per full hash-block of known tokens; can lag under asynchronous scheduling."""
-    all_token_ids: Sequence[int]
-    """All known tokens."""
-    lora_request: Any
-    """The LoRA adapter of the request; None without one."""
-    kv_transfer_params: Mapping[str, Any] | None
-    """Parameters for the connector that the user passed with the request; None without any."""
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of known tokens, prompt and output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens whose KV is in the cache; not advanced yet during ``build_connector_meta``."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One hash per full hash-block of known tokens; can lag under asynchronous scheduling."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """All known tokens."""
+
+    @property
+    def lora_request(self) -> Any:
+        """The LoRA adapter of the request; None without one."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """Parameters for the connector that the user passed with the request; None without any."""
 
 
 class AllocatedBlocks(Protocol):
@@ -45,53 +60,81 @@ class AllocatedBlocks(Protocol):
 class NewRequestData(Protocol):
     """A request that is scheduled for the first time."""
 
-    req_id: str
-    """Id of the request."""
-    block_ids: tuple[list[int], ...]
-    """All block ids of the request so far, by KV-cache group."""
-    num_computed_tokens: int
-    """Number of tokens whose KV is in the cache."""
+    @property
+    def req_id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def block_ids(self) -> tuple[list[int], ...]:
+        """All block ids of the request so far, by KV-cache group."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens whose KV is in the cache."""
 
 
 class CachedRequestData(Protocol):
     """The changes of requests that were scheduled before, as lists in the order of ``req_ids``."""
 
-    req_ids: Sequence[str]
-    """Ids of the requests."""
-    resumed_req_ids: Collection[str]
-    """Ids of the requests that continue after a preemption."""
-    new_block_ids: Sequence[tuple[list[int], ...] | None]
-    """New block ids by KV-cache group; None if there are none.
+    @property
+    def req_ids(self) -> Sequence[str]:
+        """Ids of the requests."""
 
-    The ids are appended to the request's block ids, or replace all of them for a request in ``resumed_req_ids``.
-    """
-    num_computed_tokens: Sequence[int]
-    """Number of tokens of each request whose KV is in the cache."""
+    @property
+    def resumed_req_ids(self) -> Collection[str]:
+        """Ids of the requests that continue after a preemption."""
+
+    @property
+    def new_block_ids(self) -> Sequence[tuple[list[int], ...] | None]:
+        """New block ids by KV-cache group; None if there are none.
+
+        The ids are appended to the request's block ids, or replace all of them for a request in ``resumed_req_ids``.
+        """
+
+    @property
+    def num_computed_tokens(self) -> Sequence[int]:
+        """Number of tokens of each request whose KV is in the cache."""
 
 
 class SchedulerOutput(Protocol):
     """The schedule of one step."""
 
-    scheduled_new_reqs: Sequence[NewRequestData]
-    """Requests that are scheduled for the first time."""
-    scheduled_cached_reqs: CachedRequestData
-    """Requests that were scheduled before."""
-    num_scheduled_tokens: Mapping[str, int]
-    """Number of tokens that the step computes, by request id."""
-    preempted_req_ids: Collection[str] | None
-    """Ids of the requests that were preempted; None is the same as empty."""
-    finished_req_ids: Collection[str]
-    """Ids of the requests that have ended since the last step."""
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequestData]:
+        """Requests that are scheduled for the first time."""
+
+    @property
+    def scheduled_cached_reqs(self) -> CachedRequestData:
+        """Requests that were scheduled before."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Number of tokens that the step computes, by request id."""
+
+    @property
+    def preempted_req_ids(self) -> Collection[str] | None:
+        """Ids of the requests that were preempted; None is the same as empty."""
+
+    @property
+    def finished_req_ids(self) -> Collection[str]:
+        """Ids of the requests that have ended since the last step."""
 
 
 class ConnectorOutput(Protocol):
     """Reports of the workers for one step, merged over the workers."""
 
-    finished_sending: Collection[str] | None
-    """Ids of the requests whose blocks may be freed on all workers."""
-    finished_recving: Collection[str] | None
-    """Ids of the requests whose load has ended on all workers, failed loads included."""
-    invalid_block_ids: Collection[int]
-    """GPU blocks that failed loads did not fill."""
-    kv_connector_worker_meta: Any
-    """The connector's own report of its workers; None without one."""
+    @property
+    def finished_sending(self) -> Collection[str] | None:
+        """Ids of the requests whose blocks may be freed on all workers."""
+
+    @property
+    def finished_recving(self) -> Collection[str] | None:
+        """Ids of the requests whose load has ended on all workers, failed loads included."""
+
+    @property
+    def invalid_block_ids(self) -> Collection[int]:
+        """GPU blocks that failed loads did not fill."""
+
+    @property
+    def kv_connector_worker_meta(self) -> Any:
+        """The connector's own report of its workers; None without one."""
