@@ -24,6 +24,7 @@ from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.runtime.news import News
 from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
 
 BLOCK = 16
@@ -31,16 +32,19 @@ AT_A_TIME = 8
 ROWS = 4096
 GPU_BLOCKS = 2048
 ASKED = 13
-"""Number of times that a request is asked about until a bucket has answered."""
+"""Number of steps in which a request is asked about until a bucket has answered."""
 
 
 class Tier(SecondaryTierManager):
-    """A tier that holds nothing, takes every store at once, and decides a lookup when it is asked often enough."""
+    """A tier that holds nothing, takes every store at once, and decides a lookup some steps after it was asked."""
 
     name = "tier"
+    announces_news = True
 
-    def __init__(self, asked: int) -> None:
-        self._needed = asked
+    def __init__(self, asked: int, news: News) -> None:
+        self._steps = asked - 1
+        self._news = news
+        self._step = 0
         self._asked: dict[OffloadKey, int] = {}
         self._done: list[JobResult] = []
 
@@ -48,11 +52,10 @@ class Tier(SecondaryTierManager):
         return False
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        count = self._asked.get(keys[0], 0) + 1
-        if count < self._needed:
-            self._asked[keys[0]] = count
+        decided_at = self._asked.setdefault(keys[0], self._step + self._steps)
+        if self._step < decided_at:
             return PrefixAnswer(0, True)
-        self._asked.pop(keys[0], None)
+        self._asked.pop(keys[0])
         return PrefixAnswer(0, False)
 
     def submit_store(self, job: TransferJob) -> None:
@@ -64,6 +67,11 @@ class Tier(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         done, self._done = self._done, []
         return done
+
+    def on_schedule_end(self) -> None:
+        self._step += 1
+        if self._step in self._asked.values():
+            self._news.announce()
 
 
 @dataclass(slots=True, eq=False)
@@ -186,13 +194,14 @@ class Engine:
 
 
 def scheduler_half(asked: int | None) -> OffloadingConnectorScheduler:
-    """A scheduler half with a full CPU tier, and with a tier behind it that must be asked ``asked`` times.
+    """A scheduler half with a full CPU tier, and with a tier behind it that answers after ``asked`` steps.
 
     None: without such a tier.
     """
     spec = make_spec(gpu_block_size=BLOCK)
     rows = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 1), np.uint8).data)
-    manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked)])
+    news = News()
+    manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked, news)], news=news)
     spec.get_manager = lambda: manager  # type: ignore[method-assign]
     return OffloadingConnectorScheduler(spec)
 

@@ -137,6 +137,7 @@ class FakeManager(OffloadingManager):
         self.rows: OrderedDict[OffloadKey, int] = OrderedDict()
         self.refs: dict[OffloadKey, int] = {}
         self.undecided: set[OffloadKey] = set()
+        self.unchanged = False
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.refuse_stores = False
         self.reverse_stores = False
@@ -181,6 +182,9 @@ class FakeManager(OffloadingManager):
                 return PrefixMatch(hits, pending and hits >= at_least)
             pending = pending or self.refs[key] == -1
         return PrefixMatch(len(keys), pending)
+
+    def still_pending(self, req_context: ReqContext) -> bool:
+        return self.unchanged
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._check_unique(keys)

@@ -102,6 +102,24 @@ class TestMatch:
         manager.undecided.clear()
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
 
+    def test_does_not_search_again_while_the_manager_says_that_nothing_has_changed(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        manager.undecided = set(request.keys())
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        manager.unchanged = True
+        searches = len(manager.asked)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        assert len(manager.asked) == searches
+        assert scheduler.get_num_new_matched_tokens(request, 4) == (None, False), "the engine has found a block"
+        assert len(manager.asked) == searches + 1
+        manager.undecided.clear()
+        manager.unchanged = False
+        assert scheduler.get_num_new_matched_tokens(request, 4) == (0, False)
+        manager.unchanged = True
+        manager.hold(request.keys()[:4])
+        assert scheduler.get_num_new_matched_tokens(request, 4) == (12, True), "only pending answers are kept"
+
     @pytest.mark.parametrize(
         ("block_size", "computed", "answer"),
         [

@@ -117,6 +117,16 @@ class OffloadingManager(ABC):
             pending = pending or answer is None
         return PrefixMatch(len(keys), pending)
 
+    def still_pending(self, req_context: ReqContext) -> bool:
+        """Return True if the last lookup of a request was pending, and the same lookup would be pending now.
+
+        Callers that repeat a lookup at every step may then skip it. False says nothing: look up again.
+
+        Args:
+            req_context: the request that asks.
+        """
+        return False
+
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ``keys`` until :meth:`complete_load` and return their rows.

@@ -89,9 +89,11 @@ class HitSearch:
         Returns:
             The hit; it covers at least one block beyond ``computed``, or nothing.
         """
-        end = self._aligned(
-            min(limit, *((len(keys[g.group_idx]) - g.lookahead_blocks) * g.offloaded_block_size for g in self._groups))
-        )
+        end = limit
+        for group in self._groups:
+            known = (len(keys[group.group_idx]) - group.lookahead_blocks) * group.offloaded_block_size
+            end = min(end, known)
+        end = self._aligned(end)
         pending = False
         for group in self._full:
             if end - computed < self._least:
@@ -136,4 +138,6 @@ class HitSearch:
 
     def _aligned(self, end: int) -> int:
         """Return the last position at or before ``end`` where a hit may end."""
+        if len(self._ends) == 1:
+            return end - end % self._ends[0]
         return max(end - end % size for size in self._ends)

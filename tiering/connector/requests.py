@@ -73,6 +73,8 @@ class RequestState(TrackedRequest[GroupState]):
     """True if the request may load."""
     match: Match | None = None
     """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
+    open_question: tuple[int, int] | None = None
+    """Computed tokens and known tokens at the last match, if that match was pending; None otherwise."""
     asked_blocks: int = 0
     """Blocks that the first match of the request probed and that no load has accounted for yet.
 

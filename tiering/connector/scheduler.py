@@ -147,9 +147,12 @@ class OffloadingConnectorScheduler:
                 result is not known yet: call again at a later step.
         """
         state = self._states.get(request.request_id) or self._admit(request)
+        question = (num_computed_tokens, request.num_tokens)
+        if question == state.open_question and self._manager.still_pending(state.ctx):
+            return ASK_AGAIN
+        state.open_question = state.match = None
         if state.has_blocks or state.scheduled:
             self._tables.start_over(state)
-        state.match = None
         state.found_tokens = state.filled_tokens = num_computed_tokens
         state.extend_keys(self._groups)
         if not state.touched:
@@ -171,6 +174,7 @@ class OffloadingConnectorScheduler:
         if self._describes_events and hit.tokens > num_computed_tokens:
             self._record_lookup(state, num_computed_tokens, hit.tokens)
         if hit.pending:
+            state.open_question = question
             return ASK_AGAIN
         if hit.tokens <= num_computed_tokens:
             return NO_TOKENS

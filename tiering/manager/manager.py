@@ -23,6 +23,7 @@ from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.jobs import NOBODY, TierJobs
+from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
@@ -100,6 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._call = self._tiers.call
         self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
         self._search = PrefixSearch(primary_tier, self._promotions, self._call, clock)
+        self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)
         self._known = self._requests.known
         self._shut_down = False
@@ -115,6 +117,7 @@ class TieringOffloadingManager(OffloadingManager):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         if not self._jobs.collected:
+            self._open_lookups.collecting()
             self._jobs.collect()
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.load:
@@ -122,7 +125,13 @@ class TieringOffloadingManager(OffloadingManager):
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
             return PrefixMatch(hits, False)
-        return self._search.match(request, keys, hits, at_least)
+        match = self._search.match(request, keys, hits, at_least)
+        if match.pending:
+            self._open_lookups.note(req_context.req_id)
+        return match
+
+    def still_pending(self, req_context: ReqContext) -> bool:
+        return self._open_lookups.still_pending(req_context.req_id)
 
     # --------------------------------------------------------------------------------------------------- load and touch
 
@@ -188,6 +197,7 @@ class TieringOffloadingManager(OffloadingManager):
         stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
         request = self._known.get(req_context.req_id)
         if stored:
+            self.news.announce()  # Lookups that wait for these blocks may be repeated.
             self._jobs.note_refilled(rows)
             self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
         self._cascade_awaited()
@@ -201,6 +211,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._owner.claim()
         known = self._known.get(req_context.req_id)
         if known is not None:
+            self._open_lookups.forget(req_context.req_id)
             self._close(known)
         request = self._requests.begin(req_context)
         policy = OffloadPolicy.REQUEST_LEVEL if request.wants_all else OffloadPolicy.BLOCK_LEVEL
@@ -213,6 +224,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None or request.finished:
             return
         request.finished = True
+        self._open_lookups.forget(req_context.req_id)
         self.primary_tier.on_request_finished(req_context)
         self._promotions.leave(request)
         self._close_if_done(request)

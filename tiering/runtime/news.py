@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 
 class News:
@@ -13,14 +14,18 @@ class News:
     All tiers of a manager share one instance. Without listeners, an announcement costs next to nothing.
     """
 
-    __slots__ = ("_listeners", "_lock")
+    __slots__ = ("_listeners", "_lock", "_numbers", "count")
 
     def __init__(self) -> None:
+        self.count = 0
+        """A number that every announcement changes; a number that was replaced never returns."""
+        self._numbers = count(1)
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
 
     def announce(self) -> None:
         """Call all listeners, because a job or a task has ended. Any thread may call."""
+        self.count = next(self._numbers)
         for listener in self._listeners:
             listener()
 
