@@ -1,7 +1,6 @@
-"""CPU time on the scheduler's thread with many small requests: 8 at a time, prompts of 100 to 600 tokens, 16 to 64
-tokens of output, nothing reused.
+"""CPU time on the scheduler's thread for many small requests without a common prefix.
 
-An engine without a model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The
+There are 8 requests at a time, with prompts of 100 to 600 tokens and 16 to 64 tokens of output. An engine without a model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The
 same engine without a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for
 13 steps, in which the request is asked about again and again.
 """
@@ -36,7 +35,7 @@ ASKED = 13
 
 
 class Tier(SecondaryTierManager):
-    """A tier that holds nothing, takes every store at once, and decides a lookup some steps after it was asked."""
+    """A tier that holds nothing, accepts every store, and decides a lookup after some steps."""
 
     name = "tier"
     announces_news = True
@@ -102,7 +101,7 @@ class Request:
 
 
 def requests(count: int, seed: int) -> list[Request]:
-    """Requests of random lengths whose tokens nobody has seen."""
+    """Return requests of random lengths with new tokens."""
     dice = random.Random(seed)
     made = []
     for number in range(count):
@@ -194,9 +193,10 @@ class Engine:
 
 
 def scheduler_half(asked: int | None) -> OffloadingConnectorScheduler:
-    """A scheduler half with a full CPU tier, and with a tier behind it that answers after ``asked`` steps.
+    """Return a scheduler half with a full CPU tier.
 
-    None: without such a tier.
+    Args:
+        asked: number of steps after which a tier behind the CPU tier answers; None: there is no such tier.
     """
     spec = make_spec(gpu_block_size=BLOCK)
     rows = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 1), np.uint8).data)

@@ -1,4 +1,4 @@
-"""The completion of the connector's copy jobs, from the workers' reports to the manager, fences and requests."""
+"""The completion of the connector's copy jobs that the workers have reported."""
 
 from __future__ import annotations
 

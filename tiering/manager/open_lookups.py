@@ -32,7 +32,7 @@ class OpenLookups:
         self._clock = clock
         self._seen = news.count
         self._open: dict[str, tuple[int, float]] = {}
-        """Per request, the announcements that its answer accounts for, and the time until which the answer holds."""
+        """By request id: the last announcement before the answer, and the time until which the answer holds."""
 
     def collecting(self) -> None:
         """Note that the results of all announcements until now are collected next."""

@@ -1,4 +1,4 @@
-"""Requests of an engine, as the schedulers of both modes follow them: their policy, their keys and their GPU blocks."""
+"""Requests of an engine, as the schedulers of both modes follow them: policy, keys and GPU blocks."""
 
 from __future__ import annotations
 

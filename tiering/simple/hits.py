@@ -16,7 +16,10 @@ Keys = Sequence[Sequence[OffloadKey]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNeeds(BlockGroup):
-    """One KV-cache group, with the rule by which a sequence needs its blocks. A CPU block is one GPU block."""
+    """One KV-cache group, with the rule by which a sequence needs its blocks.
+
+    A CPU block is one GPU block.
+    """
 
     is_full: bool
     """True for full attention."""
@@ -30,7 +33,10 @@ class GroupNeeds(BlockGroup):
 
     @property
     def sliding_window_size_in_blocks(self) -> int | None:
-        """None for full attention, the only kind whose blocks get snapshots for KV events; at least 1 otherwise."""
+        """Blocks in a window, at least 1; None for full attention.
+
+        Only blocks of full attention get snapshots for KV events.
+        """
         return None if self.is_full else max(1, -(-(self.sliding_window or 0) // self.gpu_block_size))
 
     def first_needed(self, tokens: int) -> int:
