@@ -1,8 +1,9 @@
 """CPU time on the scheduler's thread for many small requests without a common prefix.
 
-There are 8 requests at a time, with prompts of 100 to 600 tokens and 16 to 64 tokens of output. An engine without a model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The
-same engine without a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for
-13 steps, in which the request is asked about again and again.
+There are 8 requests at a time, with prompts of 100 to 600 tokens and 16 to 64 tokens of output. An engine without a
+model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The same engine without
+a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for 13 steps, in which
+the engine asks about the request again and again.
 """
 
 from __future__ import annotations
