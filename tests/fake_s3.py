@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif method == "PUT":
             self._put(name, body)
         elif method in {"GET", "HEAD"} and name:
-            self._get(name, fault)
+            self._get(name, fault if isinstance(fault, Trouble) else None)
         elif method == "GET":
             self._list(query)
         elif method == "DELETE":

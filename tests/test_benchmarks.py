@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -21,7 +23,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("subject", tmp_path, out=io.StringIO())
 
 
-def counting(log: list[str], name: str, values: list[float]):
+def counting(log: list[str], name: str, values: list[float]) -> Callable[[], Sample]:
     def run() -> Sample:
         log.append(name)
         return Sample(values[len([entry for entry in log if entry == name]) - 1], cpu=1.0, extra={"deep": 2.0})
@@ -29,7 +31,7 @@ def counting(log: list[str], name: str, values: list[float]):
     return run
 
 
-def test_variants_alternate_and_the_warm_up_does_not_count(bench):
+def test_variants_alternate_and_the_warm_up_does_not_count(bench: Bench) -> None:
     log: list[str] = []
     stats = bench.compare(
         "c", {"a": counting(log, "a", [99, 1, 2, 3]), "b": counting(log, "b", [99, 4, 5, 9])}, repeats=3
@@ -45,14 +47,14 @@ def test_variants_alternate_and_the_warm_up_does_not_count(bench):
     )
 
 
-def test_a_ratio_is_taken_within_each_round():
+def test_a_ratio_is_taken_within_each_round() -> None:
     def stats(*samples: float) -> Stats:
         return Stats(0, 0, 0, samples, None, {})
 
     assert ratio(stats(1, 10, 100), stats(2, 10, 50)) == 1.0
 
 
-def test_a_quick_run_does_one_round(tmp_path):
+def test_a_quick_run_does_one_round(tmp_path: Path) -> None:
     log: list[str] = []
     Bench("subject", tmp_path, quick=True, out=io.StringIO()).compare("c", {"a": counting(log, "a", [1])})
     assert log == ["a"]
@@ -62,12 +64,14 @@ def test_a_quick_run_does_one_round(tmp_path):
     ("value", "direction", "ok"),
     [(1.0, "max", True), (1.1, "max", False), (1.0, "min", True), (0.9, "min", False), (None, "max", False)],
 )
-def test_a_target_is_reached_at_its_limit_and_not_beyond(bench, value, direction, ok):
+def test_a_target_is_reached_at_its_limit_and_not_beyond(
+    bench: Bench, value: float | None, direction: Literal["max", "min"], ok: bool
+) -> None:
     bench.target("t", value, 1.0, direction)
     assert bench.targets[0].ok is ok
 
 
-def test_a_section_is_rewritten_in_place_and_the_others_stay(bench, tmp_path):
+def test_a_section_is_rewritten_in_place_and_the_others_stay(bench: Bench, tmp_path: Path) -> None:
     path, shape = tmp_path / "RESULTS.md", machine(tmp_path)
     path.write_text("# Results\n\nwords\n")
     other = Bench("other", tmp_path, out=io.StringIO())
@@ -88,7 +92,7 @@ def test_a_section_is_rewritten_in_place_and_the_others_stay(bench, tmp_path):
     assert str(shape.cores) in text
 
 
-def test_results_are_written_for_programs_too(bench, tmp_path):
+def test_results_are_written_for_programs_too(bench: Bench, tmp_path: Path) -> None:
     bench.compare("c", {"a": lambda: 2.0}, repeats=1)
     bench.target("t", 2.0, 3.0, "max", "x")
     write_json(bench, machine(tmp_path), tmp_path / "out" / "subject.json")
@@ -101,25 +105,27 @@ def test_results_are_written_for_programs_too(bench, tmp_path):
     ("value", "text"),
     [(0.12345, "0.123"), (1234.5, "1,234"), (1234567, "1,234,567"), (0.00001, "1.00e-05"), (0.0, "0"), ("x", "x")],
 )
-def test_numbers_are_shown_as_people_read_them(value, text):
+def test_numbers_are_shown_as_people_read_them(value: float | str, text: str) -> None:
     assert show(value) == text
 
 
 @pytest.mark.parametrize("name", found())
-def test_every_benchmark_says_what_it_measures_and_can_be_run(name):
+def test_every_benchmark_says_what_it_measures_and_can_be_run(name: str) -> None:
     module = importlib.import_module(f"benchmarks.bench_{name}")
     assert callable(module.run)
     assert len(module.__doc__ or "") > 60
 
 
-def test_a_benchmark_that_cannot_run_here_is_left_out_and_says_why(monkeypatch, tmp_path, capsys):
+def test_a_benchmark_that_cannot_run_here_is_left_out_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(importlib.import_module("benchmarks.bench_cuda"), "lacks", lambda: "it needs the moon")
     assert main(["--quick", "--only", "cuda", "--out", str(tmp_path)]) == 0
     assert "Left out: it needs the moon." in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_benchmark_of_cuda_copies_moves_what_it_says(tmp_path):
+def test_the_benchmark_of_cuda_copies_moves_what_it_says(tmp_path: Path) -> None:
     bench = Bench("cuda", tmp_path, quick=True, out=io.StringIO())
     api = FakeCuda()
     bench_cuda.compare(bench, 1024, "cpu", api)
@@ -129,7 +135,9 @@ def test_the_benchmark_of_cuda_copies_moves_what_it_says(tmp_path):
     assert not api.runtime.registered
 
 
-def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(monkeypatch, tmp_path, capsys):
+def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(bench: Bench) -> None:
         raise RuntimeError("no such device")
 

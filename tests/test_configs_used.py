@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from examples import s3_server
 from examples.mini_engine.simple import SimpleEngine
 from tests.mini_engine.helpers import ask_all, options, prompt, wrong_answers
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering.testing.keys import keys_of
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 BUCKET = "kv-blocks"
@@ -23,7 +24,7 @@ BLOCK_BYTES = 32 << 10
 PROMPT = 24
 """Blocks of one prompt: more than any example's min_prefix_blocks."""
 ROWS = 64
-KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(PROMPT)]
+KEYS = keys_of(*range(PROMPT))
 
 Blocks = NDArray[np.uint8]
 
@@ -64,7 +65,7 @@ def store(manager: TieringOffloadingManager, keys: list[bytes], data: Blocks, ct
     out = manager.prepare_store(keys, ctx)
     assert out is not None
     assert out.keys_to_store == keys
-    rows[out.store_spec.block_ids, :BLOCK_BYTES] = data  # type: ignore[attr-defined]
+    rows[out.store_spec.block_ids, :BLOCK_BYTES] = data
     manager.complete_store(keys, ctx)
     manager.on_schedule_end()
     again = ReqContext(f"{ctx.req_id} again")  # the second use: what admission may have waited for
@@ -79,7 +80,7 @@ def load(manager: TieringOffloadingManager, keys: list[bytes], ctx: ReqContext) 
     step_until(manager, lambda: not manager.match_prefix(keys, ctx).pending)
     assert manager.match_prefix(keys, ctx) == (len(keys), False)
     spec = manager.prepare_load(keys, ctx)
-    found = np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES]  # type: ignore[attr-defined]
+    found = np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES]
     manager.complete_load(keys, ctx)
     return found
 
@@ -88,20 +89,17 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
     """Push everything else out of the primary tier."""
     rows = manager.primary_tier.num_rows
     for start in range(0, rows, ROWS):
-        keys = [
-            make_offload_key((start + number + 1000).to_bytes(32, "big"), 0)
-            for number in range(min(ROWS, rows - start))
-        ]
+        keys = keys_of(*range(1000 + start, 1000 + min(start + ROWS, rows)))
         store(manager, keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), ctx)
 
 
-def test_every_example_is_used_here():
+def test_every_example_is_used_here() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory", "simple"}
 
 
 @pytest.mark.usefixtures("object_store")
 @pytest.mark.parametrize("name", ["cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory"])
-def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name, blocks):
+def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name: str, blocks: Blocks) -> None:
     ctx = ReqContext("a")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
         manager.on_new_request(ctx)
@@ -111,7 +109,7 @@ def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name, blocks):
 
 
 @pytest.mark.parametrize("name", ["cpu-nvme", "dev-memory"])
-def test_a_block_that_left_the_cpu_tier_is_promoted_again(name, blocks):
+def test_a_block_that_left_the_cpu_tier_is_promoted_again(name: str, blocks: Blocks) -> None:
     first, second = ReqContext("a"), ReqContext("b")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
         manager.on_new_request(first)
@@ -136,20 +134,24 @@ def run_once(name: str, blocks: Blocks | None) -> Blocks:
     return found
 
 
-def test_a_restart_finds_the_blocks_on_its_disk(blocks):
+def test_a_restart_finds_the_blocks_on_its_disk(blocks: Blocks) -> None:
     run_once("cpu-nvme", blocks)
     assert np.array_equal(run_once("cpu-nvme", None), blocks)
 
 
 @pytest.mark.usefixtures("object_store")
-def test_a_new_machine_finds_the_blocks_in_the_bucket(blocks, monkeypatch, tmp_path):
+def test_a_new_machine_finds_the_blocks_in_the_bucket(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run_once("cpu-nvme-s3", blocks)
     monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
     assert np.array_equal(run_once("cpu-nvme-s3", None), blocks)
 
 
 @pytest.mark.usefixtures("object_store")
-def test_a_tenant_with_another_salt_finds_nothing(blocks, monkeypatch, tmp_path):
+def test_a_tenant_with_another_salt_finds_nothing(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run_once("cpu-nvme-s3", blocks)
     monkeypatch.setenv("KV_SALT", "another tenant")
     with open_manager(load_stack(CONFIGS / "cpu-nvme-s3.yaml"), BLOCK_BYTES, MODEL) as manager:
@@ -160,7 +162,7 @@ def test_a_tenant_with_another_salt_finds_nothing(blocks, monkeypatch, tmp_path)
         manager.on_request_finished(ctx)
 
 
-def test_the_simple_scheduler_loads_what_has_left_the_gpu():
+def test_the_simple_scheduler_loads_what_has_left_the_gpu() -> None:
     prompts = [prompt(seed, 70) for seed in range(8)]
     with SimpleEngine(options(num_blocks=44, stack=str(CONFIGS / "simple.yaml"))) as engine:
         pool = engine.tiers.scheduler_half.cpu_config  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from examples import vllm_offline
 from scripts import option_tables
@@ -40,7 +41,7 @@ def examples(language: str) -> list[object]:
 
 
 @pytest.mark.parametrize("code", examples("python"))
-def test_python_in_a_document_runs(code):
+def test_python_in_a_document_runs(code: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -48,20 +49,20 @@ def test_python_in_a_document_runs(code):
 
 
 @pytest.mark.parametrize("text", examples("yaml"))
-def test_a_stack_in_a_document_is_valid(text, tmp_path, monkeypatch):
+def test_a_stack_in_a_document_is_valid(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S3_ENDPOINT", "http://127.0.0.1:9000")
     (tmp_path / "stack.yaml").write_text(text if "primary" in text else f"primary: {{capacity: 1GiB}}\n{text}")
     assert load_stack(tmp_path / "stack.yaml").primary.capacity > 0
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_between_documents_lead_somewhere(path):
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", SERVER], ids=lambda path: path.name)
-def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path):
+def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path: Path) -> None:
     given = [
         json.loads(text) for text in re.findall(r"--kv-transfer-config '(\{.*?\})'", path.read_text(), flags=re.DOTALL)
     ]
@@ -74,7 +75,7 @@ def test_what_is_given_to_vllm_names_our_connector_and_a_stack(path):
         assert stack.name == "stack.yaml" or load_stack(ROOT / stack).primary.capacity > 0
 
 
-def test_the_connector_that_documents_name_is_there():
+def test_the_connector_that_documents_name_is_there() -> None:
     known = vllm_offline.transfer_config("stack.yaml")
     package = importlib.import_module(known["kv_connector_module_path"])
     module = ast.parse((ROOT / "tiering" / "engines" / "vllm" / "connector.py").read_text())
@@ -82,7 +83,7 @@ def test_the_connector_that_documents_name_is_there():
     assert known["kv_connector"] in package.__all__
 
 
-def test_the_stack_and_the_request_that_the_server_document_writes_are_valid():
+def test_the_stack_and_the_request_that_the_server_document_writes_are_valid() -> None:
     (inline,) = re.findall(r'^`(\{"primary": .*\})`', SERVER.read_text(), flags=re.MULTILINE)
     assert load_stack(json.loads(inline.replace("[...]", "[]"))).primary.capacity == 8 << 30
     (request,) = blocks(SERVER, "json")
@@ -90,36 +91,40 @@ def test_the_stack_and_the_request_that_the_server_document_writes_are_valid():
     assert (policy.load, policy.store, policy.tiers) == (True, False, frozenset({"local"}))
 
 
-def test_the_request_words_that_the_server_document_leaves_out_are_none():
+def test_the_request_words_that_the_server_document_leaves_out_are_none() -> None:
     words = set(re.findall(r"[`\"]([a-z_]+)[`\"]", SERVER.read_text()))
     assert {field.name for field in dataclasses.fields(RequestPolicy)} - words == set()
 
 
 @pytest.mark.parametrize("path", option_tables.DOCUMENTS, ids=lambda path: path.name)
-def test_the_tables_of_options_are_those_of_the_option_classes(path):
+def test_the_tables_of_options_are_those_of_the_option_classes(path: Path) -> None:
     text = path.read_text()
     assert option_tables.render(text) == text, "python -m scripts.option_tables --write"
 
 
-def test_every_table_of_options_is_in_a_document():
+def test_every_table_of_options_is_in_a_document() -> None:
     named = [name for path in DOCUMENTS for name in re.findall(r"<!-- options: (\w+) -->", path.read_text())]
     assert sorted(named) == sorted(option_tables.TABLES)
 
 
-def test_every_word_of_a_stack_is_documented():
+def test_every_word_of_a_stack_is_documented() -> None:
     text = (ROOT / "docs" / "stack-file.md").read_text()
     words = set(re.findall(r"`([a-z_]+)`", text))
     assert sorted(_words() - words) == []
 
 
-def test_every_number_that_is_counted_is_documented():
+def test_every_number_that_is_counted_is_documented() -> None:
     words = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "operations.md").read_text()))
     counted = {field.name for record in (TierStats, ManagerStats) for field in dataclasses.fields(record)}
     assert sorted(counted - words) == []
 
 
 def _words() -> set[str]:
-    models = [StackConfig, PrimaryOptions, *(tier_definition(kind).options for kind in TIER_TYPES)]
+    models: list[type[BaseModel]] = [
+        StackConfig,
+        PrimaryOptions,
+        *(tier_definition(kind).options for kind in TIER_TYPES),
+    ]
     return {word for model in models for word in model.model_fields}
 
 
@@ -136,11 +141,11 @@ def quickstart(*arguments: str, code: str = "") -> str:
     return done.stdout
 
 
-def test_the_library_example_runs():
+def test_the_library_example_runs() -> None:
     assert "32 of 32 blocks came back, identical" in quickstart()
 
 
-def test_the_library_example_stores_what_fits_of_a_prompt_that_is_larger_than_the_cpu_tier(tmp_path):
+def test_the_library_example_stores_what_fits_of_a_prompt_that_is_larger_than_the_cpu_tier(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(
         "primary: {capacity: 1MiB, promotion_share: 1.0}\n"
         "secondary: [{type: memory, capacity: 8MiB, primary_share: 1.0}]\n"
@@ -161,13 +166,13 @@ sys.meta_path.insert(0, Missing())
 
 
 @pytest.mark.parametrize("stack", ["dev-memory", "cpu-nvme"])
-def test_the_library_needs_no_torch(stack, tmp_path, monkeypatch):
+def test_the_library_needs_no_torch(stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"KV_CPU_CAPACITY": "64MiB", "KV_DISK_CAPACITY": "64MiB", "KV_DISK_PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     assert "32 of 32 blocks came back, identical" in quickstart(str(ROOT / "configs" / f"{stack}.yaml"), code=NO_TORCH)
 
 
-def test_the_programs_of_the_readme_pass_the_type_checker_as_a_users_would(tmp_path):
+def test_the_programs_of_the_readme_pass_the_type_checker_as_a_users_would(tmp_path: Path) -> None:
     programs = []
     for number, code in enumerate(blocks(ROOT / "README.md", "python")):
         programs.append(tmp_path / f"readme_{number}.py")

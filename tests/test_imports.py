@@ -36,16 +36,16 @@ def who_imports(package: str) -> set[str]:
     }
 
 
-def test_the_contracts_import_nothing_of_ours_but_the_errors():
+def test_the_contracts_import_nothing_of_ours_but_the_errors() -> None:
     ours = {name for path in FILES if "api" in path.parts for name in imports(path) if name.startswith("tiering")}
     assert {name for name in ours if not name.startswith("tiering.api.")} == {"tiering.errors"}
 
 
-def test_the_framework_imports_no_medium():
+def test_the_framework_imports_no_medium() -> None:
     assert {path for path in who_imports("tiers") if path.startswith("tiering/")} == set()
 
 
-def test_media_do_not_import_one_another():
+def test_media_do_not_import_one_another() -> None:
     for path in FILES:
         package, *rest = path.relative_to(ROOT).parts
         if package == "tiers":
@@ -71,11 +71,11 @@ def test_media_do_not_import_one_another():
         ("shelve", ()),
     ],
 )
-def test_only_its_one_place_imports(package, allowed):
+def test_only_its_one_place_imports(package: str, allowed: tuple[str, ...]) -> None:
     assert {path for path in who_imports(package) if not path.startswith(allowed or "-")} == set()
 
 
-def test_only_the_cuda_copies_know_cuda():
+def test_only_the_cuda_copies_know_cuda() -> None:
     def uses(path: Path) -> bool:
         nodes = ast.walk(ast.parse(path.read_text()))
         return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in nodes)
@@ -83,7 +83,7 @@ def test_only_the_cuda_copies_know_cuda():
     assert {path.relative_to(ROOT).as_posix() for path in FILES if uses(path)} <= {"tiering/copy/cuda.py"}
 
 
-def test_conditions_of_production_are_typed_errors_and_not_asserts():
+def test_conditions_of_production_are_typed_errors_and_not_asserts() -> None:
     def asserts(path: Path) -> list[int]:
         return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
 
@@ -91,21 +91,21 @@ def test_conditions_of_production_are_typed_errors_and_not_asserts():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_the_library_is_imported_without_torch_and_without_media():
+def test_the_library_is_imported_without_torch_and_without_media() -> None:
     names = "('torch', 'tiers', 'boto3', 'obstore', 'prometheus_client')"
     code = f"import sys, tiering; print(*[m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
-def test_what_is_public_is_sorted_and_there():
+def test_what_is_public_is_sorted_and_there() -> None:
     assert list(tiering.__all__) == sorted(set(tiering.__all__))
     assert all(
         getattr(tiering, name).__module__.startswith("tiering") for name in tiering.__all__ if name != "OffloadKey"
     )
 
 
-def test_the_version_is_the_distributions():
+def test_the_version_is_the_distributions() -> None:
     assert f'version = "{tiering.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -118,13 +118,13 @@ def is_public(name: str) -> bool:
 
 
 @pytest.mark.parametrize("folder", [".", "demo"])
-def test_examples_import_public_names_only(folder):
+def test_examples_import_public_names_only(folder: str) -> None:
     """The mini engine is no example of a user: it is an engine, and drives the halves of the connector."""
     found = {name for path in (ROOT / "examples" / folder).glob("*.py") for name in imports(path)}
     assert {name for name in found if name.split(".")[0] in {"tiering", "tiers"} and not is_public(name)} == set()
 
 
-def test_documents_import_public_names_only():
+def test_documents_import_public_names_only() -> None:
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
     blocks = [block for path in documents for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
     names = {match[1] for block in blocks for match in re.finditer(r"^\s*(?:from|import) (\S+)", block, re.MULTILINE)}

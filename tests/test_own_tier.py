@@ -9,26 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from examples.own_tier import SQLITE_TIER, SQLiteOptions, SQLiteStore
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, make_offload_key, open_manager
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering.config.stack_file import StackConfig
+from tiering.testing.keys import keys_of
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
 from tiering.tier import Place, SecondaryTierManager, TierContext
 
 BLOCK_BYTES = 16 << 10
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="own tier")
-KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(8)]
+KEYS = keys_of(*range(8))
 DATA = np.random.default_rng(3).integers(0, 4, (len(KEYS), BLOCK_BYTES), np.uint8)
 CTX = ReqContext("a")
 
+MakeStack = Callable[..., StackConfig]
+"""Returns the stack with further words in the tier's section."""
+
 
 @pytest.fixture
-def stack(tmp_path: Path):
-    def stack(**words: object) -> object:
+def stack(tmp_path: Path) -> MakeStack:
+    def stack(**words: object) -> StackConfig:
         section = {
             "type": "examples.own_tier:SQLITE_TIER",
             "name": "sqlite",
@@ -48,19 +54,20 @@ def step_until_idle(manager: TieringOffloadingManager) -> None:
         pause.wait(0.002)
 
 
-def fill(stack: object) -> None:
-    with open_manager(stack, BLOCK_BYTES, MODEL) as manager:  # type: ignore[arg-type]
+def fill(stack: StackConfig) -> None:
+    with open_manager(stack, BLOCK_BYTES, MODEL) as manager:
         manager.on_new_request(CTX)
         out = manager.prepare_store(KEYS, CTX)
+        assert out is not None
         np.asarray(manager.primary_tier.get_kv_memoryview())[out.store_spec.block_ids, :BLOCK_BYTES] = DATA
         manager.complete_store(KEYS, CTX)
         step_until_idle(manager)
         manager.on_request_finished(CTX)
 
 
-def held(stack: object, model: ModelIdentity = MODEL) -> int:
+def held(stack: StackConfig, model: ModelIdentity = MODEL) -> int:
     """How many blocks a new process finds; each must be intact."""
-    with open_manager(stack, BLOCK_BYTES, model) as manager:  # type: ignore[arg-type]
+    with open_manager(stack, BLOCK_BYTES, model) as manager:
         manager.on_new_request(CTX)
         step_until_idle(manager)
         hits = manager.match_prefix(KEYS, CTX).hits
@@ -74,30 +81,30 @@ def held(stack: object, model: ModelIdentity = MODEL) -> int:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_blocks_are_found_again_by_the_next_process(stack, compression):
+def test_blocks_are_found_again_by_the_next_process(stack: MakeStack, compression: str) -> None:
     fill(stack(compression=compression))
     assert held(stack(compression=compression)) == len(KEYS)
 
 
-def test_another_model_finds_nothing(stack):
+def test_another_model_finds_nothing(stack: MakeStack) -> None:
     fill(stack())
     assert held(stack(), ModelIdentity(name="org/model", weights="1" * 40, dtype="bfloat16", layout="own tier")) == 0
 
 
-def test_a_block_altered_behind_its_back_is_a_miss(stack, tmp_path):
+def test_a_block_altered_behind_its_back_is_a_miss(stack: MakeStack, tmp_path: Path) -> None:
     fill(stack())
     database = sqlite3.connect(tmp_path / "kv.sqlite")
     with database:
-        places = sorted(place for (place,) in database.execute("SELECT place FROM blocks"))
-        (payload,) = database.execute("SELECT payload FROM blocks WHERE place = ?", (places[3],)).fetchone()
+        (place,) = [place for (place,) in database.execute("SELECT place FROM blocks") if place.endswith(KEYS[3].hex())]
+        (payload,) = database.execute("SELECT payload FROM blocks WHERE place = ?", (place,)).fetchone()
         database.execute(
-            "UPDATE blocks SET payload = ? WHERE place = ?", (payload[:-1] + bytes([payload[-1] ^ 1]), places[3])
+            "UPDATE blocks SET payload = ? WHERE place = ?", (payload[:-1] + bytes([payload[-1] ^ 1]), place)
         )
     database.close()
     assert held(stack()) == 3
 
 
-def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack, tmp_path):
+def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack: MakeStack, tmp_path: Path) -> None:
     assert held(stack(path=str(tmp_path / "no such directory" / "kv.sqlite"))) == 0
 
 
@@ -113,7 +120,7 @@ class _Raw:
     def _medium(self, tmp_path: Path) -> None:
         self.path = tmp_path / "kv.sqlite"
 
-    def _query(self, sql: str, *values: object) -> list[tuple[bytes, ...]]:
+    def _query(self, sql: str, *values: object) -> list[Any]:
         with closing(sqlite3.connect(self.path)) as database, database:
             return database.execute(sql, values).fetchall()
 
@@ -138,9 +145,13 @@ class TestSQLiteStore(_Raw, BlockStoreTests):
     def make_store(self) -> SQLiteStore:
         return SQLiteStore(self.path)
 
-    def break_medium(self) -> Callable[[], object]:
+    def break_medium(self) -> Callable[[], None]:
         self._query("ALTER TABLE blocks RENAME TO lost")
-        return lambda: self._query("ALTER TABLE lost RENAME TO blocks")
+
+        def heal() -> None:
+            self._query("ALTER TABLE lost RENAME TO blocks")
+
+        return heal
 
 
 class TestSQLiteTier(_Raw, TierTests):

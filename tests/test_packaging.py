@@ -18,7 +18,7 @@ NOT_SHIPPED = {".ci/run", ".gitignore", ".pre-commit-config.yaml"}
 """Files of the repository that work on a clone, and that no test needs."""
 
 
-def test_the_source_distribution_has_every_file_that_the_repository_has(monkeypatch):
+def test_the_source_distribution_has_every_file_that_the_repository_has(monkeypatch: pytest.MonkeyPatch) -> None:
     egg_info = pytest.importorskip("setuptools.command.egg_info")
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a clone")
@@ -36,7 +36,7 @@ def test_the_source_distribution_has_every_file_that_the_repository_has(monkeypa
     assert not any("__pycache__" in name for name in shipped)
 
 
-def test_torch_is_installed_only_where_it_is_asked_for():
+def test_torch_is_installed_only_where_it_is_asked_for() -> None:
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in requirements}
 
@@ -47,7 +47,7 @@ def test_torch_is_installed_only_where_it_is_asked_for():
     assert "vllm" in names(extras["vllm"])
 
 
-def test_what_documents_say_to_install_can_be_installed():
+def test_what_documents_say_to_install_can_be_installed() -> None:
     told = [
         word for path in DOCUMENTS for word in re.findall(r"pip install (?:--\S+ )*'?([^'\s]+)'?", path.read_text())
     ]
@@ -60,7 +60,7 @@ def test_what_documents_say_to_install_can_be_installed():
 
 
 @pytest.mark.parametrize("package", ["tiering", "tiers"])
-def test_types_are_shipped(package):
+def test_types_are_shipped(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert settings[package] == ["py.typed"]

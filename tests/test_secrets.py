@@ -19,11 +19,12 @@ from tiering.api import masking
 from tiering.api.masking import guard_logs, mask_text
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.secondary.definition import TierDefinition
+from tiering.testing.keys import keys_of
 
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="secrets")
 PRIMARY = {"capacity": "1MiB"}
 SENTINEL = "hunter2-hunter2"
-KEYS = [tiering.make_offload_key(bytes([number]) * 32, 0) for number in range(2)]
+KEYS = keys_of(*range(2))
 
 
 class LeakyOptions(tiering.TierOptions):

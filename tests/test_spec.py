@@ -199,7 +199,7 @@ def _store_one_block(manager: Any, *workers: OffloadingWorker) -> np.ndarray[Any
     spec = (GPULoadStoreSpec([3], [1], [0]), output.store_spec)
     assert all(worker.transfer_async(0, spec) for worker in workers)
     assert all(
-        until(lambda worker=worker: [result.success for result in worker.get_finished()] == [True])
+        until(lambda: [result.success for result in worker.get_finished()] == [True])  # noqa: B023
         for worker in workers
     )
     manager.complete_store(output.keys_to_store, ctx)

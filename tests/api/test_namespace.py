@@ -29,16 +29,16 @@ def namespace(model: ModelIdentity, salt: str = "") -> Namespace:
 
 @pytest.mark.parametrize("name", ["/models/model", "/home/me/link", "/cache/models--org--model/snapshots/" + COMMIT])
 @pytest.mark.parametrize("weights", [f"commit {COMMIT}", f"files {OTHER[:32]}"])
-def test_identified_weights_are_the_same_under_every_name(name, weights):
+def test_identified_weights_are_the_same_under_every_name(name: str, weights: str) -> None:
     model = replace(MODEL, weights=weights)
     assert namespace(replace(model, name=name)) == namespace(model)
 
 
-def test_other_weights_are_others_under_the_same_name():
+def test_other_weights_are_others_under_the_same_name() -> None:
     assert namespace(replace(MODEL, weights=f"commit {OTHER}")) != namespace(MODEL)
 
 
-def test_a_name_counts_where_the_weights_are_only_named_too():
+def test_a_name_counts_where_the_weights_are_only_named_too() -> None:
     for weights in ("v1", "main", "dummy weights, seed 0"):
         model = replace(MODEL, weights=weights)
         assert namespace(replace(model, name="other")) != namespace(model)
@@ -59,7 +59,9 @@ def enter(store: LocalStore, namespace: Namespace) -> None:
     medium.close(10)
 
 
-def test_a_new_namespace_says_what_differs_from_the_nearest_one(store, caplog):
+def test_a_new_namespace_says_what_differs_from_the_nearest_one(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
     enter(store, namespace(replace(MODEL, weights=f"commit {OTHER}", dtype="float16", layout="another")))
     enter(store, namespace(replace(MODEL, overrides={"rope": 2})))
     caplog.clear()
@@ -71,13 +73,15 @@ def test_a_new_namespace_says_what_differs_from_the_nearest_one(store, caplog):
     assert OTHER not in line
 
 
-def test_neither_the_first_namespace_of_a_medium_nor_one_that_is_known_says_anything(store, caplog):
+def test_neither_the_first_namespace_of_a_medium_nor_one_that_is_known_says_anything(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         enter(store, namespace(MODEL))
     assert "begins empty" not in caplog.text
 
 
-def test_a_salt_is_not_written_out():
+def test_a_salt_is_not_written_out() -> None:
     store = DictStore()
     own, other = namespace(MODEL, "secret"), namespace(MODEL, "other")
     store.write_document("namespace-other.json", other.parameters.encode())
@@ -86,7 +90,7 @@ def test_a_salt_is_not_written_out():
     assert nearest.differences == ("salt",)
 
 
-def test_documents_that_are_damaged_are_left_out():
+def test_documents_that_are_damaged_are_left_out() -> None:
     store = DictStore()
     store.write_document("namespace-a.json", b"\xff\xfe")
     store.write_document("namespace-b.json", b"[1]")

@@ -127,6 +127,19 @@ def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
     assert rig.manager.lookup(keys[1], rig.request("r3", tiers=["local"])) is None
 
 
+def lengths_searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all texts that are searched for secrets from now on."""
+    searched: list[int] = []
+    mask = masking.mask_text
+
+    def masked(text: str) -> str:
+        searched.append(len(text))
+        return mask(text)
+
+    monkeypatch.setattr(masking, "mask_text", masked)
+    return searched
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,9 +155,7 @@ def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
 def test_the_text_of_a_request_makes_no_long_or_forged_log_line(
     words: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched: list[int] = []
-    mask = masking.mask_text
-    monkeypatch.setattr(masking, "mask_text", lambda text: searched.append(len(text)) or mask(text))
+    searched = lengths_searched(monkeypatch)
     stack = load_stack({"primary": {"capacity": 16 * PAGE}})
     with open_manager(stack, 1000, MODEL) as manager:
         searched.clear()
@@ -159,9 +170,7 @@ def test_the_text_of_a_request_makes_no_long_or_forged_log_line(
 def test_a_log_line_of_any_length_is_masked_in_bounded_time_and_keeps_its_secrets(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched: list[int] = []
-    mask = masking.mask_text
-    monkeypatch.setattr(masking, "mask_text", lambda text: searched.append(len(text)) or mask(text))
+    searched = lengths_searched(monkeypatch)
     masking.learn("password", "hunter2-hunter2")
     logger = logging.getLogger("kv_tiering.long")
     masking.guard_logs()

@@ -17,7 +17,7 @@ CTX = ReqContext("r")
 
 @pytest.fixture
 def primary() -> CPUPrimaryTierOffloadingManager:
-    return CPUPrimaryTierOffloadingManager(memoryview(np.zeros((4, 16), np.uint8)), enable_events=True)
+    return CPUPrimaryTierOffloadingManager(np.zeros((4, 16), np.uint8).data, enable_events=True)
 
 
 def prepare(primary: CPUPrimaryTierOffloadingManager, keys: list[bytes], ctx: ReqContext = CTX) -> PrepareStoreOutput:
@@ -32,7 +32,7 @@ def store(primary: CPUPrimaryTierOffloadingManager, keys: list[bytes]) -> None:
 
 def rows_of(output: PrepareStoreOutput) -> list[int]:
     assert isinstance(output.store_spec, CPULoadStoreSpec)
-    return output.store_spec.block_ids.tolist()
+    return list(output.store_spec.block_ids.tolist())
 
 
 def test_a_block_is_pending_until_its_store_is_complete(primary: CPUPrimaryTierOffloadingManager) -> None:
@@ -197,7 +197,7 @@ def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(
     assert events == [(keys, False), ([keys[3]], True), (keys[:3], True)]
 
 
-@pytest.mark.parametrize("buffer", [memoryview(bytes(16)), memoryview(np.zeros((2, 2), np.int16))])
+@pytest.mark.parametrize("buffer", [memoryview(bytes(16)), np.zeros((2, 2), np.int16).data])
 def test_a_buffer_of_another_shape_is_refused(buffer: memoryview) -> None:
     with pytest.raises(ConfigError):
         CPUPrimaryTierOffloadingManager(buffer)

@@ -73,7 +73,7 @@ class ManagerMachine(RuleBasedStateMachine):
             tier.buffer = self.buffer
             tier.contents = {}
             tier.read = {}
-        primary = CPUPrimaryTierOffloadingManager(memoryview(self.buffer), policy)
+        primary = CPUPrimaryTierOffloadingManager(self.buffer.data, policy)
         self.manager = TieringOffloadingManager(
             primary, self.tiers, clock=self.clock, promotion_share=0.6, reservation_deadline=20.0, keep_secondary=keep
         )
@@ -172,7 +172,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(choice=choices, keys=prefixes)
     def touch(self, choice: int, keys: list[bytes]) -> None:
-        self.manager.touch(keys, self._request(choice))  # type: ignore[index]
+        self.manager.touch(keys, self._request(choice))
 
     @rule()
     def end_step(self) -> None:

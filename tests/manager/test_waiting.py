@@ -14,10 +14,11 @@ import tiering
 from tiering.manager import waiting
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.options import TierOptions
+from tiering.testing.keys import keys_of
 
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="waiting")
 BLOCK = 4096
-KEYS = [tiering.make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
+KEYS = keys_of(*range(4))
 FOREVER = 1000.0  # the test's own limit comes first
 
 

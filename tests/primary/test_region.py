@@ -4,6 +4,7 @@ when."""
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -19,14 +20,16 @@ import pytest
 from tests.thread_limit import ThreadLimit
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory import prefault, region, room
+from tiering.primary.memory.filelock import try_lock
 from tiering.primary.memory.region import PAGE, SharedRegion, shared_path, sweep
 
 ROWS, ROW_BYTES = 16, 5000
 
 
-def open_side(directory: Path, name: str = "engine-0", **overrides: int) -> SharedRegion:
-    arguments = {"num_rows": ROWS, "row_bytes": ROW_BYTES, "sides": 2} | overrides
-    return SharedRegion.open_shared(name, directory=directory, **arguments)
+def open_side(
+    directory: Path, *, name: str = "engine-0", num_rows: int = ROWS, row_bytes: int = ROW_BYTES, sides: int = 2
+) -> SharedRegion:
+    return SharedRegion.open_shared(name, num_rows, row_bytes, sides=sides, directory=directory)
 
 
 def files(directory: Path) -> list[Path]:
@@ -138,11 +141,13 @@ def test_names_that_are_no_file_names_do_not_become_paths(tmp_path: Path) -> Non
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("different", [{"num_rows": 17}, {"row_bytes": 20000}, {"sides": 3}])
-def test_sides_that_disagree_are_told(tmp_path: Path, different: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "row_bytes", "sides"), [(17, ROW_BYTES, 2), (ROWS, 20000, 2), (ROWS, ROW_BYTES, 3)]
+)
+def test_sides_that_disagree_are_told(tmp_path: Path, num_rows: int, row_bytes: int, sides: int) -> None:
     first = open_side(tmp_path)
     with pytest.raises(ConfigError, match="same configuration"):
-        open_side(tmp_path, **different)
+        open_side(tmp_path, num_rows=num_rows, row_bytes=row_bytes, sides=sides)
     assert not open_side(tmp_path).array.any()
     assert first.is_complete
 
@@ -153,7 +158,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     holder = os.open(path, os.O_RDWR)
     try:
-        assert region.try_lock(holder, 0, 0)  # so that it is not swept
+        assert try_lock(holder, 0, 0)  # so that it is not swept
         with pytest.raises(RegionError, match="not private"):
             open_side(tmp_path)
     finally:
@@ -164,7 +169,7 @@ def test_a_header_that_is_never_released_is_an_error_and_not_a_hang(tmp_path: Pa
     path = shared_path("engine-0", tmp_path)
     holder = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        assert region.try_lock(holder, 0, 0)
+        assert try_lock(holder, 0, 0)
         with pytest.raises(RegionError, match="does not let go"):
             SharedRegion.open_shared("engine-0", ROWS, ROW_BYTES, sides=2, directory=tmp_path, timeout=0.0)
     finally:
@@ -281,7 +286,7 @@ def test_too_little_shared_memory_says_which_option_to_set(tmp_path: Path, monke
     class Small:
         f_bavail, f_frsize = 10, PAGE
 
-    monkeypatch.setattr(room.os, "statvfs", lambda path: Small)
+    monkeypatch.setattr(os, "statvfs", lambda path: Small)
     with pytest.raises(RegionError, match=r"--shm-size.*emptyDir.*primary\.capacity"):
         open_side(tmp_path)
     assert files(tmp_path) == []
@@ -363,7 +368,7 @@ def test_an_address_space_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(region.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(RegionError, match="ulimit -v"):
         SharedRegion.create(ROWS, ROW_BYTES)
 

@@ -47,8 +47,8 @@ class TierTests(ABC):
         """Return the places at which the medium has blocks now, old and new."""
 
     @abstractmethod
-    def raw_read(self, place: Place) -> bytes:
-        """Return the frame at ``place``, header first."""
+    def raw_read(self, place: Place) -> bytes | None:
+        """Return the frame at ``place``, header first; None if there is none."""
 
     @abstractmethod
     def raw_write(self, place: Place, data: bytes) -> None:
@@ -57,6 +57,11 @@ class TierTests(ABC):
     @abstractmethod
     def raw_delete(self, place: Place) -> None:
         """Remove the content of ``place``."""
+
+    def _frame(self, place: Place) -> bytes:
+        frame = self.raw_read(place)
+        assert frame is not None
+        return frame
 
     def make_rig(self, model: str = "model-a") -> TierRig:
         """Return a rig on this test's medium, not open."""
@@ -118,7 +123,7 @@ class TierTests(ABC):
     def test_a_flipped_bit_is_a_miss(self, rig: TierRig, part: str) -> None:
         rig.store(K[:1])
         (place,) = self.raw_places()
-        frame = bytearray(self.raw_read(place))
+        frame = bytearray(self._frame(place))
         frame[20 if part == "header" else len(frame) - self.group_bytes[0] // 2] ^= 0x01
         self.raw_write(place, bytes(frame))
         self._loads_none_and_counts(rig, K[:1])
@@ -127,14 +132,14 @@ class TierTests(ABC):
     def test_a_truncated_block_is_a_miss(self, rig: TierRig) -> None:
         rig.store(K[:1])
         (place,) = self.raw_places()
-        frame = self.raw_read(place)
+        frame = self._frame(place)
         self.raw_write(place, frame[: len(frame) // 2])
         self._loads_none_and_counts(rig, K[:1])
 
     def test_swapped_blocks_are_misses(self, rig: TierRig) -> None:
         rig.store(K[:2])
         one, two = self.raw_places()
-        frames = self.raw_read(one), self.raw_read(two)
+        frames = self._frame(one), self._frame(two)
         self.raw_write(one, frames[1])
         self.raw_write(two, frames[0])
         self._loads_none_and_counts(rig, K[:2])
@@ -142,7 +147,7 @@ class TierTests(ABC):
     def test_a_foreign_models_block_is_a_miss(self, rig: TierRig) -> None:
         rig.store(K[:1])
         (theirs,) = self.raw_places()
-        foreign = self.raw_read(theirs)
+        foreign = self._frame(theirs)
         assert rig.close()
         other = self.make_rig(model="model-b").open()
         try:
