@@ -15,6 +15,7 @@ from tiering.cli.epoch import epoch
 from tiering.cli.inspect import inspect_command
 from tiering.cli.remove import clear, gc
 from tiering.cli.schema import schema
+from tiering.cli.top import top
 from tiering.errors import ConfigError, TieringError
 
 OK = 0
@@ -34,6 +35,7 @@ Exit codes: 0 nothing wrong, 1 problems found or work not finished,
 Examples:
   kv-tiering check stack.yaml
   kv-tiering inspect stack.yaml --verify
+  kv-tiering top http://127.0.0.1:8000
   kv-tiering schema > stack.schema.json
 """
 
@@ -60,7 +62,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (check, clear, epoch, gc, inspect_command, schema):
+for command in (check, clear, epoch, gc, inspect_command, schema, top):
     cli.add_command(command)
 
 

@@ -1,0 +1,206 @@
+"""``top``: the metrics of a real Prometheus endpoint, as an engine exports them, on one screen."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from tests.cli.conftest import WriteStack
+from tests.cli.runner import ROOT, command, kv_tiering, process
+from tiering.cli import top as top_module
+from tiering.cli.metrics import Sample, metrics_url, parse, quantile
+from tiering.errors import ConfigError
+from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.offload.stats import OffloadingConnectorStats
+from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
+
+
+def reported(*engines: dict[str, TierStats]) -> str:
+    """The text of an endpoint after each engine has reported these stats of its tiers."""
+    registry = CollectorRegistry()
+    metrics = OffloadPromMetrics(
+        MetricClasses.default(registry),
+        ("engine",),
+        {index: (index,) for index in range(len(engines))},
+        tiers=["local"],
+    )
+    for index, tiers in enumerate(engines):
+        report = OffloadingConnectorStats()
+        report.record_tiers({name: fields.as_dict() for name, fields in tiers.items()})
+        metrics.observe(report.data, index)
+    return generate_latest(registry).decode()
+
+
+def stats(**fields: object) -> TierStats:
+    latency = [0] * (len(JOB_LATENCY_BUCKETS) + 1)
+    latency[2] = 10
+    words = {"available": True, "writable": True, "job_latency": latency, "job_latency_sum": 0.04} | fields
+    return TierStats(**words)  # type: ignore[arg-type]
+
+
+GIB = 1 << 30
+HEALTHY = stats(
+    queries=200, hits=90, read_bytes=3 * GIB, written_bytes=GIB, blocks=7, occupancy_bytes=GIB, capacity_bytes=4 * GIB
+)
+
+
+@dataclass
+class Endpoint:
+    """An engine's endpoint; ``text`` is its answer."""
+
+    text: str
+    url: str = ""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    state = Endpoint(reported({"local": HEALTHY}))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = state.text.encode()
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def words(out: str) -> dict[str, list[str]]:
+    return {line.split("\t")[0]: line.split("\t")[1:] for line in out.splitlines()}
+
+
+def test_a_pipe_gets_the_numbers_since_the_start_once(endpoint: Endpoint) -> None:
+    done = process("top", endpoint.url)
+    assert (done.code, done.err) == (0, "")
+    assert words(done.out)["local"][:5] == ["up", "1 GiB of 4 GiB", "45.0%", "3 GiB", "1 GiB"]
+    assert "≤5 ms" in done.out
+
+
+def test_tiers_of_a_stack_come_in_its_order_and_missing_ones_are_told(
+    endpoint: Endpoint, write_stack: WriteStack
+) -> None:
+    stack = write_stack({"type": "memory"}, {"type": "local", "path": "/var/cache/kv", "capacity": "1GiB"})
+    done = kv_tiering("top", stack, "--url", endpoint.url, "--once")
+    found = words(done.out)
+    assert (done.code, list(found)) == (0, ["cpu", "memory", "local"])
+    assert (found["memory"][0], found["local"][0]) == ("missing", "up")
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({}, "up"),
+        ({"writable": False}, "read-only"),
+        ({"available": False}, "down"),
+        ({"recovering": 1}, "recovering"),
+        ({"breaker_state": 1}, "probing"),
+    ],
+)
+def test_states(fields: dict[str, object], state: str) -> None:
+    (row,) = top_module.rows(Sample(0.0), parse(reported({"local": stats(**fields)}), 0.0), ())
+    assert row.state == state
+
+
+def test_replicas_add_up_and_the_worst_state_counts() -> None:
+    sample = parse(reported({"local": HEALTHY}, {"local": stats(available=False, queries=200, hits=10)}), 0.0)
+    (row,) = top_module.rows(Sample(0.0), sample, ())
+    assert (row.state, row.hits) == ("down", "25.0%")
+
+
+def test_rates_are_those_of_the_interval() -> None:
+    before = parse(reported({"local": HEALTHY}), 10.0)
+    later = stats(queries=300, hits=190, read_bytes=3 * GIB + 4_000_000_000, written_bytes=GIB, corrupt_blocks=2)
+    (row,) = top_module.rows(before, parse(reported({"local": later}), 12.0), ())
+    assert (row.hits, row.reads, row.writes, row.troubles) == ("100.0%", "2.00 GB/s", "0.0 MB/s", "corrupt_blocks 2")
+
+
+def test_quantiles_are_bounds_of_buckets() -> None:
+    bounds = {0.001: 5.0, 0.01: 9.0, float("inf"): 10.0}
+    assert [quantile(bounds, {}, share) for share in (0.5, 0.9, 0.99)] == [0.001, 0.01, float("inf")]
+    assert quantile(bounds, bounds, 0.5) is None
+    assert quantile({}, {}, 0.5) is None
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_screen_fits_a_terminal_of_any_width(width: int) -> None:
+    sample = parse(reported({"local": HEALTHY, "s3": stats(available=False, retries=4)}), 1.0)
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(top_module._screen(Sample(0.0), sample, ["cpu", "local"], "http://engine:8000/metrics", "no answer"))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "no answer" in text
+
+
+def test_ctrl_c_ends_the_screen_of_a_terminal(endpoint: Endpoint) -> None:
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        command("top", endpoint.url, "--interval", "50ms"),
+        cwd=ROOT,
+        stdin=follower,
+        stdout=follower,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    ) as running:
+        os.close(follower)
+        seen = b""
+        while b"Ctrl-C ends" not in seen:
+            seen += os.read(leader, 65536)
+        running.send_signal(signal.SIGINT)
+        while running.poll() is None:
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:
+                break
+        assert (running.wait(30), running.stderr.read() if running.stderr else b"") == (0, b"")
+    os.close(leader)
+    assert b"local" in seen
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        (lambda endpoint: setattr(endpoint, "text", "# nothing\n"), 1, "hold none that begin with kv_tiering_"),
+        (lambda endpoint: setattr(endpoint, "text", "<html>"), 1, "not in Prometheus' text format"),
+        (lambda endpoint: setattr(endpoint, "url", f"{endpoint.url}/other"), 1, "answers 404"),
+        (lambda endpoint: setattr(endpoint, "url", "http://127.0.0.1:9"), 1, "does not answer"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_one_line(
+    change: Callable[[Endpoint], None], code: int, text: str, endpoint: Endpoint
+) -> None:
+    change(endpoint)
+    done = kv_tiering("top", endpoint.url)
+    assert (done.code, done.err.count("\n"), done.out) == (code, 1, "")
+    assert text in done.err
+
+
+def test_addresses() -> None:
+    assert metrics_url("http://engine:8000") == metrics_url("http://engine:8000/") == "http://engine:8000/metrics"
+    assert metrics_url("https://proxy/engine-7/metrics") == "https://proxy/engine-7/metrics"
+    with pytest.raises(ConfigError, match="is not an address"):
+        metrics_url("engine:8000")
+    assert kv_tiering("top", "http://engine", "--url", "http://engine").code == 2

@@ -1,0 +1,236 @@
+"""``top``: the tiers of a running engine on one screen, from its metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tiering.api.units import format_bytes
+from tiering.cli.metrics import Sample, fetch, metrics_url, parse, quantile
+from tiering.cli.output import duration, rate, stdout
+from tiering.cli.parameters import DURATION
+from tiering.config.stack_file import load_stack
+from tiering.errors import StoreError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Address of an engine whose address is not given: vLLM's default on this machine."""
+CPU = "cpu"
+"""Name of the primary tier in the metrics."""
+
+_TROUBLES = (
+    "corrupt_blocks",
+    "promotions_failed",
+    "cascades_failed",
+    "stores_dropped",
+    "loads_overdue",
+    "device_errors",
+    "blocks_lost",
+    "retries",
+)
+_BAR_CELLS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tier on the screen, as text."""
+
+    tier: str
+    state: str
+    """One word: up, down, read-only, recovering or probing."""
+    full: str
+    """Used and total bytes."""
+    share: float | None
+    """Used share of the capacity; None without a capacity."""
+    hits: str
+    """Share of the queried blocks that were held."""
+    reads: str
+    """Bandwidth of reads."""
+    writes: str
+    """Bandwidth of writes."""
+    latency: str
+    """Upper bounds of the median and the 99th percentile of jobs."""
+    active: str
+    """Blocks being promoted and cascaded."""
+    troubles: str
+    """Counters of failures that are not 0."""
+
+
+@click.command()
+@click.argument("target", metavar="STACK|URL")
+@click.option("--url", help=f"Address of the engine, if STACK is given.  [default: {DEFAULT_URL}]")
+@click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two looks.")
+@click.option("--once", is_flag=True, help="Print the numbers since the engine's start once. Default in a pipe.")
+def top(target: str, url: str | None, interval: float, once: bool) -> int:
+    """Show the tiers of a running engine on one screen.
+
+    The numbers are those of the engine's Prometheus endpoint, summed over its replicas. Rates, hits and latencies are
+    those of the last interval; with --once, of the time since the start. With STACK, tiers are listed in its order, and
+    tiers without metrics are shown as missing.
+
+    \b
+    Examples:
+      kv-tiering top http://127.0.0.1:8000
+      kv-tiering top stack.yaml --url http://gpu-7:8000
+      kv-tiering top http://127.0.0.1:8000 --once | grep down
+    """
+    expected: Sequence[str] = ()
+    if target.startswith(("http://", "https://")):
+        if url is not None:
+            raise click.UsageError("--url is for STACK; the address is given already")
+        address = metrics_url(target)
+    else:
+        expected = [CPU, *(options.tier_name for options in load_stack(target).secondary)]
+        address = metrics_url(url or DEFAULT_URL)
+    timeout = max(interval, 1.0)
+    first = parse(fetch(address, timeout), time.monotonic())
+    console = stdout()
+    if once or not console.is_terminal:
+        _print_once(first, expected)
+        return 0
+    _watch(address, first, expected, interval, timeout)
+    return 0
+
+
+def _watch(address: str, first: Sample, expected: Sequence[str], interval: float, timeout: float) -> None:
+    """Refresh the screen until Ctrl-C."""
+    before, latest, fault = Sample(first.at), first, ""
+    with Live(_screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(interval)
+                try:
+                    sample = parse(fetch(address, timeout), time.monotonic())
+                    before, latest, fault = latest, sample, ""
+                except StoreError as error:
+                    fault = str(error)
+                live.update(_screen(before, latest, expected, address, fault), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _print_once(sample: Sample, expected: Sequence[str]) -> None:
+    since_start = Sample(sample.at)
+    for row in rows(since_start, sample, expected):
+        words = (row.tier, row.state, row.full, row.hits, row.reads, row.writes, row.latency, row.active, row.troubles)
+        click.echo("\t".join(words).rstrip())
+
+
+def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
+    """Yield the tiers in the order of ``expected``, then the others.
+
+    Args:
+        before: the earlier sample; an empty one for the numbers since the start.
+        now: the later sample.
+        expected: names of the tiers of the stack; those without metrics are rows, too.
+    """
+    names = [*expected, *(name for name in now.tiers if name not in expected)]
+    for name in names:
+        if name in now.tiers:
+            yield _row(name, before, now)
+        else:
+            yield Row(name, "missing", "-", None, "-", "-", "-", "-", "-", "the engine has no metrics of it")
+
+
+def _row(name: str, before: Sample, now: Sample) -> Row:
+    values, earlier = now.tiers[name], before.tiers.get(name, {})
+
+    def grown(word: str) -> float:
+        return values.get(word, 0.0) - earlier.get(word, 0.0)
+
+    used, capacity = values.get("occupancy_bytes"), values.get("capacity_bytes")
+    full = "-" if used is None else format_bytes(int(used))
+    if used is not None and capacity:
+        full = f"{full} of {format_bytes(int(capacity))}"
+    queries = grown("queries")
+    bounds, bounds_before = now.latency.get(name, {}), before.latency.get(name, {})
+    half, most = quantile(bounds, bounds_before, 0.5), quantile(bounds, bounds_before, 0.99)
+    moved = [
+        (values.get(f"{word}_bytes"), grown(f"{word}_bytes"), grown(f"{word}_seconds")) for word in ("read", "written")
+    ]
+    elapsed = now.at - before.at
+    speeds = [
+        "-" if total is None else rate(amount / elapsed) if elapsed > 0 else format_bytes(int(amount))
+        for total, amount, _ in moved
+    ]
+    active = f"{values.get('promotions_active', 0):.0f}/{values.get('cascades_active', 0):.0f}"
+    troubles = [f"{word} {grown(word):.0f}" for word in _TROUBLES if grown(word) > 0]
+    return Row(
+        name,
+        _state(values),
+        full,
+        used / capacity if used is not None and capacity else None,
+        f"{100 * grown('hits') / queries:.1f}%" if queries > 0 else "-",
+        speeds[0],
+        speeds[1],
+        "-" if half is None or most is None else f"≤{duration(half)} / ≤{duration(most)}",
+        active if name != CPU else "-",
+        ", ".join(troubles),
+    )
+
+
+def _state(values: dict[str, float]) -> str:
+    if values.get("available") is None:
+        return "idle"
+    if not values["available"]:
+        return "down"
+    if values.get("recovering"):
+        return "recovering"
+    if values.get("breaker_state") == 1:
+        return "probing"
+    return "read-only" if values.get("writable") == 0 else "up"
+
+
+_STYLES = {"up": "green", "down": "bold red", "missing": "bold red", "read-only": "yellow", "probing": "yellow"}
+
+
+def _screen(before: Sample, now: Sample, expected: Sequence[str], address: str, fault: str) -> RenderableType:
+    table = Table(expand=True)
+    for heading in ("tier", "state", "full", "hits", "read", "write", "p50 / p99", "in/out", "troubles"):
+        table.add_column(heading, overflow="fold")
+    for row in rows(before, now, expected):
+        full = Text(row.full)
+        if row.share is not None:
+            cells = round(min(row.share, 1.0) * _BAR_CELLS)
+            full = Text(f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {row.full}")
+        table.add_row(
+            row.tier,
+            Text(row.state, style=_STYLES.get(row.state, "cyan")),
+            full,
+            row.hits,
+            row.reads,
+            row.writes,
+            row.latency,
+            row.active,
+            Text(row.troubles, style="yellow"),
+        )
+    lines: list[RenderableType] = [Text(address, style="bold"), table, _summary(before, now)]
+    if fault:
+        lines.append(Text(f"{fault}; trying again", style="bold red"))
+    lines.append(Text("Ctrl-C ends", style="dim"))
+    return Group(*lines)
+
+
+def _summary(before: Sample, now: Sample) -> Text:
+    """Return one line about the manager and the copies to and from the accelerator."""
+    elapsed = now.at - before.at
+    words = [
+        f"{kind.replace('_to_', ' → ')} {rate((value - before.offloaded.get(kind, 0.0)) / elapsed)}"
+        for kind, value in sorted(now.offloaded.items())
+        if elapsed > 0
+    ]
+    manager = now.manager
+    if "rows" in manager:
+        words.append(f"rows: {manager['rows']:.0f}, {manager.get('rows_free', 0):.0f} free")
+    words += [
+        f"{name.replace('_', ' ')}: {manager[name]:.0f}"
+        for name in ("jobs_in_flight", "stores_without_room", "tiers_out_of_service")
+        if manager.get(name)
+    ]
+    return Text("   ".join(words))
