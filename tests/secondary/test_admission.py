@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.secondary.intake.admission import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
+from tiering.secondary.intake import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
 from tiering.testing.keys import keys_of
 
 K = keys_of(*range(16))

@@ -20,9 +20,7 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.index.shared import SharedIndex, object_name
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.intake.admission import AdmitAll
-from tiering.secondary.intake.offers import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Offers
-from tiering.secondary.intake.store_budget import StoreBudget
+from tiering.secondary.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, AdmitAll, Offers, StoreBudget
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig

@@ -23,7 +23,7 @@ from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
 from tiering.secondary.index.contract import Probe
 from tiering.secondary.index.prober import held_prefix
-from tiering.secondary.intake.offers import OFFER_AGAIN_AFTER
+from tiering.secondary.intake import OFFER_AGAIN_AFTER
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.stats import TierStats
 from tiering.secondary.tier_life import Flight, TierLife

@@ -16,9 +16,7 @@ from tiering.secondary.contract import JobResult, SecondaryTierManager, TierCont
 from tiering.secondary.event_log import EventLog
 from tiering.secondary.index.contract import TierIndex
 from tiering.secondary.inert import InertTier
-from tiering.secondary.intake.admission import make_admission
-from tiering.secondary.intake.offers import Offers
-from tiering.secondary.intake.store_budget import StoreBudget
+from tiering.secondary.intake import Offers, StoreBudget, make_admission
 from tiering.secondary.io.assembly import build_io_host
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoResult

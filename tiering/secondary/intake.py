@@ -1,0 +1,339 @@
+"""Intake of a tier: which blocks it stores, which of them fit, and which it asks for again.
+
+- Admission policies decide if a tier stores a block that is offered to it. ``all`` admits every block, and ``none`` no
+  block (a tier that is only read). ``second_touch`` admits blocks that were seen before, because a block that is used
+  once is not worth a write. A fixed table of hashes remembers declined blocks, so it never grows and never stalls.
+- The store budget bounds the bytes of stores that may wait or run. A tier that cannot keep up drops stores instead of
+  pinning rows of the primary tier.
+- Offers bring back blocks that are in use in the primary tier and that the tier lacks. A tier misses blocks that were
+  stored while it was out of service, before it existed, or beyond its budget. The blocks among these that matter are
+  used again, and then the tier asks for them. The tier asks at a bounded rate, and rarely for the same block. A block
+  that was declined, or failed to be stored, would most likely be declined again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress, islice, takewhile
+from operator import itemgetter
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.api.keys import OffloadKey
+
+GHOST_SLOTS = 1 << 20
+"""Number of declined blocks that are remembered, 8 bytes each."""
+
+MAX_WANTED = 1 << 14
+"""Maximum number of blocks that wait to be taken as wanted; touches beyond it are ignored."""
+
+MAX_OWN_REQUESTS = 1 << 12
+"""Maximum number of requests whose own blocks are remembered.
+
+The bound keeps requests whose end is never announced from being remembered for ever.
+"""
+
+OFFERS_PER_SECOND = 256.0
+"""Number of blocks that one tier is offered again per second, in the long run."""
+
+OFFERS_AT_ONCE = 1024
+"""Maximum number of blocks that one tier is offered again at once, after a quiet time."""
+
+OFFER_AGAIN_AFTER = 60.0
+"""Seconds until a block that was offered again may be offered once more."""
+
+HELD_FOR = 600.0
+"""Seconds for which a tier that holds a block is assumed to hold it."""
+
+MAX_REMEMBERED = 1 << 16
+"""Maximum number of offered blocks that are remembered; the oldest is forgotten."""
+
+_LAST_BYTE = itemgetter(-1)
+
+
+class Admission(ABC):
+    """Admission policy, which decides for whole batches from memory, on the scheduler's thread."""
+
+    @abstractmethod
+    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+        """Return the positions of the keys to store, in order."""
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        """Record that request ``req_id`` used ``keys``."""
+
+    def take_wanted(self) -> list[OffloadKey]:
+        """Return keys that were declined before and would be admitted now, each once."""
+        return []
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that :meth:`admit` should decide about again.
+
+        All ``keys`` are in use and not held.
+        """
+        return keys
+
+    def on_request_finished(self, req_id: str) -> None:
+        """Forget ``req_id``: no calls for it follow."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
+class AdmitAll(Admission):
+    """Policy that admits every block."""
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+        return list(range(len(keys)))
+
+
+class AdmitNone(Admission):
+    """Policy that admits no block: other processes fill the tier."""
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+        return []
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return ()
+
+
+class GhostFilter:
+    """Bounded memory of hashes: a table in which a new hash replaces the one in its slot.
+
+    After n more insertions a hash is still remembered with probability exp(-n / slots). Two keys are confused with
+    probability 2^-64.
+    """
+
+    def __init__(self, slots: int = GHOST_SLOTS) -> None:
+        """Make an empty filter of ``slots`` slots, a power of two."""
+        self._table: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self._mask = slots - 1
+
+    @staticmethod
+    def hashes(keys: Sequence[OffloadKey]) -> NDArray[np.int64]:
+        """Return one int64 per key, never 0 (0 marks an empty slot)."""
+        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+        hashes[hashes == 0] = 1
+        return hashes
+
+    def contains(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the ``hashes`` that are remembered."""
+        known: NDArray[np.bool_] = self._table[hashes & self._mask] == hashes
+        return known
+
+    def add(self, hashes: NDArray[np.int64]) -> None:
+        """Remember ``hashes``."""
+        self._table[hashes & self._mask] = hashes
+
+    def discard(self, hashes: NDArray[np.int64]) -> None:
+        """Forget those of ``hashes`` that are remembered."""
+        slots = hashes & self._mask
+        self._table[slots[self._table[slots] == hashes]] = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._table.fill(0)
+
+
+class AdmitSecondTouch(Admission):
+    """Policy that admits a block at its second touch.
+
+    The first store of a block is its first touch and is declined. A later touch makes the block wanted while it is
+    resident. A second store is admitted if the ghost filter still remembers the first.
+
+    A request touches its own blocks at every step, so touches by the request that brought a block do not count. A
+    request without a name owns no blocks.
+    """
+
+    def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
+        self._ghost = GhostFilter(slots)
+        self._own_requests = own_requests
+        self._own: dict[str, set[int]] = {}
+        self._wanted: dict[OffloadKey, None] = {}
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+        hashes = self._ghost.hashes(keys)
+        known = self._ghost.contains(hashes)
+        self._ghost.discard(hashes[known])
+        new = hashes[~known]
+        if len(new):
+            self._ghost.add(new)
+            if req_id:
+                self._own.setdefault(req_id, set()).update(new.tolist())
+                if len(self._own) > self._own_requests:
+                    del self._own[next(iter(self._own))]
+        admitted: list[int] = np.flatnonzero(known).tolist()
+        return admitted
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        hashes = self._ghost.hashes(keys)
+        known = self._ghost.contains(hashes)
+        if not known.any() or len(self._wanted) >= MAX_WANTED:
+            return
+        touched = list(compress(keys, known))
+        own = self._own.get(req_id)
+        if own is not None:
+            touched = [key for key, value in zip(touched, hashes[known].tolist(), strict=True) if value not in own]
+        self._wanted.update(dict.fromkeys(touched[: MAX_WANTED - len(self._wanted)]))
+
+    def take_wanted(self) -> list[OffloadKey]:
+        if not self._wanted:
+            return []
+        wanted = list(self._wanted)
+        self._wanted.clear()
+        return wanted
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that do not wait for their second touch: another offer would count as one."""
+        return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
+
+    def on_request_finished(self, req_id: str) -> None:
+        self._own.pop(req_id, None)
+
+    def clear(self) -> None:
+        self._ghost.clear()
+        self._own.clear()
+        self._wanted.clear()
+
+
+def make_admission(word: Literal["all", "second_touch", "none"]) -> Admission:
+    """Return the admission policy that a stack file names."""
+    if word == "second_touch":
+        return AdmitSecondTouch()
+    return AdmitAll() if word == "all" else AdmitNone()
+
+
+class StoreBudget:
+    """Counts the raw bytes of stores in flight.
+
+    Args:
+        group_bytes: bytes of one block of each KV-cache group.
+        limit: maximum bytes of stores in flight.
+    """
+
+    def __init__(self, group_bytes: tuple[int, ...], limit: int) -> None:
+        self._group_bytes = group_bytes
+        self._limit = limit
+        self.used = 0
+        """Raw bytes of the stores in flight."""
+
+    def sizes(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the raw bytes of each block."""
+        if len(self._group_bytes) == 1:
+            return list(self._group_bytes) * len(keys)
+        # The last byte of a key is its group: an engine has a few, never more than 256.
+        return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
+
+    def spare(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading ``keys`` fit into the first half of the budget.
+
+        The other half is for newly stored blocks. With nothing in flight, one block always fits.
+        """
+        room = self._limit // 2 - self.used
+        return len(list(takewhile(room.__ge__, accumulate(self.sizes(keys))))) or int(bool(keys) and not self.used)
+
+    def fitting(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading ``keys`` fit into the budget.
+
+        A prefix without its tail is of use, a tail without its head is not. With nothing in flight one block always
+        fits, however small the limit is.
+        """
+        room = self._limit - self.used
+        sizes = self.sizes(keys)
+        if sum(sizes) <= room:
+            return len(keys)
+        fitting = len(list(takewhile(room.__ge__, accumulate(sizes))))
+        return fitting or int(not self.used)
+
+
+class Offers:
+    """Chooses the blocks to offer to one tier again. Times are monotonic seconds.
+
+    Args:
+        admission: admission policy of the tier.
+        budget: store budget of the tier.
+    """
+
+    def __init__(self, admission: Admission, budget: StoreBudget) -> None:
+        self._admission = admission
+        self._budget = budget
+        self._allowance = float(OFFERS_AT_ONCE)
+        self._allowance_at = 0.0
+        self._offered: dict[OffloadKey, float] = {}
+        self._waiting: dict[OffloadKey, None] = {}
+
+    def add(self, lacking: Sequence[OffloadKey], now: float) -> float:
+        """Choose blocks to offer again, and return the seconds until another look at them is worthwhile.
+
+        Args:
+            lacking: keys in use that the tier lacks, a prefix in its order; the head is worth the most.
+            now: monotonic seconds.
+        """
+        if not lacking:
+            return HELD_FOR
+        earned = (now - self._allowance_at) * OFFERS_PER_SECOND
+        self._allowance = min(OFFERS_AT_ONCE, self._allowance + earned)
+        self._allowance_at = now
+        offered = self._offered
+        fresh = [key for key in self._admission.may_be_offered(lacking) if offered.get(key, 0.0) <= now]
+        chosen = fresh[: int(self._allowance)]
+        self._allowance -= len(chosen)
+        for key in chosen:
+            offered.pop(key, None)
+            offered[key] = now + OFFER_AGAIN_AFTER
+        for key in list(islice(offered, max(0, len(offered) - MAX_REMEMBERED))):
+            del offered[key]
+        self._waiting.update(dict.fromkeys(chosen))
+        return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
+
+    def take(self) -> list[OffloadKey]:
+        """Return the blocks to offer now, the oldest first.
+
+        Offers leave half of the tier's budget to newly stored blocks.
+        """
+        if not self._waiting:
+            return []
+        taken = list(self._waiting)
+        taken = taken[: self._budget.spare(taken)]
+        for key in taken:
+            del self._waiting[key]
+        return taken
+
+    def clear(self) -> None:
+        """Forget the blocks (a reset), but keep the rate."""
+        self._offered.clear()
+        self._waiting.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Intake of one tier."""
+
+    admission: Admission
+    """Admission policy."""
+    budget: StoreBudget
+    """Bytes of stores in flight, and their bound."""
+    offers: Offers
+    """Blocks to offer again."""
+
+    @classmethod
+    def build(
+        cls, admission: Literal["all", "second_touch", "none"], group_bytes: tuple[int, ...], max_queued: int
+    ) -> Self:
+        """Return the intake of a tier.
+
+        Args:
+            admission: name of the admission policy.
+            group_bytes: bytes of one block of each KV-cache group.
+            max_queued: maximum bytes of stores in flight.
+        """
+        policy, budget = make_admission(admission), StoreBudget(group_bytes, max_queued)
+        return cls(policy, budget, Offers(policy, budget))
+
+    def clear(self) -> None:
+        """Forget all blocks (a reset); the stores in flight still count."""
+        self.admission.clear()
+        self.offers.clear()

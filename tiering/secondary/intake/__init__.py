@@ -1,1 +1,0 @@
-"""Intake of a tier: its admission policy, its budget of bytes, and its offers."""
