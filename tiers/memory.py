@@ -166,7 +166,7 @@ class MemoryTier(BlockTier):
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
         if serving:
-            self._wait(lambda: self._recovered, deadline)
+            self.wait(lambda: self._recovered, deadline)
         return serving
 
     def on_opened(self, namespace: Namespace) -> None:

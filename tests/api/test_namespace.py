@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.secondary.service.medium import Medium
 from tiering.secondary.service.nearest import find_nearest
+from tiering.secondary.service.opener import Opener
 from tiering.testing.faults import DictStore
 from tiers.local.layout import Geometry
 from tiers.local.store import LocalStore
@@ -54,9 +54,9 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def enter(store: LocalStore, namespace: Namespace) -> None:
-    medium = Medium("local", store, namespace)
-    medium.enter(None)
-    medium.close(10)
+    opener = Opener("local", store, namespace)
+    opener.enter(None)
+    opener.close(10)
 
 
 def test_a_new_namespace_says_what_differs_from_the_nearest_one(

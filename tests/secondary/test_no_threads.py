@@ -14,7 +14,7 @@ from tests.thread_limit import ThreadLimit
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.io.messages import IoKind, IoTask
 from tiering.secondary.io.threads import THREAD_RETRY_SECONDS
-from tiering.secondary.service.medium import Medium
+from tiering.secondary.service.opener import Opener
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
 
@@ -93,7 +93,7 @@ def test_the_log_tells_of_the_limit_once_in_a_while(
 def test_a_store_is_closed_although_no_thread_can_be_started_at_first(thread_limit: ThreadLimit) -> None:
     store = FakeStore()
     thread_limit.refuse = lambda name: len(thread_limit.refused) < 3
-    Medium("t", store, make_namespace()).close(10.0)
+    Opener("t", store, make_namespace()).close(10.0)
     assert (store.closed, len(thread_limit.refused)) == (1, 3)
 
 
@@ -102,6 +102,6 @@ def test_a_store_that_no_thread_can_be_had_for_is_left_to_the_end_of_the_process
 ) -> None:
     store = FakeStore()
     thread_limit.reach()
-    Medium("t", store, make_namespace()).close(0.0)
+    Opener("t", store, make_namespace()).close(0.0)
     assert store.closed == 0
     assert "left to the end of the process" in caplog.text

@@ -17,7 +17,7 @@ from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
-from tiering.secondary.intake.offers import HELD_FOR
+from tiering.secondary.intake import HELD_FOR
 
 NOBODY = ReqContext("")
 """Context of cascades that belong to no request."""

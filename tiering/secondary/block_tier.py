@@ -1,44 +1,47 @@
 """Generic secondary tier: an index on the scheduler's thread, and an I/O side that uses a block store.
 
-- Store: admission → a place from the index → one job for the I/O side → its result → the index holds the key.
-- Load: the index returns the place → one job → verified bytes are in the row → its result.
-
-Any failure on the way is a miss.
+Any failure on the way of a block is a miss. The members of a tier have one subject each:
+:class:`~tiering.secondary.jobs.TierJobs` moves blocks, :class:`~tiering.secondary.life.TierLife` opens, resets and
+closes, and :class:`~tiering.secondary.intake.Intake` chooses the blocks to store.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
+from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_store import Done, Outcome, Place
-from tiering.errors import CorruptBlockError, DeviceError, OverdueError
-from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
-from tiering.secondary.index.contract import Probe
+from tiering.block_store import BlockStore, Place
+from tiering.errors import ConfigError
+from tiering.runtime.forks import inert_in_children
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.event_log import EventLog
+from tiering.secondary.index.contract import Probe, TierIndex
 from tiering.secondary.index.prober import held_prefix
-from tiering.secondary.intake import OFFER_AGAIN_AFTER
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.inert import InertTier
+from tiering.secondary.intake import OFFER_AGAIN_AFTER, Intake
+from tiering.secondary.io.assembly import build_io_host
+from tiering.secondary.io.messages import IoTask
+from tiering.secondary.io.side import IoSide
+from tiering.secondary.jobs import TierJobs
+from tiering.secondary.life import PlacePrefix, TierLife
+from tiering.secondary.options import BlockTierOptions
+from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.stats import TierStats
-from tiering.secondary.tier_life import Flight, TierLife
-
-logger = logging.getLogger("kv_tiering.tier")
 
 _NO = PrefixAnswer(0, False)
 
 
-class BlockTier(TierLife):
+class BlockTier(TierHooks, SecondaryTierManager):
     """Tier made of an index and a block store.
 
-    Subclasses use the attributes ``context``, ``options``, ``store``, ``index``, ``io``, ``stats`` and ``namespace``.
-    Their hooks are ``on_opened``, ``on_left``, ``on_epoch``, ``on_step``, ``on_result`` and ``before_close``. The
-    scheduler's thread calls all hooks.
+    Subclasses use the public attributes, override hooks (:class:`~tiering.secondary.parts.TierHooks`), and call the
+    methods "for subclasses". The scheduler's thread calls all methods and hooks.
 
     Args:
         context: environment of the tier.
@@ -49,7 +52,114 @@ class BlockTier(TierLife):
             the tier enters an epoch.
         element_size: bytes of one KV element, by which compression splits; default 2.
         io: I/O side to use; default: a new one.
+
+    Raises:
+        ConfigError: the options are not those of a block tier, or the medium does not support their compression.
     """
+
+    def __init__(
+        self,
+        context: TierContext,
+        options: BlockTierOptions,
+        store: BlockStore,
+        index: TierIndex,
+        *,
+        place_prefix: PlacePrefix | None = None,
+        element_size: int = 2,
+        io: IoSide | None = None,
+    ) -> None:
+        if not isinstance(options, BlockTierOptions):
+            raise ConfigError(
+                f"tier {context.name}: its options, {type(options).__name__}, lack the words of a BlockTier; "
+                "derive the class from tiering.tier.BlockTierOptions"
+            )
+        self.context = context
+        """Environment of the tier."""
+        self.options = options
+        """Options of the tier."""
+        self.store = store
+        """The medium, without layers."""
+        self.index = index
+        """Index of the blocks on the medium."""
+        self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size, clock=context.clock)
+        """I/O side of the tier."""
+        self.stats = TierStats()
+        """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
+
+        self.name = context.name
+        self.medium = store.traits.medium
+        self.load_deadline = options.deadline
+        self.primary_share = options.primary_share
+        self.min_prefix_blocks = options.min_prefix_blocks
+        self.fill = options.fill
+        self.announces_news = True
+
+        self._clock = context.clock
+        self._lookup_index = index.lookup_prefix
+        self._intake = Intake.build(options.admission, context.group_bytes, options.max_queued)
+        self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
+        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
+        self._jobs = TierJobs(parts, self)
+        self._life = TierLife(parts, self, self._jobs, place_prefix)
+        self._hits = 0
+        self._misses = 0
+        inert_in_children(self, InertTier)
+
+    # -------------------------------------------------------------------------------------------------- for subclasses
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Namespace in the present epoch; None while the tier has no epoch."""
+        return self._life.namespace
+
+    @property
+    def opened(self) -> bool:
+        """True once the medium has been open: :meth:`on_opened` was called."""
+        return self._life.opened
+
+    @property
+    def idle(self) -> bool:
+        """True if no job runs and the medium is not being opened."""
+        return not self._jobs.running and not self._life.attempting
+
+    @property
+    def failed_attempts(self) -> int:
+        """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
+        return self._life.failed_attempts
+
+    def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
+        self._events.removed(keys)
+
+    def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce that ``keys`` became held without a job, by recovery (for subclasses)."""
+        self._events.stored(keys)
+
+    def retire(self, places: Sequence[Place]) -> None:
+        """Take ``places`` with a device error out of use; their blocks are lost (also for subclasses)."""
+        self._events.removed(self.index.retire(places))
+
+    def leave_medium(self) -> None:
+        """Stop service because the medium is not the one that was opened (for subclasses).
+
+        Lookups find nothing until :meth:`enter_medium`.
+        """
+        self._life.leave_medium()
+
+    def enter_medium(self) -> None:
+        """Open the store again after :meth:`leave_medium` and its closing (for subclasses).
+
+        On another medium, the blocks in the epoch of the start may be older than a reset of this process. After a
+        reset, a new epoch therefore begins.
+        """
+        self._life.enter_medium()
+
+    def wait(self, ended: Callable[[], bool], deadline: float) -> None:
+        """Process results of the I/O side until ``ended`` returns True or ``deadline`` has passed.
+
+        For methods of subclasses that may block.
+        """
+        self._life.wait(ended, deadline)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
@@ -58,7 +168,7 @@ class BlockTier(TierLife):
         return None if undecided else held == 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        if not self._serving:
+        if not self._life.serving:
             return _NO
         answer = self._lookup_index(keys, self._clock())
         held = answer[0]
@@ -77,195 +187,82 @@ class BlockTier(TierLife):
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
-        self._offers.add(self.index.end_probe(probe, held, now), now)
+        self._intake.offers.add(self.index.end_probe(probe, held, now), now)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job: TransferJob) -> None:
-        if not self._storing:
-            self.stats.stores_dropped += len(job.keys)
-            self._finish(job, ())
-            return
-        positions = self._admission.admit(job.keys, job.req_context.req_id)
-        self.stats.stores_declined += len(job.keys) - len(positions)
-        keys = job.keys if len(positions) == len(job.keys) else [job.keys[position] for position in positions]
-        fitting = self._budget.fitting(keys)
-        if fitting < len(keys):
-            self.stats.stores_dropped += len(keys) - fitting
-            keys, positions = keys[:fitting], positions[:fitting]
-        now = self._clock()
-        plan = self.index.plan_store(keys, now)
-        self.stats.evictions += len(plan.evicted)
-        self._events.removed(plan.evicted)
-        self.stats.stores_declined += len(keys) - len(plan.positions) - len(plan.already_held)
-        held = [keys[position] for position in plan.already_held]
-        self._events.found(held)
-        if not plan.positions:
-            self._finish(job, held)
-            return
-        if len(plan.positions) == len(job.keys):
-            rows = job.block_ids.tolist()
+        if self._life.storing:
+            self._jobs.store(job)
         else:
-            chosen = [positions[position] for position in plan.positions]
-            keys = [job.keys[position] for position in chosen]
-            rows = job.block_ids[chosen].tolist()
-        self._hand_over(job, IoKind.STORE, keys, rows, plan.places, held)
+            self._jobs.drop_store(job)
 
     def submit_load(self, job: TransferJob) -> None:
-        if not self._serving:
-            self.stats.promotions_failed += len(job.keys)
-            self._finish(job, ())
-            return
-        places = self.index.begin_load(job.keys)
-        keys, rows = job.keys, job.block_ids.tolist()
-        known = [place for place in places if place is not None]
-        if len(known) < len(places):
-            there = [place is not None for place in places]
-            keys, rows = list(compress(keys, there)), list(compress(rows, there))
-            self.stats.promotions_failed += len(places) - len(known)
-        if not known:
-            self._finish(job, ())
-            return
-        self._overdue.begin(job.job_id, job.submitted_at + self.options.deadline, len(known))
-        self._hand_over(job, IoKind.LOAD, keys, rows, known, [])
+        if self._life.serving:
+            self._jobs.load(job)
+        else:
+            self._jobs.fail_load(job)
 
     def get_finished(self) -> Iterable[JobResult]:
-        self._poll()
-        self._tick(self._clock())
-        finished, self._finished = self._finished, []
-        return finished
+        self._jobs.poll()
+        self._life.tick(self._clock())
+        return self._jobs.take_finished()
 
-    def _hand_over(
-        self,
-        job: TransferJob,
-        kind: IoKind,
-        keys: Sequence[OffloadKey],
-        rows: list[int],
-        places: list[Place],
-        held: list[OffloadKey],
-    ) -> None:
-        sizes = self._budget.sizes(keys)
-        stored_bytes = sum(sizes) if kind is IoKind.STORE else 0
-        self._budget.used += stored_bytes
-        self._flights[job.job_id] = Flight(job, held, stored_bytes, self._resets)
-        if kind is IoKind.STORE:
-            self.stats.cascades_active += len(keys)
-        else:
-            self.stats.promotions_active += len(keys)
-        deadline = job.submitted_at + self.options.deadline
-        fingerprint = self._fingerprint()
-        self.io.submit(IoJob(job.job_id, kind, keys, rows, places, sizes, fingerprint, job.submitted_at, deadline))
-
-    def _fingerprint(self) -> bytes:
-        return self.namespace.fingerprint if self.namespace is not None else b""
-
-    def _finish(
-        self,
-        job: TransferJob,
-        successful: Sequence[OffloadKey],
-        transfer_bytes: int | None = None,
-        transfer_time: float | None = None,
-    ) -> None:
-        complete = len(successful) == len(job.keys)
-        keys = None if complete else list(successful)
-        self._finished.append(JobResult(job.job_id, complete, keys, transfer_bytes, transfer_time))
-
-    def _poll(self) -> None:
-        for result in self.io.poll():
-            self._end_job(result)
-
-    def _end_job(self, result: IoResult) -> None:
-        io_job = result.job
-        flight = self._flights.pop(io_job.job_id, None)
-        if flight is None:
-            logger.error(
-                "tier %s: the I/O side reported job %d, which is not in flight; ignored", self.name, io_job.job_id
-            )
-            return
-        self.on_result(result)
-        if result.outcomes.count(Done.DONE) < len(result.outcomes):
-            ended = zip(io_job.places, result.outcomes, strict=True)
-            if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
-                self.retire(bad)
-        now = self._clock()
-        self.stats.observe_job(now - io_job.submitted_at)
-        # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
-        current = flight.resets == self._resets
-        arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
-        revoked = self.revoked_places()
-        if revoked and io_job.kind is IoKind.STORE:
-            arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
-        if io_job.kind is IoKind.STORE:
-            self._end_store(io_job, flight, arrived, now)
-        else:
-            self._end_load(io_job, result.outcomes, arrived, now)
-        keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
-        if current and len(keys) < len(io_job.keys):
-            self._failures.note(io_job.kind, result.outcomes)
-        held = flight.held if current else []
-        self._finish(flight.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
-
-    def _end_store(self, io_job: IoJob, flight: Flight, arrived: list[bool], now: float) -> None:
-        self._budget.used -= flight.bytes
-        self.index.end_store(io_job.keys, io_job.places, arrived, now)
-        stored = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
-        self.stats.cascades += len(stored)
-        self.stats.cascades_failed += len(io_job.keys) - len(stored)
-        self.stats.cascades_active -= len(io_job.keys)
-        self._events.stored(stored)
-
-    def _end_load(self, io_job: IoJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float) -> None:
-        if not self._overdue.end(io_job.job_id):
-            waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
-            self.stats.loads_overdue += waited
-            if waited == len(outcomes):
-                self.io.breakers.reads.record_failure(
-                    f"a load of {waited} blocks was not taken up within {self.options.deadline:g} s"
-                )
-        if self._events.announces_found:
-            self._events.found(list(compress(io_job.keys, arrived)))
-        lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
-        self._events.removed(self.index.end_load(io_job.keys, io_job.places, lost, now))
-        if self.index.shared:
-            self._corrupt.ended(io_job, outcomes)
-        self.stats.promotions += sum(arrived)
-        self.stats.promotions_failed += len(arrived) - sum(arrived)
-        self.stats.promotions_active -= len(arrived)
+    def has_pending_work(self) -> bool:
+        return self._jobs.unreported
 
     # ---------------------------------------------------------------------------------------------------------- notices
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.index.touch(keys)
-        self._admission.touch(keys, req_context.req_id)
+        self._intake.admission.touch(keys, req_context.req_id)
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         if self.options.admission == "none":
             return math.inf
-        if not self._storing:
+        if not self._life.storing:
             return 0.0
         now = self._clock()
         lacking = self.index.lacking(keys, now)
         if lacking is None:
             self._start_probes()
             return OFFER_AGAIN_AFTER
-        return self._offers.add(lacking, now)
+        return self._intake.offers.add(lacking, now)
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        wanted = self._admission.take_wanted()
-        return list(dict.fromkeys([*wanted, *self._offers.take()])) if self._storing else wanted
+        wanted = self._intake.admission.take_wanted()
+        return list(dict.fromkeys([*wanted, *self._intake.offers.take()])) if self._life.storing else wanted
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._admission.on_request_finished(req_context.req_id)
+        self._intake.admission.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self) -> None:
-        self._tick(self._clock())
+        self._life.tick(self._clock())
         self.on_step()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
 
-    def has_pending_work(self) -> bool:
-        return bool(self._flights or self._finished)
+    # --------------------------------------------------------------------------------------- may block until a deadline
+
+    def open(self, deadline: float) -> bool:
+        serving = self._life.open(deadline)
+        self.open_error = self._life.error
+        return serving
+
+    def drain(self, deadline: float) -> bool:
+        return self._life.drain(deadline)
+
+    def reset(self, deadline: float, revision: str | None = None) -> bool:
+        return self._life.reset(deadline, revision)
+
+    def reset_done(self) -> bool:
+        return self._life.reset_done
+
+    def shutdown(self, deadline: float) -> bool:
+        return self._life.shutdown(deadline)
+
+    # ------------------------------------------------------------------------------------------------------- statistics
 
     def get_stats(self) -> TierStats:
         io, stats = self.io.stats, self.stats
@@ -280,10 +277,10 @@ class BlockTier(TierLife):
             written_seconds=io.written_seconds,
             retries=io.retries,
             requests=io.requests,
-            corrupt_blocks=self._failures.corrupt_blocks,
-            device_errors=self._failures.device_errors,
+            corrupt_blocks=self._jobs.failures.corrupt_blocks,
+            device_errors=self._jobs.failures.device_errors,
             lookups_late=self.index.late_lookups,
-            blocks_deleted=self._corrupt.deleted,
+            blocks_deleted=self._jobs.blocks_deleted,
             blocks=self.index.blocks,
             occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
             capacity_bytes=self.options.capacity_bytes or 0,
@@ -291,7 +288,7 @@ class BlockTier(TierLife):
             slots_retired=self.index.retired_for_errors,
             breaker_state=int(self.io.breakers.state),
             breaker_opened=self.io.breakers.opened,
-            available=int(self._serving),
-            writable=int(self._storing),
+            available=int(self._life.serving),
+            writable=int(self._life.storing),
             job_latency=list(stats.job_latency),
         )

@@ -142,7 +142,7 @@ class LocalTier(BlockTier):
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
         if self._feed.active:
-            self._wait(self._feed.push, min(deadline, self.context.clock() + OPEN_WAIT_SECONDS))
+            self.wait(self._feed.push, min(deadline, self.context.clock() + OPEN_WAIT_SECONDS))
         return serving
 
     def on_opened(self, namespace: Namespace) -> None:
@@ -176,7 +176,7 @@ class LocalTier(BlockTier):
         if self._closing_down:
             return
         if self.namespace is None:
-            if self._opened and not self._starting_over:
+            if self.opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
                 self._inspections.wanted = True
                 self._inspections.tick()
@@ -237,12 +237,12 @@ class LocalTier(BlockTier):
         self._stop.set()
         self._growth.stop()
         self._bad_slots.save()
-        self._wait(lambda: self._checkpoints.advance() and not self._in_background, deadline)
+        self.wait(lambda: self._checkpoints.advance() and not self._in_background, deadline)
         if self.namespace is not None and not self._feed.active:
             self._inspections.start()
-            self._wait(lambda: not self._inspections.running, deadline)
+            self.wait(lambda: not self._inspections.running, deadline)
             self._checkpoints.begin()
-            self._wait(self._checkpoints.advance, deadline)
+            self.wait(self._checkpoints.advance, deadline)
 
     @property
     def _closing_down(self) -> bool:

@@ -181,7 +181,7 @@ def test_a_waiting_owner_asks_at_short_intervals_however_long_it_has_waited(tmp_
     with opened(tmp_path) as first:
         first.store(K[:4])
         assert not second.tier.open(second.context.clock() + 20)
-        service = second.tier._service
+        service = second.tier._life._service
         for _ in range(12):
             service._backoff.failed(0.0, service_module.IN_USE_SECONDS)
         assert service._backoff.due <= 2 * service_module.IN_USE_SECONDS

@@ -121,7 +121,7 @@ def test_a_full_disk_that_frees_nothing_costs_one_segment_and_one_line(
     monkeypatch.setattr(disk, "truncate", Files().truncate)
     rig = LocalRig(tmp_path, model="model-b", files=disk, **PROBES)
     assert not rig.tier.open(rig.context.clock() + 20)
-    rig.wait(lambda: rig.tier._service._backoff.failures >= 3)
+    rig.wait(lambda: rig.tier.failed_attempts >= 3)
     disk.full = False
     rig.wait(lambda: rig.tier.get_stats().available)
     rig.close()

@@ -15,7 +15,7 @@ from tests.fake_s3 import FakeS3, Trouble
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Collected, Limits
 from tiering.secondary.service.epoch import lease_document
-from tiering.secondary.service.medium import Medium
+from tiering.secondary.service.opener import Opener
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.s3 import S3_TIER, S3Options
@@ -112,7 +112,7 @@ def test_machines_that_start_together_agree_on_one_epoch(fake: FakeS3, machines:
     options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/")
     barrier = threading.Barrier(machines)
     media = [
-        Medium(str(number), _Meeting(options, barrier), make_namespace("m", (BLOCK_BYTES,)), shared=True)
+        Opener(str(number), _Meeting(options, barrier), make_namespace("m", (BLOCK_BYTES,)), shared=True)
         for number in range(machines)
     ]
     with ThreadPoolExecutor(machines) as pool:

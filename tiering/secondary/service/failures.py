@@ -9,7 +9,7 @@ from tiering.block_store import Outcome
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
-from tiering.secondary.io.messages import IoKind
+from tiering.secondary.io.messages import IoJob, IoKind
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -30,8 +30,8 @@ class FailureLog:
         self.device_errors = 0
         """Number of blocks that could not be moved because the device reported an error at their place."""
 
-    def note(self, kind: IoKind, outcomes: Sequence[Outcome]) -> None:
-        """Record a job that ended with ``outcomes``, not all of them done."""
+    def note(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
+        """Record that ``job`` ended with ``outcomes``, not all of them done."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
         self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
@@ -39,7 +39,12 @@ class FailureLog:
             error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
         ]
         if others and (events := self._lines.admit(len(others))):
-            what = "not stored" if kind is IoKind.STORE else "not loaded"
+            what = "not stored" if job.kind is IoKind.STORE else "not loaded"
             logger.warning(
-                "tier %s: %d block(s) were %s, the last one because: %s", self._name, events, what, others[-1]
+                "tier %s: %d block(s) were %s, the last one (of job %d) because: %s",
+                self._name,
+                events,
+                what,
+                job.job_id,
+                others[-1],
             )

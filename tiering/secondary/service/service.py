@@ -12,7 +12,7 @@ from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import BreakerOptions
 from tiering.secondary.service.epoch import Target
-from tiering.secondary.service.medium import Medium
+from tiering.secondary.service.opener import Opener
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -52,7 +52,7 @@ class TierService:
 
     Args:
         name: name of the tier.
-        medium: the medium to open.
+        opener: opens the medium, and enters epochs.
         io: I/O side that runs the attempts.
         options: lengths of the waits between attempts.
         clock: function that returns monotonic seconds.
@@ -67,14 +67,14 @@ class TierService:
     def __init__(
         self,
         name: str,
-        medium: Medium,
+        opener: Opener,
         io: IoSide,
         options: BreakerOptions,
         clock: Callable[[], float],
         on_entered: Callable[[Namespace], None],
     ) -> None:
         self._name = name
-        self._medium = medium
+        self._opener = opener
         self._io = io
         self._clock = clock
         self._on_entered = on_entered
@@ -88,13 +88,18 @@ class TierService:
         self.error: BaseException | None = None
         """Reason why the last attempt failed; None if none has failed."""
 
+    @property
+    def failed_attempts(self) -> int:
+        """Number of attempts in a row that failed."""
+        return self._backoff.failures
+
     def start(self) -> None:
         """Start an attempt, unless one is running or there is nothing to do."""
         if self.attempting or self.in_service or self._stopped or self._suspended:
             return
         self.attempting = True
         target = self._target
-        self._io.run(IoTask("open", lambda: self._medium.enter(target), self._ended, background=not self._borrowing))
+        self._io.run(IoTask("open", lambda: self._opener.enter(target), self._ended, background=not self._borrowing))
 
     def leave(self, target: Target) -> None:
         """Leave the present epoch for that of ``target`` (a reset).
@@ -102,7 +107,7 @@ class TierService:
         A medium that only this tier writes is out of service until the blocks stored before are foreign to every later
         process. On a shared medium only this process moves, so nothing needs to be written.
         """
-        if self._medium.shared and self.in_service:
+        if self._opener.shared and self.in_service:
             self._on_entered(target.namespace)
             return
         self.in_service = False
@@ -123,7 +128,7 @@ class TierService:
         """
         self._suspended = False
         self._target = self._target or target
-        self._medium.forget()
+        self._opener.forget()
         self.start()
 
     def tick(self, now: float) -> None:

@@ -25,8 +25,8 @@ _THREAD_WAIT_SECONDS = 1.0
 """Seconds for which closing retries to start its thread."""
 
 
-class Medium:
-    """A store and its namespace, used on the I/O side by one thread at a time.
+class Opener:
+    """Opens a store and enters the epochs of its namespace; used on the I/O side by one thread at a time.
 
     Args:
         name: name of the tier.

@@ -1,0 +1,316 @@
+"""Jobs of one tier: from the manager, over the I/O side, to their results.
+
+The manager submits a :class:`TransferJob`. An :class:`IoJob` moves its blocks on the I/O side, an :class:`IoResult`
+reports them, and a :class:`JobResult` ends the job. All four, and all log lines, name the job by the manager's number.
+
+- Store: admission and budget choose keys → the index chooses places → an I/O job → its result → the index has the keys.
+- Load: the index returns the places → an I/O job → verified bytes are in the rows → its result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
+from tiering.block_store import Done, Outcome, Place
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError
+from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult
+from tiering.secondary.parts import TierHooks, TierParts
+from tiering.secondary.service.corrupt import CorruptBlocks
+from tiering.secondary.service.failures import FailureLog
+
+logger = logging.getLogger("kv_tiering.tier")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """Job that runs on the I/O side."""
+
+    job: TransferJob
+    """The job as the manager submitted it."""
+    held: list[OffloadKey]
+    """Keys that need no I/O, because the medium holds them already."""
+    stored_bytes: int
+    """Bytes of the job that count against the store budget; 0 for loads."""
+    epochs: int
+    """Number of epochs that the tier had left when the job was submitted."""
+
+
+class OverdueLoads:
+    """Loads whose I/O still runs after their deadline, and the primary rows that they hold.
+
+    Args:
+        limit_rows: number of primary rows that overdue loads may hold; at least 1.
+    """
+
+    def __init__(self, limit_rows: int) -> None:
+        self.limit_rows = max(1, limit_rows)
+        """Number of primary rows that overdue loads may hold."""
+        self.rows = 0
+        """Number of rows that overdue loads hold."""
+        self._heap: list[tuple[float, int]] = []
+        self._running: dict[int, int] = {}
+        self._overdue: dict[int, int] = {}
+
+    def begin(self, job_id: int, deadline: float, rows: int) -> None:
+        """Record that a load of ``rows`` blocks was submitted.
+
+        Args:
+            job_id: number of the job.
+            deadline: deadline in monotonic seconds.
+            rows: number of primary rows of the load.
+        """
+        self._running[job_id] = rows
+        heapq.heappush(self._heap, (deadline, job_id))
+
+    def end(self, job_id: int) -> bool:
+        """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
+        if self._running.pop(job_id, None) is not None:
+            return False
+        self.rows -= self._overdue.pop(job_id, 0)
+        return True
+
+    def expire(self, now: float) -> list[int]:
+        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load."""
+        expired: list[int] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, job_id = heapq.heappop(self._heap)
+            rows = self._running.pop(job_id, 0)
+            if rows:
+                self._overdue[job_id] = rows
+                expired.append(rows)
+                self.rows += rows
+        return expired
+
+    @property
+    def spent(self) -> bool:
+        """True if overdue loads hold their whole share of rows.
+
+        Loads never use more rows than this share, so the count cannot exceed it.
+        """
+        return self.rows >= self.limit_rows
+
+
+class TierJobs:
+    """Submits the jobs of one tier to its I/O side, and processes their results.
+
+    Args:
+        parts: parts of the tier.
+        hooks: the tier, whose hooks are called.
+    """
+
+    def __init__(self, parts: TierParts, hooks: TierHooks) -> None:
+        context, index = parts.context, parts.index
+        num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
+        self.overdue = OverdueLoads(int(num_rows * parts.options.primary_share))
+        """Loads past their deadline."""
+        self.failures = FailureLog(context.name, context.clock)
+        """Counters of failed blocks."""
+        self._name = context.name
+        self._clock = context.clock
+        self._deadline = parts.options.deadline
+        self._admission = parts.intake.admission
+        self._budget = parts.intake.budget
+        self._index = index
+        self._io = parts.io
+        self._events = parts.events
+        self._stats = parts.stats
+        self._hooks = hooks
+        self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
+        self._fingerprint = b""
+        self._epochs = 0
+        self._running: dict[int, RunningJob] = {}
+        self._finished: list[JobResult] = []
+
+    # ------------------------------------------------------------------------------------------------------- submission
+
+    def store(self, job: TransferJob) -> None:
+        """Submit a store of the keys that are admitted, fit into the budget, and get a place."""
+        positions = self._admission.admit(job.keys, job.req_context.req_id)
+        self._stats.stores_declined += len(job.keys) - len(positions)
+        keys = job.keys if len(positions) == len(job.keys) else [job.keys[position] for position in positions]
+        fitting = self._budget.fitting(keys)
+        if fitting < len(keys):
+            self._stats.stores_dropped += len(keys) - fitting
+            keys, positions = keys[:fitting], positions[:fitting]
+        plan = self._index.plan_store(keys, self._clock())
+        self._stats.evictions += len(plan.evicted)
+        self._events.removed(plan.evicted)
+        self._stats.stores_declined += len(keys) - len(plan.positions) - len(plan.already_held)
+        held = [keys[position] for position in plan.already_held]
+        self._events.found(held)
+        if not plan.positions:
+            self._finish(job, held)
+            return
+        if len(plan.positions) == len(job.keys):
+            rows = job.block_ids.tolist()
+        else:
+            chosen = [positions[position] for position in plan.positions]
+            keys = [job.keys[position] for position in chosen]
+            rows = job.block_ids[chosen].tolist()
+        sizes = self._budget.sizes(keys)
+        stored_bytes = sum(sizes)
+        self._budget.used += stored_bytes
+        self._stats.cascades_active += len(keys)
+        self._submit(RunningJob(job, held, stored_bytes, self._epochs), IoKind.STORE, keys, rows, plan.places, sizes)
+
+    def drop_store(self, job: TransferJob) -> None:
+        """End a store at once, because the tier takes no stores."""
+        self._stats.stores_dropped += len(job.keys)
+        self._finish(job, ())
+
+    def load(self, job: TransferJob) -> None:
+        """Submit a load of the keys that the index holds."""
+        places = self._index.begin_load(job.keys)
+        keys, rows = job.keys, job.block_ids.tolist()
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            there = [place is not None for place in places]
+            keys, rows = list(compress(keys, there)), list(compress(rows, there))
+            self._stats.promotions_failed += len(places) - len(known)
+        if not known:
+            self._finish(job, ())
+            return
+        self.overdue.begin(job.job_id, job.submitted_at + self._deadline, len(known))
+        self._stats.promotions_active += len(keys)
+        self._submit(RunningJob(job, [], 0, self._epochs), IoKind.LOAD, keys, rows, known, self._budget.sizes(keys))
+
+    def fail_load(self, job: TransferJob) -> None:
+        """End a load at once, because the tier is out of service."""
+        self._stats.promotions_failed += len(job.keys)
+        self._finish(job, ())
+
+    def _submit(
+        self,
+        running: RunningJob,
+        kind: IoKind,
+        keys: Sequence[OffloadKey],
+        rows: list[int],
+        places: list[Place],
+        sizes: list[int],
+    ) -> None:
+        job = running.job
+        self._running[job.job_id] = running
+        deadline = job.submitted_at + self._deadline
+        self._io.submit(
+            IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def running(self) -> int:
+        """Number of jobs on the I/O side."""
+        return len(self._running)
+
+    @property
+    def blocks_deleted(self) -> int:
+        """Number of corrupt blocks that were deleted from a shared medium."""
+        return self._corrupt.deleted
+
+    @property
+    def unreported(self) -> bool:
+        """True if there are jobs that :meth:`take_finished` has not returned."""
+        return bool(self._running or self._finished)
+
+    def take_finished(self) -> list[JobResult]:
+        """Return the results of the jobs that have ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def poll(self) -> None:
+        """Process the jobs and tasks that the I/O side has ended."""
+        for result in self._io.poll():
+            self._end(result)
+
+    def expire(self, now: float) -> None:
+        """Count the loads that are overdue at ``now`` as failures of the medium."""
+        reads = self._io.breakers.reads
+        for rows in self.overdue.expire(now):
+            self._stats.loads_overdue += rows
+            reads.record_failure(f"a load of {rows} blocks did not end within {self._deadline:g} s")
+            if self.overdue.spent:
+                self._io.breakers.trip(f"{self.overdue.rows} primary rows are held by loads that do not end")
+
+    def enter(self, namespace: Namespace) -> None:
+        """Write and expect blocks of ``namespace`` from now on."""
+        self._fingerprint = namespace.fingerprint
+
+    def leave(self) -> None:
+        """Leave the present epoch: no result, also of jobs that run, counts for it any more."""
+        self._epochs += 1
+        self._fingerprint = b""
+        self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
+
+    def _finish(
+        self,
+        job: TransferJob,
+        successful: Sequence[OffloadKey],
+        transfer_bytes: int | None = None,
+        transfer_time: float | None = None,
+    ) -> None:
+        complete = len(successful) == len(job.keys)
+        keys = None if complete else list(successful)
+        self._finished.append(JobResult(job.job_id, complete, keys, transfer_bytes, transfer_time))
+
+    def _end(self, result: IoResult) -> None:
+        io_job = result.job
+        running = self._running.pop(io_job.job_id, None)
+        if running is None:
+            logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, io_job.job_id)
+            return
+        self._hooks.on_result(result)
+        if result.outcomes.count(Done.DONE) < len(result.outcomes):
+            ended = zip(io_job.places, result.outcomes, strict=True)
+            if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
+                self._hooks.retire(bad)
+        now = self._clock()
+        self._stats.observe_job(now - io_job.submitted_at)
+        # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
+        current = running.epochs == self._epochs
+        arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
+        if io_job.kind is IoKind.STORE:
+            revoked = self._hooks.revoked_places()
+            if revoked:
+                arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
+            self._end_store(io_job, running, arrived, now)
+        else:
+            self._end_load(io_job, result.outcomes, arrived, now)
+        keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+        if current and len(keys) < len(io_job.keys):
+            self.failures.note(io_job, result.outcomes)
+        held = running.held if current else []
+        self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
+
+    def _end_store(self, io_job: IoJob, running: RunningJob, arrived: list[bool], now: float) -> None:
+        self._budget.used -= running.stored_bytes
+        self._index.end_store(io_job.keys, io_job.places, arrived, now)
+        stored = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+        self._stats.cascades += len(stored)
+        self._stats.cascades_failed += len(io_job.keys) - len(stored)
+        self._stats.cascades_active -= len(io_job.keys)
+        self._events.stored(stored)
+
+    def _end_load(self, io_job: IoJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float) -> None:
+        if not self.overdue.end(io_job.job_id):
+            waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
+            self._stats.loads_overdue += waited
+            if waited == len(outcomes):
+                self._io.breakers.reads.record_failure(
+                    f"a load of {waited} blocks was not taken up within {self._deadline:g} s"
+                )
+        if self._events.announces_found:
+            self._events.found(list(compress(io_job.keys, arrived)))
+        lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
+        self._events.removed(self._index.end_load(io_job.keys, io_job.places, lost, now))
+        if self._index.shared:
+            self._corrupt.ended(io_job, outcomes)
+        self._stats.promotions += sum(arrived)
+        self._stats.promotions_failed += len(arrived) - sum(arrived)
+        self._stats.promotions_active -= len(arrived)

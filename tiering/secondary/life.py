@@ -1,0 +1,249 @@
+"""Life cycle of a block tier: opening, epochs, resets, and shutdown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tiering.api.namespace import Namespace
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.jobs import TierJobs
+from tiering.secondary.parts import TierHooks, TierParts
+from tiering.secondary.service.common_epoch import EpochWatch
+from tiering.secondary.service.epoch import Target
+from tiering.secondary.service.health import HealthCheck
+from tiering.secondary.service.lease import Lease
+from tiering.secondary.service.opener import Opener
+from tiering.secondary.service.service import TierService
+
+logger = logging.getLogger("kv_tiering.tier")
+
+PlacePrefix = Callable[[Namespace], str]
+"""Function that returns the prefix of a namespace's places, on media whose places are names."""
+
+_WAIT_SLICE = 0.1
+
+_DRAIN_SHARE = 0.75
+"""Share of the time for a shutdown that jobs may take; a job that hangs must not take the rest."""
+
+_PREPARE_SHARE = 0.9
+"""Share of the time for a shutdown after which ``before_close`` must have ended."""
+
+
+class TierLife:
+    """Opens the medium of one tier, moves the tier between epochs, and shuts it down.
+
+    Args:
+        parts: parts of the tier.
+        hooks: the tier, whose hooks are called.
+        jobs: jobs of the tier.
+        place_prefix: for media whose places are names: prefix of the places of a namespace; None: places are slots.
+    """
+
+    def __init__(self, parts: TierParts, hooks: TierHooks, jobs: TierJobs, place_prefix: PlacePrefix | None) -> None:
+        context, options, store, index, io = parts.context, parts.options, parts.store, parts.index, parts.io
+        self.namespace: Namespace | None = None
+        """Namespace in the present epoch; None while the tier has no epoch."""
+        self.serving = False
+        """True while the tier answers lookups and takes loads."""
+        self.storing = False
+        """True while the tier takes stores."""
+        self.opened = False
+        """True once the medium has been open."""
+        self._name = context.name
+        self._clock = context.clock
+        self._index = index
+        self._io = io
+        self._intake = parts.intake
+        self._events = parts.events
+        self._hooks = hooks
+        self._jobs = jobs
+        self._place_prefix = place_prefix
+        writes = options.admission != "none"
+        self._opener = Opener(
+            context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes
+        )
+        self._lease = Lease(context.name, store, io, context.clock)
+        self._watch = EpochWatch(context.name, store, io, context.clock, self._follow)
+        self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
+        self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire)
+        self._closed = False
+        self._closing = False
+        self._was_reset = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """Reason why the last attempt to open the medium failed; None if none has failed."""
+        return self._service.error
+
+    @property
+    def attempting(self) -> bool:
+        """True while an attempt to open the medium, or to enter an epoch, runs on the I/O side."""
+        return self._service.attempting
+
+    @property
+    def failed_attempts(self) -> int:
+        """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
+        return self._service.failed_attempts
+
+    def tick(self, now: float) -> None:
+        """Start the work that is due at ``now``, and count overdue loads."""
+        self._service.tick(now)
+        self._lease.tick(now)
+        self._watch.tick(now)
+        self._health.tick()
+        self._jobs.expire(now)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Cache for the hot path if the tier answers lookups and takes stores, in two attributes."""
+        self.serving = (
+            self._service.in_service
+            and self._io.breakers.reads.state is BreakerState.CLOSED
+            and not self._jobs.overdue.spent
+            and not self._closing
+        )
+        self.storing = self.serving and self._io.breakers.writes.state is BreakerState.CLOSED
+
+    # --------------------------------------------------------------------------------------- may block until a deadline
+
+    def wait(self, ended: Callable[[], bool], deadline: float) -> None:
+        """Process results of the I/O side until ``ended`` returns True or ``deadline`` has passed."""
+        while not ended():
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                return
+            self._io.wait(min(remaining, _WAIT_SLICE))
+            self._jobs.poll()
+
+    def open(self, deadline: float) -> bool:
+        """Open the medium, waiting at most until ``deadline``, and return True if the tier is in service."""
+        self._service.start()
+        self.wait(lambda: not self._service.attempting, deadline)
+        if self._service.attempting:
+            logger.error(
+                "tier %s: opening takes longer than its deadline; the engine runs without the tier until it is open",
+                self._name,
+            )
+        self._refresh()
+        return self.serving
+
+    def drain(self, deadline: float) -> bool:
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs."""
+        self._io.drain(deadline)
+        self._jobs.poll()
+        return not self._jobs.running
+
+    def reset(self, deadline: float, revision: str | None) -> bool:
+        """Begin a new epoch, and return True if the invalidation of all older blocks is certain.
+
+        On a shared medium the reset is certain at once, because only this process moves to another epoch.
+        """
+        target = self._opener.target(revision)
+        self._was_reset = True
+        try:
+            self._leave_epoch()
+            self._intake.clear()
+        finally:
+            # The blocks on the medium must become foreign, whatever state the tier is in.
+            self._service.leave(target)
+        self._io.discard()
+        # Poll at least once, also if there is no time left: an attempt without a thread then uses an existing one.
+        self._jobs.poll()
+        self.wait(lambda: self.reset_done or not self._service.attempting, deadline)
+        if not self.reset_done:
+            logger.error(
+                "tier %s: the reset is not durable yet; the tier is out of service until the reset is durable",
+                self._name,
+            )
+        self._refresh()
+        return self.reset_done
+
+    @property
+    def reset_done(self) -> bool:
+        """True if the invalidation by the last reset is certain."""
+        return self._opener.shared or self._service.in_service
+
+    def shutdown(self, deadline: float) -> bool:
+        """Shut the tier down until ``deadline``, and return True if it no longer touches the primary rows."""
+        if self._closed:
+            return True
+        first = not self._closing
+        self._closing = True
+        self._service.stop()
+        self._lease.hold(None)
+        self._watch.watch(None, None)
+        self._refresh()
+        now = self._clock()
+        self.drain(now + (deadline - now) * _DRAIN_SHARE)
+        if first:
+            try:
+                self._hooks.before_close(now + (deadline - now) * _PREPARE_SHARE)
+            except Exception:
+                logger.exception("tier %s: preparing the shutdown failed; the tier closes all the same", self._name)
+        self._closed = self._io.close(deadline)
+        self._jobs.poll()
+        if self._closed:
+            self._opener.close(deadline - self._clock())
+        else:
+            logger.error(
+                "tier %s: %d jobs did not end in time; their rows stay in use, "
+                "and the medium is closed when its I/O ends",
+                self._name,
+                self._jobs.running,
+            )
+            self._opener.close(0.0, self._io.join)
+        return self._closed
+
+    # ----------------------------------------------------------------------------------------------------------- epochs
+
+    def leave_medium(self) -> None:
+        """Stop service because the medium is not the one that was opened.
+
+        Lookups find nothing until :meth:`enter_medium`.
+        """
+        self._service.suspend()
+        self._leave_epoch()
+        self._io.discard()
+        self._refresh()
+
+    def enter_medium(self) -> None:
+        """Open the store again after :meth:`leave_medium` and its closing.
+
+        On another medium, the blocks in the epoch of the start may be older than a reset of this process. After a
+        reset, a new epoch therefore begins.
+        """
+        self._service.resume(self._opener.target(None) if self._was_reset else None)
+
+    def _leave_epoch(self) -> None:
+        """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
+        self._jobs.leave()
+        self.namespace = None
+        self.serving = self.storing = False
+        self._hooks.on_left()
+        self._events.cleared(self._index.clear())
+
+    def _follow(self, namespace: Namespace) -> None:
+        """Move to the common epoch of ``namespace``, which another process has begun."""
+        if not self._service.in_service or self.namespace is None:
+            return
+        self._opener.follow(namespace)
+        self._leave_epoch()
+        self._intake.offers.clear()
+        self._io.discard()
+        self._service.leave(Target(namespace))
+
+    def _entered(self, namespace: Namespace) -> None:
+        """Record that an epoch has been entered, at the first opening or by a reset."""
+        self.namespace = namespace
+        self._jobs.enter(namespace)
+        self._lease.hold(namespace if self._opener.needs_lease(namespace) else None)
+        self._watch.watch(namespace, self._opener.common(namespace))
+        if self._place_prefix is not None:
+            self._index.enter(self._place_prefix(namespace))
+        first, self.opened = not self.opened, True
+        if first:
+            self._hooks.on_opened(namespace)
+        else:
+            self._hooks.on_epoch(namespace)
+        self._refresh()
