@@ -195,7 +195,7 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
 def follow(rig: TierRig) -> None:
     """Let the time of a look for a new common epoch come, and wait until the tier has moved."""
     before = rig.tier.namespace
-    rig.tier._watch._due = 0.0
+    rig.tier._life._watch._due = 0.0
     rig.wait(lambda: rig.tier.namespace not in {None, before})
 
 
@@ -222,7 +222,7 @@ def test_a_running_machine_looks_for_a_new_common_epoch_within_a_minute(
 ) -> None:
     rig = make()
     begin_epochs(open_store())
-    assert 0 < rig.tier._watch._due - time.monotonic() <= 60
+    assert 0 < rig.tier._life._watch._due - time.monotonic() <= 60
     looked = len(fake.asked("GET", "documents/epoch-"))
     rig.wait(lambda: rig.tier.get_stats().available)
     assert len(fake.asked("GET", "documents/epoch-")) == looked
@@ -235,7 +235,7 @@ def test_machines_in_an_epoch_of_their_own_stay_there(make: Make, open_store: Op
         rig.store(OBJECTS[:2])
         before = rig.tier.namespace
         begin_epochs(open_store())
-        rig.tier._watch._due = 0.0
+        rig.tier._life._watch._due = 0.0
         assert rig.load(OBJECTS[:2]) == OBJECTS[:2]
         assert rig.tier.namespace == before
 
