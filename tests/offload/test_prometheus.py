@@ -12,22 +12,18 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.connector.fakes import ids, make_scheduler, prompt, run_prompt
-from tiering.connector.scheduler import SchedulerCounters
+from tiering.connector.completions import SchedulerCounters
 from tiering.errors import ConfigError
 from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
 from tiering.offload import prometheus
+from tiering.offload.metrics import METRICS, SIZE_BUCKETS, MetricKind, metrics_of
 from tiering.offload.prometheus import (
-    CONNECTOR_COUNTERS,
-    MANAGER_COUNTERS,
-    SIZE_BUCKETS,
-    TIER_COUNTERS,
-    TIER_GAUGES,
     MetricClasses,
     OffloadPromMetrics,
     representative_seconds,
     unregister_tier_metrics,
 )
-from tiering.offload.stats import Increments, OffloadingConnectorStats
+from tiering.offload.stats import CONNECTOR, MANAGER, TIERS, Increments, OffloadingConnectorStats
 from tiering.secondary.stats import GAUGES, JOB_LATENCY_BUCKETS, TierStats
 
 
@@ -39,6 +35,11 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
     return OffloadPromMetrics(MetricClasses.default(registry))
+
+
+def names_of(record: str) -> list[str]:
+    """Return the names of a record's counters."""
+    return [metric.name for metric in metrics_of(record, MetricKind.COUNTER)]
 
 
 def transfers(*sizes: int) -> dict[str, Any]:
@@ -100,9 +101,9 @@ def test_an_engine_s_own_classes_are_used() -> None:
 
 
 def test_every_field_of_a_tier_s_stats_is_exported() -> None:
-    exported = {field for field, _, _ in (*TIER_COUNTERS, *TIER_GAUGES)} | {"job_latency", "job_latency_sum"}
+    exported = {metric.field for metric in METRICS if metric.record == TIERS} | {"job_latency_sum"}
     assert exported == {field.name for field in dataclasses.fields(TierStats)}
-    assert {field for field, _, _ in TIER_GAUGES} == GAUGES
+    assert {metric.field for metric in metrics_of(TIERS, MetricKind.GAUGE)} == GAUGES
 
 
 def test_every_counter_of_every_configured_tier_exists_at_0_from_the_start(registry: CollectorRegistry) -> None:
@@ -111,10 +112,10 @@ def test_every_counter_of_every_configured_tier_exists_at_0_from_the_start(regis
     OffloadPromMetrics(classes, ("model_name", "engine"), labels, tiers=("cpu", "local", "s3"), has_manager=True)
     for engine in ("0", "1"):
         told = {"model_name": "m", "engine": engine}
-        for _, name, _ in TIER_COUNTERS:
+        for name in names_of(TIERS):
             for tier in ("cpu", "local", "s3"):
                 assert registry.get_sample_value(f"{name}_total", told | {"tier": tier}) == 0, name
-        for _, name, _ in (*MANAGER_COUNTERS, *CONNECTOR_COUNTERS):
+        for name in names_of(MANAGER) + names_of(CONNECTOR):
             assert registry.get_sample_value(f"{name}_total", told) == 0, name
         assert registry.get_sample_value("kv_tiering_available", told | {"tier": "local"}) is None, (
             "nobody has said so yet"
@@ -133,12 +134,18 @@ def test_without_a_manager_its_counters_are_absent(registry: CollectorRegistry, 
 
 
 def test_every_field_of_the_manager_s_stats_is_exported() -> None:
-    exported = {field for field, _, _ in (*MANAGER_COUNTERS, *prometheus.MANAGER_GAUGES)}
+    exported = {metric.field for metric in METRICS if metric.record == MANAGER}
     assert exported == {field.name for field in dataclasses.fields(ManagerStats)}
-    assert {field for field, _, _ in prometheus.MANAGER_GAUGES} == MANAGER_GAUGES
-    assert {field for field, _, _ in CONNECTOR_COUNTERS} <= {
-        field.name for field in dataclasses.fields(SchedulerCounters)
-    }
+    assert {metric.field for metric in metrics_of(MANAGER, MetricKind.GAUGE)} == MANAGER_GAUGES
+    counters = {metric.field for metric in metrics_of(CONNECTOR, MetricKind.COUNTER)}
+    assert counters <= {field.name for field in dataclasses.fields(SchedulerCounters)}
+
+
+def test_the_table_of_metrics_tells_metrics_apart() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.meaning.strip(), metric.name
+        assert bool(metric.buckets) is (metric.kind is MetricKind.HISTOGRAM), metric.name
 
 
 def test_what_the_manager_and_the_connector_count_is_exported(
@@ -241,9 +248,10 @@ def test_fields_of_a_newer_or_older_version_do_no_harm(
 
 def test_units_are_in_the_names(registry: CollectorRegistry, metrics: OffloadPromMetrics) -> None:
     metrics.observe(tiers(local=TierStats()))
-    for field, name, _ in (*TIER_COUNTERS, *TIER_GAUGES):
-        assert name.startswith("kv_tiering_")
-        assert all(name.endswith(unit) for unit in ("_bytes", "_seconds") if field.endswith(unit))
+    for metric in METRICS:
+        assert metric.name.startswith(("kv_tiering_", "vllm:kv_offload_"))
+        if metric.unit in {"bytes", "seconds"} and metric.record == TIERS:
+            assert metric.name.endswith(f"_{metric.unit}")
     assert b"kv_tiering_job_latency_seconds" in generate_latest(registry)
     assert JOB_LATENCY_BUCKETS[-1] == 30.0
 
@@ -261,5 +269,5 @@ def test_an_engine_after_another_may_register_the_same_series(registry: Collecto
     unregister_tier_metrics(registry)
     assert value(registry, "kv_tiering_hits_total", tier="local") is None
     assert registry.get_sample_value("kept") == 1
-    for counter in TIER_COUNTERS:
-        Counter(counter[1], counter[2], registry=registry)
+    for name in names_of(TIERS):
+        Counter(name, "of the next engine", registry=registry)
