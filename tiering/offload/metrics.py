@@ -43,7 +43,7 @@ class Metric:
     field: str
     """Field of the record."""
     unit: str
-    """Unit: "bytes", "seconds", or what is counted; "flag" for 1 and 0, "state" for several numbered states."""
+    """Unit: "bytes", "seconds", "flag" (1 or 0), "state" (a number), or the things counted."""
     meaning: str
     """Meaning of the metric in one line, which Prometheus shows as its help."""
     name: str = ""
