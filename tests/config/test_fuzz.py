@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import string
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
@@ -19,13 +21,12 @@ from tiering.errors import ConfigError
 
 FAKE = "tests.fake_tier:FAKE_TIER"
 
-WORDS = sorted(
-    {
-        word
-        for model in (StackConfig, PrimaryOptions, *(tier_definition(kind).options for kind in (*TIER_TYPES, FAKE)))
-        for word in model.model_fields
-    }
-)
+MODELS: list[type[BaseModel]] = [
+    StackConfig,
+    PrimaryOptions,
+    *(tier_definition(kind).options for kind in (*TIER_TYPES, FAKE)),
+]
+WORDS = sorted({word for model in MODELS for word in model.model_fields})
 
 # ----------------------------------------------------------------------------------------- anything that YAML can bring
 
@@ -101,7 +102,7 @@ def refused_or_read(stack: Any) -> None:
 
 
 @given(st.one_of(anything, stacks))
-def test_a_structure_is_refused_with_a_config_error_or_is_a_stack(stack):
+def test_a_structure_is_refused_with_a_config_error_or_is_a_stack(stack: Any) -> None:
     refused_or_read(stack if isinstance(stack, dict) else {"primary": stack})
 
 
@@ -171,7 +172,7 @@ TOKENS = [
 @example(b'primary: {capacity: 1MiB}\nnamespace: "\\ue0000\\ue001"\n')
 @example(b"\xff\xfe\x00")
 @example(b"primary: {capacity: 1MiB}\n0x" + b"f" * 6000 + b": 1\n")
-def test_a_file_is_refused_with_a_config_error_or_is_a_stack(content):
+def test_a_file_is_refused_with_a_config_error_or_is_a_stack(content: Any) -> None:
     from_file(content)
 
 
@@ -196,7 +197,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
 }
 SLOTS: dict[str, st.SearchStrategy[Any]] = {"high_watermark": shares, "eviction": st.sampled_from(["lru", "arc"])}
 part = st.text(string.ascii_letters + string.digits + "._- ü", min_size=1, max_size=8)
-VALID = {
+VALID: dict[str, tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStrategy[Any]]]] = {
     "memory": ({}, COMMON | SLOTS | {"capacity": sizes, "share": free_text}),
     "local": (
         {"path": st.lists(part, min_size=1, max_size=3).map(lambda parts: "/" + "/".join(parts)), "capacity": sizes},
@@ -257,7 +258,7 @@ def written(words: dict[str, Any]) -> StackConfig:
 @settings(max_examples=25)
 @given(valid_stacks())
 @example(StackConfig.model_validate({"primary": {"capacity": 1}, "namespace": "${HOME} $${X} $$ $"}))
-def test_a_printed_stack_can_be_read_again(stack):
+def test_a_printed_stack_can_be_read_again(stack: Any) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(stack.describe())
         file.flush()
@@ -266,7 +267,7 @@ def test_a_printed_stack_can_be_read_again(stack):
 
 
 @given(valid_stacks())
-def test_a_dumped_stack_can_be_read_again_with_every_default_written_out(stack):
+def test_a_dumped_stack_can_be_read_again_with_every_default_written_out(stack: Any) -> None:
     assert StackConfig.model_validate(stack.model_dump()) == stack
     assert StackConfig.model_validate_json(stack.model_dump_json()) == stack
     if "$" not in str(stack.model_dump()):
@@ -274,7 +275,7 @@ def test_a_dumped_stack_can_be_read_again_with_every_default_written_out(stack):
         assert load_stack(stack.model_dump(mode="json")) == stack
 
 
-def test_what_was_masked_when_it_was_printed_is_not_taken_for_a_secret(tmp_path):
+def test_what_was_masked_when_it_was_printed_is_not_taken_for_a_secret(tmp_path: Path) -> None:
     stack = load_stack({"primary": {"capacity": "1MiB"}, "salt": "hunter2"})
     for text in (stack.describe(), "primary: {capacity: 1MiB}\nsalt: '**********'\n"):
         (tmp_path / "stack.yaml").write_text(text)
@@ -282,7 +283,7 @@ def test_what_was_masked_when_it_was_printed_is_not_taken_for_a_secret(tmp_path)
             load_stack(tmp_path / "stack.yaml")
 
 
-def test_the_environment_is_left_alone():
+def test_the_environment_is_left_alone() -> None:
     before = dict(os.environ)
     load_stack({"primary": {"capacity": "${KV_SIZE:-1MiB}"}})
     assert dict(os.environ) == before

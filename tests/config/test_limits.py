@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tiering.config import yaml_text as config_yaml
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
+from tiering.secondary.options import SlotOptions
 
 FAKE = "tests.fake_tier:FAKE_TIER"
 PRIMARY = {"capacity": "1MiB"}
+
+Write = Callable[[Any], Path]
+"""Function that writes a stack file and returns its path."""
 
 
 def refusal(stack: object) -> str:
@@ -23,7 +29,7 @@ def refusal(stack: object) -> str:
     return str(caught.value)
 
 
-def tier(kind: str = FAKE, **words: object) -> dict[str, object]:
+def tier(kind: str = FAKE, /, **words: object) -> dict[str, object]:
     return {"primary": PRIMARY, "secondary": [{"type": kind, **words}]}
 
 
@@ -63,38 +69,38 @@ def local(**words: object) -> dict[str, object]:
     ],
     ids=str_of,
 )
-def test_what_is_no_size_is_refused_with_examples(capacity):
+def test_what_is_no_size_is_refused_with_examples(capacity: Any) -> None:
     assert "is not a size; write it like 8GiB, 500GB or a number of bytes" in refusal(
         {"primary": {"capacity": capacity}}
     )
 
 
 @pytest.mark.parametrize("capacity", [10**30, 10**5000, -(10**5000), "2EiB", "9" * 30, (1 << 60) + 1], ids=str_of)
-def test_a_size_beyond_all_media_is_refused(capacity):
+def test_a_size_beyond_all_media_is_refused(capacity: Any) -> None:
     assert "is out of range; the largest size is 1EiB" in refusal({"primary": {"capacity": capacity}})
 
 
 @pytest.mark.parametrize("capacity", [-1, 0, "0GiB", "0.4B"])
-def test_a_size_of_nothing_is_refused(capacity):
+def test_a_size_of_nothing_is_refused(capacity: Any) -> None:
     assert "it should be greater than 0" in refusal({"primary": {"capacity": capacity}})
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("1EiB", 1 << 60), ("9007199254740993", 2**53 + 1), ("1.5 kib", 1536), (" 5 b ", 5)]
 )
-def test_sizes_are_exact(text, size):
+def test_sizes_are_exact(text: Any, size: Any) -> None:
     assert load_stack({"primary": {"capacity": text}}).primary.capacity == size
 
 
 @pytest.mark.parametrize(
     "duration", [float("inf"), float("nan"), 1e300, 10**400, "9999999d", 3650 * 86400 + 1], ids=str_of
 )
-def test_a_duration_that_no_clock_can_wait_for_is_refused(duration):
+def test_a_duration_that_no_clock_can_wait_for_is_refused(duration: Any) -> None:
     assert "is out of range; the longest duration is 3650d" in refusal({"primary": PRIMARY, "open_deadline": duration})
 
 
 @pytest.mark.parametrize("word", ["max_inflight", "min_prefix_blocks"])
-def test_numbers_that_no_machine_can_count_are_refused(word):
+def test_numbers_that_no_machine_can_count_are_refused(word: Any) -> None:
     assert f"secondary[0].{word}: " in refusal(tier(**{word: 10**5000}))
 
 
@@ -102,7 +108,7 @@ def test_numbers_that_no_machine_can_count_are_refused(word):
 
 
 @pytest.fixture
-def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+def write(tmp_path: Path) -> Write:
     def write(text: str | bytes) -> Path:
         path = tmp_path / "stack.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -111,21 +117,26 @@ def write(tmp_path: Path):  # type: ignore[no-untyped-def]
     return write
 
 
-def test_a_large_file_is_refused_unread(write, monkeypatch):
+def test_a_large_file_is_refused_unread(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(b"primary: {capacity: 1MiB}\n" + b"#" * (3 << 20))
-    taken = []
+    taken: list[int] = []
     read = os.read
-    monkeypatch.setattr(os, "read", lambda fd, count: (taken.append(count), read(fd, count))[1])
+
+    def counted(fd: int, count: int) -> bytes:
+        taken.append(count)
+        return read(fd, count)
+
+    monkeypatch.setattr(os, "read", counted)
     assert "has more than 1 MiB: this is no stack" in refusal(path)
     assert sum(taken) <= (1 << 20) + 1
 
 
 @pytest.mark.parametrize(("place", "what"), [("/dev/zero", "a device"), ("/", "a directory")])
-def test_only_files_and_pipes_are_read(place, what):
+def test_only_files_and_pipes_are_read(place: Any, what: Any) -> None:
     assert f"{place}: is {what}; a stack is read from a regular file or a pipe" in refusal(place)
 
 
-def test_a_pipe_is_read_as_in_a_shells_process_substitution():
+def test_a_pipe_is_read_as_in_a_shells_process_substitution() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"primary: {capacity: 1MiB}\n")
     os.close(writer)
@@ -135,7 +146,7 @@ def test_a_pipe_is_read_as_in_a_shells_process_substitution():
         os.close(reader)
 
 
-def test_a_pipe_that_delivers_nothing_is_not_waited_for_without_end(monkeypatch):
+def test_a_pipe_that_delivers_nothing_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_yaml, "PIPE_SECONDS", 0.01)
     reader, writer = os.pipe()
     try:
@@ -145,13 +156,13 @@ def test_a_pipe_that_delivers_nothing_is_not_waited_for_without_end(monkeypatch)
         os.close(writer)
 
 
-def test_a_pipe_without_a_writer_is_not_waited_for_without_end(monkeypatch, tmp_path):
+def test_a_pipe_without_a_writer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(config_yaml, "PIPE_SECONDS", 0.01)
     os.mkfifo(tmp_path / "fifo")
     assert "the pipe did not deliver a stack within 0.01 s" in refusal(tmp_path / "fifo")
 
 
-def test_a_pipe_without_end_is_cut_off():
+def test_a_pipe_without_end_is_cut_off() -> None:
     reader, writer = os.pipe()
 
     def pour() -> None:
@@ -172,7 +183,7 @@ def test_a_pipe_without_end_is_cut_off():
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "/nowhere/at\nall"])
-def test_a_path_that_cannot_be_is_refused(path):
+def test_a_path_that_cannot_be_is_refused(path: Any) -> None:
     assert "the stack file cannot be read" in refusal(path)
 
 
@@ -192,7 +203,7 @@ def test_a_path_that_cannot_be_is_refused(path):
     ],
     ids=["depth", "mappings", "values", "aliases", "merges"],
 )
-def test_yaml_that_grows_without_end_is_refused_at_once(write, text):
+def test_yaml_that_grows_without_end_is_refused_at_once(write: Write, text: Any) -> None:
     assert "this is no stack" in refusal(write(text))
 
 
@@ -221,7 +232,7 @@ def test_yaml_that_grows_without_end_is_refused_at_once(write, text):
         ),
     ],
 )
-def test_a_value_that_yaml_cannot_read_or_a_stack_cannot_use_is_refused(write, value):
+def test_a_value_that_yaml_cannot_read_or_a_stack_cannot_use_is_refused(write: Write, value: Any) -> None:
     text = refusal(write(f"primary: {{capacity: 1MiB}}\nmode: {value}\n"))
     assert len(text) < 400
     assert text.isascii()
@@ -230,12 +241,12 @@ def test_a_value_that_yaml_cannot_read_or_a_stack_cannot_use_is_refused(write, v
 @pytest.mark.parametrize(
     "kind", [":", ".x:y", "a\0:b", "tests.raises_at_import:TIER", "x" * 10_000 + ":y", "os:" + "\ud800"], ids=ascii
 )
-def test_a_type_that_cannot_be_imported_is_refused(kind):
+def test_a_type_that_cannot_be_imported_is_refused(kind: Any) -> None:
     assert "secondary[0].type: " in refusal(tier(kind))
     assert "secondary[0].eviction: " in refusal(tier(eviction=kind))
 
 
-def test_what_a_tiers_own_validators_raise_is_a_problem_of_its_section():
+def test_what_a_tiers_own_validators_raise_is_a_problem_of_its_section() -> None:
     assert "secondary[0]: its options cannot be checked: ZeroDivisionError" in refusal(tier(divisor=0))
     assert "secondary[0]: its location cannot be determined: ZeroDivisionError" in refusal(tier(place_divisor=0))
 
@@ -262,17 +273,17 @@ def test_what_a_tiers_own_validators_raise_is_a_problem_of_its_section():
         ("~nobody-of-this-name/kv", "begins with the home directory of a user that is not known"),
     ],
 )
-def test_a_path_that_would_make_a_directory_of_a_strange_name_is_refused(path, expected):
+def test_a_path_that_would_make_a_directory_of_a_strange_name_is_refused(path: Any, expected: Any) -> None:
     assert expected in refusal(local(path=path))
 
 
-def test_a_variable_that_holds_an_unexpanded_one_is_refused(monkeypatch):
+def test_a_variable_that_holds_an_unexpanded_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_DISK_PATH", "$HOME/kv")
     assert "holds '$HOME', which would not be expanded" in refusal(local(path="${KV_DISK_PATH}"))
 
 
 @pytest.mark.parametrize("path", ["/cache/a$b-$5", "/cache/50$", "~/kv", "kv"])
-def test_other_paths_are_taken_as_they_are(path):
+def test_other_paths_are_taken_as_they_are(path: Any) -> None:
     expected = path
     if "$b" in path:
         assert "write ${b}" in refusal(local(path=path))
@@ -281,16 +292,17 @@ def test_other_paths_are_taken_as_they_are(path):
 
 
 @pytest.mark.parametrize("ca_file", ["$HOME/ca.pem", "/ca\0.pem"])
-def test_other_files_are_checked_too(ca_file):
+def test_other_files_are_checked_too(ca_file: Any) -> None:
     assert "secondary[0].ca_file: " in refusal(tier("s3", bucket="abc", ca_file=ca_file))
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
-def test_eviction_ends_where_it_begins_unless_a_stack_says_otherwise():
+def test_eviction_ends_where_it_begins_unless_a_stack_says_otherwise() -> None:
     def watermarks(**words: float) -> tuple[float, float]:
-        section = load_stack(tier(**words)).secondary[0]
+        (section,) = load_stack(tier(**words)).secondary
+        assert isinstance(section, SlotOptions)
         return section.high_watermark, section.low_watermark
 
     assert watermarks(high_watermark=0.9) == (0.9, 0.9)
@@ -308,11 +320,11 @@ def test_eviction_ends_where_it_begins_unless_a_stack_says_otherwise():
         ("salt", 12345678, "salt: is ***, and must be a text; write it in quotes"),
     ],
 )
-def test_a_text_that_yaml_takes_for_something_else_belongs_in_quotes(word, value, expected):
+def test_a_text_that_yaml_takes_for_something_else_belongs_in_quotes(word: Any, value: Any, expected: Any) -> None:
     assert expected in refusal({"primary": PRIMARY, word: value})
 
 
-def test_a_date_is_a_text(write):
+def test_a_date_is_a_text(write: Write) -> None:
     assert load_stack(write("primary: {capacity: 1MiB}\nnamespace: 2026-11-21\n")).namespace == "2026-11-21"
 
 
@@ -322,7 +334,7 @@ def test_a_date_is_a_text(write):
 @pytest.mark.parametrize(
     "kind", [{"type": "s3", "bucket": "abc"}, {"type": "local", "path": "/cache", "capacity": "1GiB"}, {}]
 )
-def test_credentials_in_a_stack_are_told_where_they_belong(word, kind):
+def test_credentials_in_a_stack_are_told_where_they_belong(word: Any, kind: Any) -> None:
     section = [{**kind, word: "hunter2"}] if kind else []
     text = refusal({"primary": PRIMARY, "secondary": section, **({} if kind else {word: "hunter2"})})
     assert (

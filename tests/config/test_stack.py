@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +30,14 @@ CTX = ReqContext("r1")
 
 
 @pytest.fixture(autouse=True)
-def built():
+def built() -> Any:
     fake_tier.BUILT.clear()
     yield fake_tier.BUILT
     fake_tier.BUILT.clear()
 
 
 @pytest.fixture
-def no_region(monkeypatch):
+def no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails the test if memory is taken."""
 
     def create(*args: object, **words: object) -> None:
@@ -44,19 +46,19 @@ def no_region(monkeypatch):
     monkeypatch.setattr(SharedRegion, "create", create)
 
 
-def stack(*tiers: dict[str, object], capacity: object = 16 * PAGE, **words: object) -> StackConfig:
+def stack(*tiers: Mapping[str, object], capacity: object = 16 * PAGE, **words: object) -> StackConfig:
     sections = [
         {"type": "tests.fake_tier:FAKE_TIER", "name": f"tier{index}", **tier} for index, tier in enumerate(tiers)
     ]
     return load_stack({"primary": {"capacity": capacity}, "secondary": sections, **words})
 
 
-def test_the_capacity_is_divided_into_rows_of_whole_pages():
+def test_the_capacity_is_divided_into_rows_of_whole_pages() -> None:
     with open_manager(stack(capacity=16 * PAGE), PAGE + 1, MODEL) as manager:
         assert manager.primary_tier.get_kv_memoryview().shape == (8, 2 * PAGE)
 
 
-def test_events_say_where_a_block_is_and_in_which_tier():
+def test_events_say_where_a_block_is_and_in_which_tier() -> None:
     memory, own = {"type": "memory", "name": "second", "capacity": 4 * PAGE}, {"name": "third"}
     key = make_offload_key(b"h" * 32, 0)
     with open_manager(stack(memory, own), 1000, MODEL, enable_events=True) as manager:
@@ -75,17 +77,18 @@ def test_events_say_where_a_block_is_and_in_which_tier():
     assert fake_tier.BUILT[-1].context.distance is None
 
 
-def test_rows_are_as_large_as_the_largest_group():
+def test_rows_are_as_large_as_the_largest_group() -> None:
     with open_manager(stack(), (100, 3 * PAGE), MODEL) as manager:
-        assert manager.primary_tier.get_kv_memoryview().shape[1] == 3 * PAGE
+        assert np.asarray(manager.primary_tier.get_kv_memoryview()).shape[1] == 3 * PAGE
 
 
-def test_a_block_that_was_stored_is_readable_and_intact():
+def test_a_block_that_was_stored_is_readable_and_intact() -> None:
     key = make_offload_key(b"h" * 32, 0)
     with open_manager(stack({}), 1000, MODEL) as manager:
         rows = np.asarray(manager.primary_tier.get_kv_memoryview())
         manager.on_new_request(CTX)
         out = manager.prepare_store([key], CTX)
+        assert out is not None
         rows[out.store_spec.block_ids, :1000] = 7
         manager.complete_store(out.keys_to_store, CTX)
         manager.on_schedule_end()
@@ -96,7 +99,7 @@ def test_a_block_that_was_stored_is_readable_and_intact():
         manager.on_request_finished(CTX)
 
 
-def test_tiers_are_built_in_order_with_what_they_need(built):
+def test_tiers_are_built_in_order_with_what_they_need(built: Any) -> None:
     with open_manager(stack({}, {}), (100, 200), MODEL, replica="dp1", enable_events=True) as manager:
         assert [tier.name for tier in manager.secondary_tiers] == ["tier0", "tier1"]
         context = built[1].context
@@ -110,13 +113,14 @@ def test_tiers_are_built_in_order_with_what_they_need(built):
 
 
 @pytest.mark.parametrize("words", [{"namespace": "a"}, {"salt": "a"}])
-def test_namespace_and_salt_of_the_stack_keep_blocks_apart(built, words):
-    for options in ({}, words):
+def test_namespace_and_salt_of_the_stack_keep_blocks_apart(built: Any, words: Any) -> None:
+    without: dict[str, Any] = {}
+    for options in (without, words):
         open_manager(stack({}, **options), 100, MODEL).shutdown()
     assert built[0].context.namespace.fingerprint != built[1].context.namespace.fingerprint
 
 
-def test_every_tier_is_shut_down_with_the_manager(built):
+def test_every_tier_is_shut_down_with_the_manager(built: Any) -> None:
     with open_manager(stack({}, {}), 100, MODEL):
         pass
     assert [tier.log for tier in built] == [["built", "opened", "shut down"]] * 2
@@ -133,18 +137,18 @@ def refusal(stack: StackConfig, block_bytes: object = 100, model: ModelIdentity 
 
 @pytest.mark.usefixtures("no_region")
 class TestNothingIsOpenedWhen:
-    def test_the_primary_tier_does_not_hold_one_block(self, built):
+    def test_the_primary_tier_does_not_hold_one_block(self, built: Any) -> None:
         assert "primary.capacity: 1024 bytes do not hold one block; a row takes 4096 bytes" in refusal(
             stack({}, capacity=1024)
         )
         assert built == []
 
-    def test_a_secondary_tier_does_not_hold_one_block(self, built):
+    def test_a_secondary_tier_does_not_hold_one_block(self, built: Any) -> None:
         text = refusal(stack({}, {"capacity": 2000}), block_bytes=(100, 2001))
         assert "secondary[1].capacity: 2000 bytes do not hold one block of 2001 bytes" in text
         assert built == []
 
-    def test_a_persistent_tier_cannot_vouch_for_the_models_blocks(self, built):
+    def test_a_persistent_tier_cannot_vouch_for_the_models_blocks(self, built: Any) -> None:
         model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", volatile_scales=True)
         text = refusal(stack({"type": "tests.fake_tier:PERSISTENT_FAKE"}), model=model)
         assert "secondary[0].type: tests.fake_tier:PERSISTENT_FAKE keeps blocks beyond the process" in text
@@ -152,21 +156,21 @@ class TestNothingIsOpenedWhen:
         assert built == []
 
     @pytest.mark.parametrize("block_bytes", [0, -1, (), (100, 0), True, 1.5])
-    def test_the_size_of_a_block_is_none(self, block_bytes):
+    def test_the_size_of_a_block_is_none(self, block_bytes: Any) -> None:
         assert "block_bytes" in refusal(stack(), block_bytes=block_bytes)
 
-    def test_the_overrides_of_the_model_are_no_plain_data(self):
+    def test_the_overrides_of_the_model_are_no_plain_data(self) -> None:
         model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", overrides={"rope": object()})
         assert "ModelIdentity.overrides" in refusal(stack(), model=model)
 
 
-def test_a_tier_that_is_not_persistent_serves_any_model(built):
+def test_a_tier_that_is_not_persistent_serves_any_model(built: Any) -> None:
     model = ModelIdentity(name="m", weights="w", dtype="fp8", layout="l", volatile_scales=True)
     with open_manager(stack({}), 100, model):
         assert len(built) == 1
 
 
-def test_a_region_of_the_callers_own_is_used_and_must_fit():
+def test_a_region_of_the_callers_own_is_used_and_must_fit() -> None:
     region = SharedRegion.create(3, 2 * PAGE)
     with open_manager(stack(), 2 * PAGE, MODEL, region=region) as manager:
         assert manager.primary_tier.num_rows == 3
@@ -179,7 +183,7 @@ def test_a_region_of_the_callers_own_is_used_and_must_fit():
 # ----------------------------------------------------------------------------------------------------- opening and undo
 
 
-def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog):
+def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kv_tiering"), open_manager(stack({"opens": False}, {}), 100, MODEL) as manager:
         assert len(manager.secondary_tiers) == 2
     assert [record.message for record in caplog.records if "tier0" in record.message] == [
@@ -187,8 +191,8 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_the_start(caplog):
     ]
 
 
-def test_the_start_says_once_what_was_opened(caplog):
-    tiers = ({"capacity": "2MiB"}, {"opens": False}, {"name": "far"})
+def test_the_start_says_once_what_was_opened(caplog: pytest.LogCaptureFixture) -> None:
+    tiers: list[dict[str, object]] = [{"capacity": "2MiB"}, {"opens": False}, {"name": "far"}]
     with caplog.at_level(logging.INFO, "kv_tiering"), open_manager(stack(*tiers, capacity=16 * PAGE), PAGE + 1, MODEL):
         pass
     (line,) = [record.message for record in caplog.records if record.message.startswith("tiers:")]
@@ -198,7 +202,7 @@ def test_the_start_says_once_what_was_opened(caplog):
     assert line == f"tiers: {rows}, tier0 2 MiB, far without limit; namespace {fingerprint}"
 
 
-def test_a_required_tier_that_cannot_be_opened_stops_the_start_and_closes_everything(built):
+def test_a_required_tier_that_cannot_be_opened_stops_the_start_and_closes_everything(built: Any) -> None:
     with pytest.raises(TierUnavailableError, match=r"secondary\[1\] \(tier1\) is marked required"):
         open_manager(stack({}, {"opens": False, "required": True}, {}), 100, MODEL)
     assert [tier.log for tier in built] == [
@@ -208,10 +212,15 @@ def test_a_required_tier_that_cannot_be_opened_stops_the_start_and_closes_everyt
     ]
 
 
-def test_a_tier_that_cannot_be_built_closes_what_was_there(built, monkeypatch):
-    closed = []
+def test_a_tier_that_cannot_be_built_closes_what_was_there(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[SharedRegion] = []
     close = SharedRegion.close
-    monkeypatch.setattr(SharedRegion, "close", lambda region: (closed.append(region), close(region)))
+
+    def counted(region: SharedRegion) -> None:
+        closed.append(region)
+        close(region)
+
+    monkeypatch.setattr(SharedRegion, "close", counted)
     with pytest.raises(
         ConfigError, match=r"secondary\[1\] \(tier1\): the tier cannot be built: OSError: this tier cannot be built"
     ):
@@ -220,7 +229,7 @@ def test_a_tier_that_cannot_be_built_closes_what_was_there(built, monkeypatch):
     assert [tier.log for tier in built] == [["built", "shut down"]]
 
 
-def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built):
+def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built: Any) -> None:
     with open_manager(stack({}, {}, open_deadline="8s"), 100, MODEL, clock=lambda: 100.0):
         assert [tier.open_deadlines for tier in built] == [[104.0], [108.0]]
 
@@ -230,7 +239,7 @@ def test_opening_is_bounded_by_one_deadline_and_no_tier_can_take_it_all(built):
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
 @pytest.mark.parametrize("capacity", ["1PiB", "1EiB"])
-def test_a_capacity_of_more_blocks_than_can_be_kept_track_of_is_refused(tmp_path, kind, capacity):
+def test_a_capacity_of_too_many_blocks_is_refused(tmp_path: Path, kind: Any, capacity: Any) -> None:
     section = {
         "type": kind,
         "name": "huge",
@@ -243,7 +252,7 @@ def test_a_capacity_of_more_blocks_than_can_be_kept_track_of_is_refused(tmp_path
     assert not (tmp_path / "kv").exists()
 
 
-def test_tables_that_do_not_fit_into_memory_are_told_as_such(monkeypatch):
+def test_tables_that_do_not_fit_into_memory_are_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*shape: object, **words: object) -> None:
         raise MemoryError("Unable to allocate 993. GiB")
 
@@ -255,7 +264,7 @@ def test_tables_that_do_not_fit_into_memory_are_told_as_such(monkeypatch):
     )
 
 
-def test_a_primary_capacity_beyond_the_machine_is_a_region_error():
+def test_a_primary_capacity_beyond_the_machine_is_a_region_error() -> None:
     with pytest.raises(RegionError, match=r"lower primary\.capacity"):
         open_manager(stack(capacity="1EiB"), PAGE, MODEL)
 
@@ -272,7 +281,7 @@ def sections(tmp_path: object, *kinds: str) -> StackConfig:
     return load_stack({"primary": {"capacity": 16 * PAGE}, "secondary": tiers})
 
 
-def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog, tmp_path):
+def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     (text,) = [text for text in warnings_of(caplog, sections(tmp_path, "local", "memory")) if "fastest first" in text]
     assert (
         "secondary[0] (local) is on this machine and stands before secondary[1] (memory), "
@@ -280,13 +289,15 @@ def test_a_slower_tier_before_a_faster_one_is_a_warning(caplog, tmp_path):
     )
 
 
-def test_tiers_in_their_order_are_no_warning(caplog, tmp_path):
+def test_tiers_in_their_order_are_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     fake = "tests.fake_tier:FAKE_TIER"
     for kinds in (("memory", "local", fake), (fake, "memory"), ("local", fake, "memory")):
         assert [text for text in warnings_of(caplog, sections(tmp_path, *kinds)) if "fastest" in text] == []
 
 
-def test_a_capacity_above_the_disks_size_is_a_warning_of_the_io_side(caplog, tmp_path, monkeypatch):
+def test_a_capacity_above_the_disks_size_is_a_warning_of_the_io_side(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def size_of_disk(files: Files, path: object) -> int:
         assert threading.current_thread() is not threading.main_thread()
         return 4 << 20
@@ -299,7 +310,7 @@ def test_a_capacity_above_the_disks_size_is_a_warning_of_the_io_side(caplog, tmp
     assert [text for text in warnings_of(caplog, sections(tmp_path, "local")) if "file system" in text] == []
 
 
-def test_a_tier_that_a_request_names_and_a_stack_does_not_have_is_told_once(caplog):
+def test_a_tier_that_a_request_names_and_a_stack_does_not_have_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack({}, {}), PAGE, MODEL) as manager:
         for number, names in enumerate([["tier0"], ["tire0", "tier1", "cpu"], ["tire0"], ["tier2"]]):
             ctx = ReqContext(f"r{number}", {"kv_tiering": {"tiers": names}})
@@ -313,7 +324,7 @@ def test_a_tier_that_a_request_names_and_a_stack_does_not_have_is_told_once(capl
     assert all("the tiers are cpu, tier0, tier1" in text for text in told)
 
 
-def test_names_from_outside_do_not_flood_the_log(caplog):
+def test_names_from_outside_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_tiering"), open_manager(stack({}), PAGE, MODEL) as manager:
         for number in range(1000):
             ctx = ReqContext(f"r{number}", {"kv_tiering": {"tiers": [f"guess{number}", "x" * 10_000]}})

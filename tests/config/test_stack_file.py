@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
+from tiering.secondary.options import BlockTierOptions
 
 FAKE = "tests.fake_tier:FAKE_TIER"
 PRIMARY = {"capacity": "1MiB"}
+
+Write = Callable[[Any], Path]
+"""Function that writes a stack file and returns its path."""
 
 
 def refusal(stack: object) -> str:
@@ -25,7 +31,7 @@ def tier(**words: object) -> dict[str, object]:
 
 
 @pytest.fixture
-def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+def write(tmp_path: Path) -> Write:
     def write(text: str) -> Path:
         path = tmp_path / "stack.yaml"
         path.write_text(text)
@@ -37,7 +43,7 @@ def write(tmp_path: Path):  # type: ignore[no-untyped-def]
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_a_file_and_a_mapping_of_the_same_words_are_the_same_stack(write):
+def test_a_file_and_a_mapping_of_the_same_words_are_the_same_stack(write: Write) -> None:
     stack = {
         "primary": {"capacity": "8GiB", "eviction": "arc"},
         "secondary": [{"type": FAKE, "capacity": "500GB", "deadline": "2m"}],
@@ -45,19 +51,21 @@ def test_a_file_and_a_mapping_of_the_same_words_are_the_same_stack(write):
     assert load_stack(write(yaml.safe_dump(stack))) == load_stack(stack)
 
 
-def test_sizes_and_durations_are_written_as_people_write_them():
+def test_sizes_and_durations_are_written_as_people_write_them() -> None:
     stack = load_stack(
         {"primary": {"capacity": "8GiB"}, "shutdown_deadline": "1m", "secondary": [{"type": FAKE, "deadline": "500ms"}]}
     )
-    assert (stack.primary.capacity, stack.shutdown_deadline, stack.secondary[0].deadline) == (8 << 30, 60.0, 0.5)
+    (options,) = stack.secondary
+    assert isinstance(options, BlockTierOptions)
+    assert (stack.primary.capacity, stack.shutdown_deadline, options.deadline) == (8 << 30, 60.0, 0.5)
 
 
-def test_a_stack_needs_no_secondary_tier(write):
+def test_a_stack_needs_no_secondary_tier(write: Write) -> None:
     assert load_stack({"primary": PRIMARY}).secondary == ()
     assert load_stack(write("primary: {capacity: 1MiB}\nsecondary:\n")).secondary == ()
 
 
-def test_tiers_keep_the_order_of_the_file():
+def test_tiers_keep_the_order_of_the_file() -> None:
     names = [{"type": FAKE, "name": name} for name in ("fast", "slow", "slowest")]
     assert [tier.tier_name for tier in load_stack({"primary": PRIMARY, "secondary": names}).secondary] == [
         "fast",
@@ -66,30 +74,30 @@ def test_tiers_keep_the_order_of_the_file():
     ]
 
 
-def test_a_tier_of_ones_own_is_named_by_its_definition_or_by_its_class():
+def test_a_tier_of_ones_own_is_named_by_its_definition_or_by_its_class() -> None:
     by_class = load_stack({"primary": PRIMARY, "secondary": [{"type": "tests.fake_tier:FakeTier", "path": "/a"}]})
     by_definition = load_stack({"primary": PRIMARY, "secondary": [{"type": FAKE, "path": "/a"}]})
     assert type(by_class.secondary[0]) is type(by_definition.secondary[0])
 
 
-def test_what_is_written_as_yaml_again_is_the_same_stack():
+def test_what_is_written_as_yaml_again_is_the_same_stack() -> None:
     stack = load_stack({"primary": PRIMARY, "secondary": [{"type": FAKE, "path": "/a", "retries": {"attempts": 2}}]})
     assert load_stack(yaml.safe_load(stack.describe())) == stack
 
 
-def test_a_stack_can_be_checked_against_a_json_schema():
+def test_a_stack_can_be_checked_against_a_json_schema() -> None:
     assert {"primary", "secondary", "namespace"} <= StackConfig.model_json_schema()["properties"].keys()
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_stack_chooses_the_simple_scheduler_and_when_it_stores(write, lazy):
+def test_a_stack_chooses_the_simple_scheduler_and_when_it_stores(write: Write, lazy: Any) -> None:
     stack = load_stack(
         write(f"mode: simple\nlazy_offload: {str(lazy).lower()}\nevents: true\nprimary: {{capacity: 1MiB}}\n")
     )
     assert (stack.mode, stack.lazy_offload, stack.events) == ("simple", lazy, True)
 
 
-def test_the_mode_is_tiering_unless_a_stack_says_otherwise():
+def test_the_mode_is_tiering_unless_a_stack_says_otherwise() -> None:
     stack = load_stack({"primary": PRIMARY})
     assert (stack.mode, stack.lazy_offload) == ("tiering", False)
 
@@ -97,7 +105,7 @@ def test_the_mode_is_tiering_unless_a_stack_says_otherwise():
 # ---------------------------------------------------------------------------------------------------------- environment
 
 
-def test_references_are_expanded_in_values_also_unquoted_within_braces(write, monkeypatch):
+def test_references_are_expanded_also_unquoted_within_braces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_ENDPOINT", "http://127.0.0.1:9000/x?a={b}, c: d # e")
     stack = load_stack(
         write(f"primary: {{capacity: 1MiB}}\nsecondary:\n  - {{type: '{FAKE}', endpoint: ${{KV_ENDPOINT}}, name: x}}\n")
@@ -105,7 +113,7 @@ def test_references_are_expanded_in_values_also_unquoted_within_braces(write, mo
     assert (stack.secondary[0].endpoint, stack.secondary[0].name) == ("http://127.0.0.1:9000/x?a={b}, c: d # e", "x")  # type: ignore[attr-defined]
 
 
-def test_a_default_is_used_for_a_variable_that_is_unset_or_empty(monkeypatch):
+def test_a_default_is_used_for_a_variable_that_is_unset_or_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KV_SIZE", raising=False)
     assert load_stack({"primary": {"capacity": "${KV_SIZE:-2MiB}"}}).primary.capacity == 2 << 20
     monkeypatch.setenv("KV_SIZE", "")
@@ -114,31 +122,31 @@ def test_a_default_is_used_for_a_variable_that_is_unset_or_empty(monkeypatch):
     assert load_stack({"primary": {"capacity": "${KV_SIZE:-2MiB}"}}).primary.capacity == 3 << 20
 
 
-def test_two_dollars_are_a_literal_one(write, monkeypatch):
+def test_two_dollars_are_a_literal_one(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_NAME", "x")
     path = write("primary: {capacity: 1MiB}\nnamespace: $${KV_NAME}/$$/$/${KV_NAME}\n")
     assert load_stack(path).namespace == "${KV_NAME}/$/$/x"
 
 
-def test_a_variable_cannot_bring_structure_into_the_file(write, monkeypatch):
+def test_a_variable_cannot_bring_structure_into_the_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_NAME", "x\nevents: true\n")
     stack = load_stack(write("primary: {capacity: 1MiB}\nnamespace: ${KV_NAME}\n"))
     assert stack.events is False
     assert stack.namespace == "x\nevents: true\n"
 
 
-def test_a_missing_variable_is_named_with_the_field_and_its_line(write, monkeypatch):
+def test_a_missing_variable_is_named_with_the_field_and_its_line(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KV_SIZE", raising=False)
     text = refusal(write("# sizes\nprimary:\n  capacity: ${KV_SIZE}\n"))
     assert "primary.capacity (line 3): the environment variable KV_SIZE is not set" in text
     assert "is not a size" not in text
 
 
-def test_a_reference_in_a_comment_is_not_resolved(write):
+def test_a_reference_in_a_comment_is_not_resolved(write: Write) -> None:
     assert load_stack(write("primary: {capacity: 1MiB} # ${KV_NOT_SET_ANYWHERE}\n")).primary.capacity == 1 << 20
 
 
-def test_a_malformed_reference_is_refused():
+def test_a_malformed_reference_is_refused() -> None:
     assert "namespace: ${1:} is not an environment reference" in refusal({"primary": PRIMARY, "namespace": "${1:}"})
 
 
@@ -200,11 +208,11 @@ def test_a_malformed_reference_is_refused():
         ([1], "a stack is a path to a YAML file or a mapping, not list"),
     ],
 )  # fmt: skip
-def test_a_wrong_stack_is_told_the_field_what_was_wrong_and_what_is_allowed(stack, expected):
+def test_a_wrong_stack_is_told_the_field_what_was_wrong_and_what_is_allowed(stack: Any, expected: Any) -> None:
     assert expected in refusal(stack)
 
 
-def test_every_problem_is_reported_at_once_with_its_line(write):
+def test_every_problem_is_reported_at_once_with_its_line(write: Write) -> None:
     text = refusal(
         write(
             "primary: {capacity: much}\n"
@@ -226,7 +234,7 @@ def test_every_problem_is_reported_at_once_with_its_line(write):
     ]
 
 
-def test_two_tiers_in_one_place_are_refused():
+def test_two_tiers_in_one_place_are_refused() -> None:
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "name": name, "path": "/cache"} for name in "ab"]}
     assert "secondary[1]: shares the directory /cache with secondary[0]; two tiers cannot be in one place" in refusal(
         stack
@@ -234,7 +242,7 @@ def test_two_tiers_in_one_place_are_refused():
 
 
 @pytest.mark.parametrize("paths", [("/cache", "/cache/s"), ("/cache/s", "/cache")])
-def test_a_tier_inside_another_ones_directory_is_refused(paths):
+def test_a_tier_inside_another_ones_directory_is_refused(paths: Any) -> None:
     local = [
         {"type": "local", "name": name, "path": path, "capacity": "1GiB"}
         for name, path in zip("ab", paths, strict=True)
@@ -244,12 +252,12 @@ def test_a_tier_inside_another_ones_directory_is_refused(paths):
     assert len(load_stack({"primary": PRIMARY, "secondary": apart}).secondary) == 2
 
 
-def test_the_primary_tiers_name_is_not_for_another():
+def test_the_primary_tiers_name_is_not_for_another() -> None:
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "name": "cpu", "path": "/a"}]}
     assert "secondary[0].name: 'cpu' is the name of the primary tier; give this one another" in refusal(stack)
 
 
-def test_two_tiers_of_one_name_are_refused():
+def test_two_tiers_of_one_name_are_refused() -> None:
     stack = {"primary": PRIMARY, "secondary": [{"type": FAKE, "path": path} for path in ("/a", "/b")]}
     assert (
         "secondary[1].name: 'FAKE_TIER' is also the name of secondary[0]; give each tier a name of its own"
@@ -260,43 +268,43 @@ def test_two_tiers_of_one_name_are_refused():
 # ----------------------------------------------------------------------------------------------------------------- YAML
 
 
-def test_a_key_given_twice_is_refused_with_both_lines(write):
+def test_a_key_given_twice_is_refused_with_both_lines(write: Write) -> None:
     assert "primary.capacity (line 3): is given twice, on lines 2 and 3" in refusal(
         write("primary:\n  capacity: 1MiB\n  capacity: 2MiB\n")
     )
 
 
-def test_yaml_cannot_make_objects(write, tmp_path):
+def test_yaml_cannot_make_objects(write: Write, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     assert "not valid YAML" in refusal(write(f"primary: !!python/object/apply:os.mkdir ['{witness}']\n"))
     assert not witness.exists()
 
 
-def test_broken_yaml_is_told_where(write):
+def test_broken_yaml_is_told_where(write: Write) -> None:
     assert "not valid YAML: mapping values are not allowed here (line 2, column 14)" in refusal(
         write("primary:\n  capacity: 1: 2\n")
     )
 
 
-def test_aliases_cannot_multiply_without_end(write):
+def test_aliases_cannot_multiply_without_end(write: Write) -> None:
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
     assert "this is no stack" in refusal(write("a0: &a0 x\n" + levels))
 
 
-def test_an_alias_to_itself_is_refused(write):
+def test_an_alias_to_itself_is_refused(write: Write) -> None:
     assert "this is no stack" in refusal(write("primary: &a {capacity: *a}\n"))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
-def test_an_empty_file_is_told_the_least_it_needs(write, text):
+def test_an_empty_file_is_told_the_least_it_needs(write: Write, text: Any) -> None:
     assert "it needs at least primary: {capacity: 8GiB}" in refusal(write(text))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'none.yaml'}: the stack file cannot be read: No such file" in refusal(tmp_path / "none.yaml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "stack.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in refusal(tmp_path / "stack.yaml")
 
@@ -310,7 +318,7 @@ SECRET = "hunter2-hunter2"
     "printed",
     [repr, str, StackConfig.describe, lambda stack: repr(stack.secondary), lambda stack: f"{stack.secondary[0]}"],
 )
-def test_secrets_are_masked_whenever_a_configuration_is_printed(printed):
+def test_secrets_are_masked_whenever_a_configuration_is_printed(printed: Any) -> None:
     stack = load_stack(
         {
             "primary": PRIMARY,
@@ -332,7 +340,7 @@ def test_secrets_are_masked_whenever_a_configuration_is_printed(printed):
         assert "x=1" in text
 
 
-def test_secrets_are_not_repeated_in_refusals():
+def test_secrets_are_not_repeated_in_refusals() -> None:
     text = refusal(
         tier(access_key=[SECRET], endpoint={"url": f"https://user:{SECRET}@store"}, capacity=f"https://u:{SECRET}@x")
     )

@@ -163,5 +163,5 @@ def make_context(
     clock: FakeClock, *, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), events: bool = True
 ) -> TierContext:
     """A tier's context with an ordinary array as the primary buffer."""
-    view = memoryview(np.zeros((NUM_ROWS, max(group_bytes)), np.uint8))
+    view = np.zeros((NUM_ROWS, max(group_bytes)), np.uint8).data
     return TierContext("t", view, group_bytes, make_namespace(group_bytes=group_bytes), clock, enable_events=events)

@@ -507,7 +507,7 @@ def test_an_end_that_cannot_be_prepared_is_an_end_all_the_same() -> None:
 def test_preparing_the_end_leaves_time_for_the_end() -> None:
     rig = Rig().opened()
     given: list[float] = []
-    rig.tier.before_close = given.append  # type: ignore[method-assign]
+    rig.tier.before_close = given.append  # type: ignore[method-assign,assignment]
     assert rig.tier.shutdown(rig.clock() + 100)
     assert given[0] < rig.clock() + 100
 
