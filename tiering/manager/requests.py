@@ -123,11 +123,6 @@ class Requests:
         self.known[ctx.req_id] = request
         return request
 
-    def tiers_of(self, ctx: ReqContext) -> list[TierState]:
-        """Return the tiers that a request may use, fastest first; all tiers if the request is unknown."""
-        request = self.known.get(ctx.req_id)
-        return self._tiers.states if request is None else request.tiers
-
     def end(self, request: Request) -> None:
         """Forget a finished request, and tell its tiers that no cascade for it follows."""
         if self.known.get(request.ctx.req_id) is request:

@@ -162,7 +162,7 @@ class BlockTable:
         _, first = np.unique(np.fromiter(keys, object, len(keys)), return_index=True)
         kept = rows[np.sort(first)]
         self.pending.update(zip(dict.fromkeys(keys), kept.tolist(), strict=True))
-        self._release_to_free(np.setdiff1d(rows, kept))
+        self.add_free(np.setdiff1d(rows, kept))
         return kept
 
     def commit(self, keys: Sequence[bytes], rows: Rows) -> None:
@@ -179,7 +179,7 @@ class BlockTable:
     def abort(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Free the ``rows`` of pending ``keys``, because their write failed."""
         deque(map(self.pending.__delitem__, keys), maxlen=0)
-        self._release_to_free(rows)
+        self.add_free(rows)
 
     def disown(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Quarantine rows that are still being written until :meth:`end_writing`.
@@ -238,7 +238,7 @@ class BlockTable:
     def end_writing(self, rows: Rows) -> None:
         """Free quarantined ``rows``, because their writers are done."""
         self._quarantined.difference_update(rows.tolist())
-        self._release_to_free(rows)
+        self.add_free(rows)
 
     def adopt(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Make quarantined rows readable, because their writers have succeeded.
@@ -248,11 +248,7 @@ class BlockTable:
             rows: the quarantined rows.
         """
         self._quarantined.difference_update(rows.tolist())
-        self.keys[rows] = keys
-        self.readable.update(zip(keys, rows.tolist(), strict=True))
-        self.refs[rows] = 0
-        self.evictable += len(rows)
-        self.policy.insert(rows)
+        self.insert(keys, rows)
 
     def insert(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Make blocks of a recovered medium readable, as the most recent ones.
@@ -269,7 +265,11 @@ class BlockTable:
 
     def add_free(self, rows: Rows) -> None:
         """Free rows that are in no list of this table; the first is reserved first."""
-        self._release_to_free(rows)
+        count = len(rows)
+        self.refs[rows] = 0
+        self.keys[rows] = None
+        self._free[self._free_count : self._free_count + count] = rows[::-1]
+        self._free_count += count
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -338,7 +338,7 @@ class BlockTable:
             self._quarantined.update(rows[busy].tolist())
             idle = rows[~busy]
             self.evictable -= len(idle)
-            self._release_to_free(idle)
+            self.add_free(idle)
         return known
 
     def evict(self, count: int) -> list[bytes]:
@@ -350,7 +350,7 @@ class BlockTable:
         evicted: list[bytes] = self.keys[rows].tolist()
         deque(map(self.readable.__delitem__, evicted), maxlen=0)
         self.evictable -= count
-        self._release_to_free(np.sort(rows))
+        self.add_free(np.sort(rows))
         return evicted
 
     def clear(self) -> list[bytes]:
@@ -368,7 +368,7 @@ class BlockTable:
         self.pending.clear()
         self.policy.clear()
         self.evictable = 0
-        self._release_to_free(rows[~busy])
+        self.add_free(rows[~busy])
         return forgotten
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -381,12 +381,5 @@ class BlockTable:
         leaving = rows[quarantined]
         if len(leaving):
             self._quarantined.difference_update(leaving.tolist())
-            self._release_to_free(leaving)
+            self.add_free(leaving)
         return rows[~quarantined]
-
-    def _release_to_free(self, rows: Rows) -> None:
-        count = len(rows)
-        self.refs[rows] = 0
-        self.keys[rows] = None
-        self._free[self._free_count : self._free_count + count] = rows[::-1]
-        self._free_count += count

@@ -1,0 +1,157 @@
+"""The table of rows against a model: every row is in one place, and the counts are those of the rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tiering.errors import ConfigError
+from tiering.table.block_table import MAX_ROWS, BlockTable
+from tiering.testing.keys import keys_of
+
+ROWS = 8
+KEYS = keys_of(*range(12))
+chosen = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
+choices = st.integers(0, 2**16)
+Batch = tuple[list[bytes], list[int]]
+
+
+class TableMachine(RuleBasedStateMachine):
+    """A table, and the writers and readers that its rows have."""
+
+    @initialize(policy=st.sampled_from(["lru", "arc"]))
+    def start(self, policy: str) -> None:
+        self.table = BlockTable(ROWS, policy)
+        self.writing: list[Batch] = []
+        self.late: list[Batch] = []
+        self.reading: list[list[int]] = []
+
+    def _end(self, batches: list[Batch], choice: int) -> tuple[list[bytes], np.ndarray]:
+        keys, rows = batches.pop(choice % len(batches))
+        return keys, np.array(rows, np.int64)
+
+    @rule(keys=chosen)
+    def begin_writing(self, keys: list[bytes]) -> None:
+        new = self.table.unknown(keys)
+        assert new == [key for key in keys if key not in self.table.readable and key not in self.table.pending]
+        free, evictable = self.table.free, self.table.evictable
+        taken = self.table.allocate(new)
+        assert (taken is not None) is (len(new) <= free + evictable)
+        if taken is not None:
+            rows, evicted = taken
+            assert len(evicted) == max(0, len(new) - free)
+            assert not set(evicted) & self.table.readable.keys()
+            self.writing.append((new, rows.tolist()))
+
+    @rule(choice=choices, success=st.booleans())
+    def end_writing(self, choice: int, success: bool) -> None:
+        if self.writing:
+            keys, rows = self._end(self.writing, choice)
+            (self.table.commit if success else self.table.abort)(keys, rows)
+            assert all((key in self.table.readable) is success for key in keys)
+
+    @rule(choice=choices)
+    def disown(self, choice: int) -> None:
+        if self.writing:
+            keys, rows = self._end(self.writing, choice)
+            self.table.disown(keys, rows)
+            self.late.append((keys, rows.tolist()))
+
+    @rule(choice=choices)
+    def end_late(self, choice: int) -> None:
+        if self.late:
+            keys, rows = self._end(self.late, choice)
+            if len(self.table.unknown(keys)) == len(keys) and choice % 2:
+                self.table.adopt(keys, rows)
+            else:
+                self.table.end_writing(rows)
+
+    @rule(keys=chosen, times=st.integers(1, 2))
+    def begin_reading(self, keys: list[bytes], times: int) -> None:
+        rows = [row for row in self.table.rows_of(keys) if row is not None]
+        if rows:
+            self.table.pin(np.array(rows, np.int64), times)
+            self.reading += [rows] * times
+
+    @rule(choice=choices)
+    def end_reading(self, choice: int) -> None:
+        if self.reading:
+            self.table.unpin(np.array(self.reading.pop(choice % len(self.reading)), np.int64))
+
+    @rule(keys=chosen)
+    def touch(self, keys: list[bytes]) -> None:
+        known, rows = self.table.touch(keys)
+        assert [(key, self.table.readable[key]) for key in known] == list(zip(known, rows.tolist(), strict=True))
+        assert set(known) == set(keys) & self.table.readable.keys()
+
+    @rule(keys=chosen)
+    def drop(self, keys: list[bytes]) -> None:
+        held = set(keys) & self.table.readable.keys()
+        assert set(self.table.drop(keys)) == held
+        assert not held & self.table.readable.keys()
+
+    @rule(count=st.integers(0, 4))
+    def evict(self, count: int) -> None:
+        evictable = self.table.evictable
+        assert len(self.table.evict(count)) == min(count, evictable)
+
+    @rule()
+    def clear(self) -> None:
+        held = set(self.table.readable)
+        assert set(self.table.clear()) == held
+        assert not self.table.readable
+        assert not self.table.pending
+        self.late += self.writing
+        self.writing = []
+
+    @invariant()
+    def every_row_is_in_one_place(self) -> None:
+        table = self.table
+        rows = [*table.readable.values(), *table.pending.values()]
+        assert len(set(rows)) == len(rows)
+        assert table.free + len(rows) + table.quarantined == ROWS
+        assert not table.any_quarantined(rows)
+        assert table.room == table.free + table.evictable
+
+    @invariant()
+    def references_are_those_of_the_readers_and_writers(self) -> None:
+        readers = Counter(row for rows in self.reading for row in rows)
+        writers = {row for _, rows in [*self.writing, *self.late] for row in rows}
+        for row in range(ROWS):
+            assert self.table.refs[row] == (-1 if row in writers else readers[row])
+        assert self.table.evictable == sum(not readers[row] for row in self.table.readable.values())
+        assert all(self.table.keys[row] == key for key, row in self.table.readable.items())
+
+
+TestTableMachine = TableMachine.TestCase
+TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("rows", [0, -1, MAX_ROWS + 1])
+def test_a_table_of_an_impossible_size_is_refused(rows: int) -> None:
+    with pytest.raises(ConfigError):
+        BlockTable(rows)
+
+
+def test_the_first_free_row_is_reserved_first() -> None:
+    table = BlockTable(4, rows_free=False)
+    assert (table.free, table.room) == (0, 0)
+    table.add_free(np.array([2, 0, 3]))
+    taken = table.allocate(keys_of(0, 1))
+    assert taken is not None
+    assert taken[0].tolist() == [2, 0]
+
+
+def test_free_rows_can_be_withdrawn_and_return() -> None:
+    table = BlockTable(4)
+    assert table.take_free(2).tolist() == [3, 2]
+    assert table.withdraw(np.array([0, 3])).tolist() == [0]
+    assert (table.free, table.quarantined) == (1, 3)
+    table.end_writing(np.array([0, 2]))
+    table.forget(np.array([3]))
+    assert (table.free, table.quarantined) == (3, 0)
