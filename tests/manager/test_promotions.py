@@ -198,6 +198,14 @@ def test_blocks_that_are_being_stored_belong_to_no_promotion() -> None:
     assert world.r1.asked == {B}
 
 
+def test_a_block_that_is_stored_after_its_promotion_failed_belongs_to_no_promotion() -> None:
+    world = World()
+    world.promotions.end(world.run([A]), ())
+    assert world.primary.prepare_store([A], STORER) is not None
+    world.promotions.join(world.r2, [A])
+    assert world.r2.asked == set()
+
+
 def test_blocks_that_failed_are_a_miss_and_the_tier_is_not_asked_for_them_again() -> None:
     world = World()
     promotion = world.run([A, B, C], world.r2)
@@ -256,6 +264,17 @@ def test_queued_blocks_pass_to_the_first_unfinished_request_that_asked_for_them(
     world.finish(world.r2)
     world.finish(r3)
     assert world.rows() == (5, 3, 0)
+
+
+def test_a_finished_request_waits_for_no_block() -> None:
+    world = World()
+    world.promotions.start(world.fast, world.r1, [A])
+    assert len(list(world.promotions.take_queued())) == 1
+    world.promotions.start(world.fast, world.r1, [B])
+    world.promotions.join(world.r2, [A, B])
+    world.finish(world.r2)
+    world.finish(world.r1)
+    assert world.r1.asked == world.r2.asked == set()
 
 
 def test_a_finished_request_inherits_nothing() -> None:
@@ -487,3 +506,14 @@ def test_after_a_reset_a_block_can_be_promoted_while_its_old_load_still_runs() -
     assert A in world.primary.pending
     assert world.promotions.end(new, None)[0] == [A]
     assert world.rows() == (7, 0, 0)
+
+
+def test_a_reservation_after_a_reset_does_not_expire_with_one_before() -> None:
+    world = World()
+    world.promotions.end(world.run([A]), None)
+    world.promotions.reset([])
+    world.primary.reset_cache()
+    world.clock.advance(10.0)
+    world.promotions.end(world.run([A]), None)
+    world.promotions.expire(world.clock() + RESERVED - 10)
+    assert set(world.r1.reserved) == {A}

@@ -122,12 +122,9 @@ class Promotions:
         if count < len(keys):
             self._stats.promotions_without_room += 1
             request.refused.add(keys[max(count, 0)])
-        if count <= 0:
-            return 0
-        chosen = list(keys[:count])
-        taken = self._primary.allocate(chosen)
+        chosen = list(keys[: max(count, 0)])
+        taken = self._primary.allocate(chosen) if chosen else None
         if taken is None:
-            request.refused.add(keys[0])
             return 0
         rows, evicted = taken
         if len(rows) < count:
