@@ -4,7 +4,7 @@ keep up."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -347,3 +347,20 @@ class TestRate:
             offers.add(K[:1], 1000.0 + second)
             taken += len(offers.take())
         assert taken == 10
+
+
+def test_a_full_budget_is_asked_about_few_of_the_blocks_that_wait() -> None:
+    class Counted(dict[bytes, None]):
+        looked_at = 0
+
+        def __iter__(self) -> Iterator[bytes]:
+            for key in super().__iter__():
+                Counted.looked_at += 1
+                yield key
+
+    budget = StoreBudget((1000,), 20_000)
+    waiting = Counted.fromkeys(keys_of(*range(5000)))
+    assert budget.spare(waiting) == 10
+    budget.used = 15_000
+    assert budget.spare(waiting) == 0
+    assert Counted.looked_at <= 12

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, islice, takewhile
 from operator import itemgetter
@@ -227,13 +227,18 @@ class StoreBudget:
         # The last byte of a key is its group: an engine has a few, never more than 256.
         return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
 
-    def spare(self, keys: Sequence[OffloadKey]) -> int:
+    def spare(self, keys: Collection[OffloadKey]) -> int:
         """Return how many leading ``keys`` fit into the first half of the budget.
 
-        The other half is for newly stored blocks. With nothing in flight, one block always fits.
+        The other half is for newly stored blocks. With nothing in flight, one block always fits. Keys beyond the first
+        one that does not fit are not looked at: every step asks, and many keys may wait for a slow medium.
         """
         room = self._limit // 2 - self.used
-        return len(list(takewhile(room.__ge__, accumulate(self.sizes(keys))))) or int(bool(keys) and not self.used)
+        sizes = map(self._size_of, keys)
+        return len(list(takewhile(room.__ge__, accumulate(sizes)))) or int(bool(keys) and not self.used)
+
+    def _size_of(self, key: OffloadKey) -> int:
+        return self._group_bytes[key[-1] if len(self._group_bytes) > 1 else 0]
 
     def fitting(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading ``keys`` fit into the budget.
@@ -296,8 +301,7 @@ class Offers:
         """
         if not self._waiting:
             return []
-        taken = list(self._waiting)
-        taken = taken[: self._budget.spare(taken)]
+        taken = list(islice(self._waiting, self._budget.spare(self._waiting)))
         for key in taken:
             del self._waiting[key]
         return taken
