@@ -14,8 +14,10 @@ from tiering.cli.check import check
 from tiering.cli.epoch import epoch
 from tiering.cli.inspect import inspect_command
 from tiering.cli.remove import clear, gc
+from tiering.cli.replay import replay
 from tiering.cli.schema import schema
 from tiering.cli.top import top
+from tiering.cli.trace import trace
 from tiering.errors import ConfigError, TieringError
 
 OK = 0
@@ -62,7 +64,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (check, clear, epoch, gc, inspect_command, schema, top):
+for command in (check, clear, epoch, gc, inspect_command, replay, schema, top, trace):
     cli.add_command(command)
 
 

@@ -59,6 +59,24 @@ def _read_file(path: str) -> tuple[Source, Carried]:
     return Source(path, data, lines), carried
 
 
+def read_plain(path: str | os.PathLike[str]) -> object:
+    """Return the content of a YAML file as plain data, with its environment references as they are written.
+
+    Raises:
+        ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
+    """
+    source, carried = _read_file(os.fspath(path))
+    return _restored(source.data, carried)
+
+
+def _restored(value: object, carried: Carried) -> object:
+    if isinstance(value, str):
+        return carried.restored(value)
+    if isinstance(value, Mapping):
+        return {_restored(key, carried): _restored(item, carried) for key, item in value.items()}
+    return [_restored(item, carried) for item in value] if isinstance(value, list) else value
+
+
 def escaped(text: str) -> str:
     """Return the spelling of ``text`` that yields ``text`` when it is read as a value of a stack."""
     return text.replace("$", "$$") if "${" in text or "$$" in text else text

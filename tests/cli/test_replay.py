@@ -1,0 +1,91 @@
+"""The commands that make and replay traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import kv_tiering, process
+from tiering.cli.app import OK, USAGE
+
+
+@pytest.fixture(name="trace")
+def make_trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    assert kv_tiering("trace", "generate", "--kind", "chat=2", "--requests", 200, "-o", path).code == OK
+    return path
+
+
+@pytest.fixture(name="stack")
+def make_stack(tmp_path: Path) -> Path:
+    path = tmp_path / "stack.yaml"
+    path.write_text("primary: {capacity: 4GiB}\nsecondary:\n  - {type: local, path: /nowhere/kv, capacity: 64GiB}\n")
+    return path
+
+
+def test_a_table_and_what_to_buy(trace: Path, stack: Path) -> None:
+    done = kv_tiering("replay", trace, "--stack", stack, "--sweep", "primary.capacity=1GiB..4GiB")
+    assert (done.code, done.err) == (OK, "")
+    lines = done.out.splitlines()
+    assert lines[0].split()[:3] == ["primary.capacity", "cpu", "local"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1GiB", "2GiB", "4GiB"]
+    assert "is the best buy" in done.out
+    assert "blocks a second" in done.out
+
+
+def test_json_and_the_page(trace: Path, stack: Path, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    done = kv_tiering("replay", trace, "--stack", stack, "--json", "--html", page, "--prefill-speed", 5000)
+    assert done.code == OK
+    found = json.loads(done.out)
+    assert found["format"] == "kv-tiering-trace"
+    assert found["model"]["prefill_tokens_per_second"] == 5000
+    assert found["block_bytes"] == 256 * 128 * 1024
+    assert 0 < found["results"][0]["hit_rate"] <= found["reuse"]
+    assert page.read_text().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_speeds_and_prices_of_a_file(trace: Path, stack: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text("prefill_tokens_per_second: 100\ndevice_dollars_per_hour: 9\n")
+    done = kv_tiering("replay", trace, "--stack", stack, "--model", model, "--kv-bytes-per-token", "64KiB", "--json")
+    found = json.loads(done.out)
+    assert (found["model"]["device_dollars_per_hour"], found["block_bytes"]) == (9, 256 * 64 * 1024)
+    model.write_text("prefill: 100\n")
+    done = kv_tiering("replay", trace, "--stack", stack, "--model", model)
+    assert done.code == USAGE
+    assert "prefill: unknown word" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--sweep", "primary.capacity"], "write it like"),
+        (["--html", "/nowhere/at/all.html"], "its directory does not exist"),
+        (["--kv-bytes-per-token", "many"], "is not a size"),
+        (["--prefill-speed", "0"], "prefill_tokens_per_second"),
+    ],
+)
+def test_wrong_words_end_with_one_line(trace: Path, stack: Path, words: list[str], problem: str) -> None:
+    done = kv_tiering("replay", trace, "--stack", stack, *words)
+    assert done.code == USAGE
+    assert problem in done.err
+    assert done.out == ""
+
+
+def test_a_file_that_is_no_trace_and_a_missing_stack(trace: Path, stack: Path, tmp_path: Path) -> None:
+    done = kv_tiering("replay", stack, "--stack", stack)
+    assert (done.code, "line 1: is no JSON" in done.err) == (USAGE, True)
+    assert kv_tiering("replay", trace, "--stack", tmp_path / "none.yaml").code == USAGE
+
+
+def test_generated_traces_go_through_a_pipe_and_depend_on_the_seed() -> None:
+    words = ("trace", "generate", "--requests", "20", "--kind", "agents")
+    one, other = process(*words), process(*words, "--seed", "2")
+    assert (one.code, len(one.out.splitlines())) == (OK, 21)
+    assert one.out.splitlines()[1:] != other.out.splitlines()[1:]
+    assert "chess: is no kind" in kv_tiering("trace", "generate", "--kind", "chess").err
+    assert "is not a number" in kv_tiering("trace", "generate", "--kind", "chat=many").err

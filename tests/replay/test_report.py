@@ -1,0 +1,100 @@
+"""The page: everything in one file, everything escaped, all stacks to copy."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.replay.traces import write_mooncake
+from tiering.replay.charts import dollars, seconds, size
+from tiering.replay.model import ReplayModel
+from tiering.replay.readers import Trace
+from tiering.replay.report import advice, report_page
+from tiering.replay.study import Study, run_study
+from tiering.replay.sweep import parse_axis, points
+
+STACK = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "local", "path": "/<x>&", "capacity": "1GiB"}]}
+
+
+class Reader(HTMLParser):
+    """Collects the tags, and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in {"meta", "br", "line", "circle", "rect", "polyline"}:
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href", "action"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in {"meta", "br", "line", "circle", "rect", "polyline"}:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(name="study")
+def make_study(tmp_path: Path) -> Study:
+    prompts = [[*range(turn % 7 * 10, turn % 7 * 10 + 5 + turn // 7)] for turn in range(60)]
+    trace = Trace([write_mooncake(tmp_path / "t.jsonl", prompts)])
+    axes = [parse_axis("primary.capacity=32MiB..128MiB"), parse_axis("primary.eviction=lru,arc")]
+    return run_study(trace, points(STACK, axes), ReplayModel(kv_bytes_per_token=2048), 1 << 20)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(study: Study) -> None:
+    page = report_page(study)
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.links == []
+    assert not re.search(r"@import|url\(|fetch\(|https?://", page)
+    assert reader.tags.count("svg") == 5
+    assert len(page) < 100_000
+
+
+def test_the_page_offers_every_stack_and_shows_the_best(study: Study) -> None:
+    page = report_page(study)
+    found = re.search(r'id="stacks">(.*?)</script>', page)
+    assert found is not None
+    assert json.loads(found[1]) == [result.stack for result in study.results]
+    assert page.count("<option") == 6
+    assert "/&lt;x&gt;&amp;" in page
+    assert "<x>" not in page
+
+
+def test_one_stack_has_no_sweep_to_show(tmp_path: Path) -> None:
+    trace = Trace([write_mooncake(tmp_path / "t.jsonl", [[1, 2], [1, 2]])])
+    study = run_study(trace, points({"primary": {"capacity": "64MiB"}}, []), ReplayModel(), 1 << 20)
+    page = report_page(study)
+    assert "<option" not in page
+    assert page.count("<svg") == 2
+    assert study.best.hit_rate == 0.5 == study.reuse
+    assert any("50.0% of the 4 prompt blocks" in line for line in advice(study))
+
+
+def test_the_best_stack_does_not_slow_the_first_token_down(study: Study) -> None:
+    good = [result for result in study.results if result.ttft_mean <= result.ttft_mean_without]
+    assert good
+    assert study.best in good
+    assert study.best.net_dollars_per_month == max(result.net_dollars_per_month for result in good)
+
+
+def test_the_bounds_hold_for_every_stack(study: Study) -> None:
+    for result in study.results:
+        assert result.ideal_hit_rate is not None
+        assert result.hit_rate <= result.ideal_hit_rate <= study.reuse
+    assert [point.lru for point in study.curve] == sorted(point.lru for point in study.curve)
+    assert all(point.lru <= point.ideal + 1e-9 for point in study.curve if point.ideal is not None)
+
+
+def test_values_are_written_as_people_write_them() -> None:
+    assert [size(1.5 * 2**40), size(12)] == ["1.5 TiB", "12 B"]
+    assert [seconds(2.5), seconds(0.25), seconds(0)] == ["2.5 s", "250 ms", "0 s"]
+    assert [dollars(1234.4), dollars(-12), dollars(-0.2)] == ["$1,234", "-$12", "$0"]

@@ -1,0 +1,82 @@
+"""Sweeps: the variants of a stack, and what is wrong with some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tiering.config.source import read_plain
+from tiering.errors import ConfigError
+from tiering.replay.sweep import parse_axis, points, size_text
+
+STACK = {"primary": {"capacity": "8GiB"}, "secondary": [{"type": "local", "path": "/x", "capacity": "1TiB"}]}
+
+
+def test_a_range_doubles_and_ends_with_its_last_size() -> None:
+    assert parse_axis("primary.capacity=1GiB..8GiB").values == ("1GiB", "2GiB", "4GiB", "8GiB")
+    assert parse_axis("primary.capacity=1GiB..10GiB").values == ("1GiB", "2GiB", "4GiB", "8GiB", "10GiB")
+    assert parse_axis("primary.capacity=1GiB..100GiB/3").values == ("1GiB", "10GiB", "100GiB")
+
+
+def test_lists_hold_words_and_numbers() -> None:
+    axis = parse_axis("secondary[0].min_prefix_blocks=1,8")
+    assert (axis.path, axis.values) == (("secondary", 0, "min_prefix_blocks"), (1, 8))
+    assert parse_axis("primary.eviction=lru,arc").values == ("lru", "arc")
+
+
+def test_all_combinations_are_validated_stacks_with_their_text() -> None:
+    axes = [parse_axis("primary.capacity=1GiB..2GiB"), parse_axis("secondary[0].eviction=lru,arc")]
+    found = points(STACK, axes)
+    assert [list(point.settings.values()) for point in found] == [
+        ["1GiB", "lru"], ["1GiB", "arc"], ["2GiB", "lru"], ["2GiB", "arc"],
+    ]  # fmt: skip
+    assert [point.stack.primary.capacity for point in found] == [1 << 30, 1 << 30, 2 << 30, 2 << 30]
+    assert yaml.safe_load(found[3].text)["secondary"][0]["eviction"] == "arc"
+    assert STACK["primary"] == {"capacity": "8GiB"}
+
+
+def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_DIR", "/var/cache/kv")
+    path = tmp_path / "stack.yaml"
+    path.write_text(
+        "primary: {capacity: 8GiB}\nsalt: opensesame-0123\n"
+        "secondary: [{type: local, path: ${KV_DIR}, capacity: 1TiB}]\n"
+    )
+    words = read_plain(path)
+    assert isinstance(words, dict)
+    (point,) = points(words, [])
+    assert "${KV_DIR}" in point.text
+    assert "opensesame" not in point.text
+    assert point.stack.salt == "opensesame-0123"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("primary.capacity", "write it like"),
+        ("=1,2", "is no word"),
+        ("primary.capacity=8GiB..1GiB", "below the last"),
+        ("primary.capacity=1GiB..8XB", "is not a size"),
+        ("primary.capacity=1GiB..8GiB/1", "2 to 400"),
+        ("secondary[4].capacity=1GiB,2GiB", r"has no secondary\[4\]"),
+        ("secondary[0]=1,2", "is no word"),
+        ("primary.evicton=lru", "primary.evicton=lru: .*did you mean eviction"),
+        ("primary.capacity=1,2,0", "capacity"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_and_says_why(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        points(STACK, [parse_axis(text)])
+
+
+def test_too_many_stacks_are_refused() -> None:
+    axis = parse_axis("primary.promotion_share=" + ",".join(["0.5"] * 30))
+    with pytest.raises(ConfigError, match="900 stacks"):
+        points(STACK, [axis, axis])
+
+
+@pytest.mark.parametrize(("size", "text"), [(1 << 30, "1GiB"), (3 << 29, "1536MiB"), (1000, "1000"), (1 << 41, "2TiB")])
+def test_sizes_are_written_as_people_write_them(size: int, text: str) -> None:
+    assert size_text(size) == text

@@ -1,0 +1,131 @@
+"""Fixed-size SHARDS: the LRU hit rate at many capacities, from a sample of the accesses.
+
+The algorithm is that of Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015),
+with its correction of the sampled number of accesses. A key is sampled if its hash is below a threshold, so either all
+accesses of a key are seen or none. The stack distance of an access (the number of distinct keys since the last access
+of the key) among the sampled keys, divided by the sampling rate, estimates its distance among all keys. When the
+sample exceeds its size, the threshold falls to the largest sampled hash, and the keys there leave the sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+HASH_BITS = 32
+"""Length of a hash in bits."""
+HASHES = 1 << HASH_BITS
+"""Number of hash values."""
+SAMPLE = 8192
+"""Number of keys in the sample; the estimate's mean error is then below one point."""
+
+
+class Shards:
+    """Hit rates of a cache with LRU eviction at given capacities, estimated from sampled accesses.
+
+    Args:
+        capacities: capacities in blocks, above 0; the estimate is exact at these while all keys are sampled.
+        sample: largest number of keys in the sample; default :data:`SAMPLE`.
+        rate: sampling rate at the start, above 0 and at most 1 (default). A lower rate bounds the cost of the first
+            accesses.
+    """
+
+    __slots__ = (
+        "_capacities",
+        "_largest",
+        "_last",
+        "_now",
+        "_sample",
+        "_times",
+        "_weights",
+        "accesses",
+        "sampled",
+        "threshold",
+        "weight",
+    )
+
+    def __init__(self, capacities: Iterable[int], sample: int = SAMPLE, rate: float = 1.0) -> None:
+        self._capacities = sorted(set(capacities))
+        self._sample = sample
+        self.threshold = max(1, min(HASHES, int(rate * HASHES)))
+        """Hashes below this value are sampled."""
+        self.accesses = 0
+        """Number of accesses, sampled or not; the caller counts them."""
+        self.sampled = 0
+        """Number of sampled accesses."""
+        self.weight = 0.0
+        """Number of accesses that the sampled ones stand for."""
+        self._weights = [0.0] * (len(self._capacities) + 1)
+        """Per capacity, the accesses that hit there and not at the next smaller capacity; last: the others."""
+        self._now = 0
+        self._last: dict[int, int] = {}
+        """Sampled hash → time of its last access."""
+        self._times: list[int] = []
+        """All values of ``_last``, ascending."""
+        self._largest: list[int] = []
+        """Sampled hashes, negated, as a heap."""
+
+    @property
+    def rate(self) -> float:
+        """Present sampling rate, at most 1."""
+        return self.threshold / HASHES
+
+    @property
+    def keys(self) -> int:
+        """Number of keys in the sample."""
+        return len(self._last)
+
+    def access(self, hashes: Sequence[int], *, counted: bool = True) -> None:
+        """Record accesses of sampled keys, in their order.
+
+        Args:
+            hashes: hashes below :attr:`threshold`, as it was when they were chosen.
+            counted: True (default) if the accesses are lookups whose hits count. False: they only renew the keys.
+        """
+        last, times, capacities, weights = self._last, self._times, self._capacities, self._weights
+        now = self._now
+        for key in hashes:
+            if key >= self.threshold:
+                continue
+            before = last.get(key)
+            now += 1
+            if before is None:
+                bucket = len(capacities)
+                heappush(self._largest, -key)
+            else:
+                place = bisect_left(times, before)
+                # A cache of c blocks hits if at most c - 1 other keys came since.
+                distance = (len(times) - place) * HASHES / self.threshold
+                bucket = bisect_left(capacities, distance)
+                del times[place]
+            last[key] = now
+            times.append(now)
+            if counted:
+                weight = HASHES / self.threshold
+                weights[bucket] += weight
+                self.weight += weight
+                self.sampled += 1
+            if len(last) > self._sample:
+                self._shrink()
+        self._now = now
+
+    def _shrink(self) -> None:
+        """Lower the threshold to the largest sampled hash, whose key leaves the sample."""
+        largest = -heappop(self._largest)
+        self.threshold = largest
+        del self._times[bisect_left(self._times, self._last.pop(largest))]
+
+    def hit_rate(self, capacity: int) -> float:
+        """Return the estimated hit rate of a cache of ``capacity`` blocks.
+
+        Args:
+            capacity: one of the capacities given at the start; for others, the next smaller one counts.
+        """
+        total = float(self.accesses or self.weight)
+        if not total:
+            return 0.0
+        hits = sum(self._weights[: bisect_right(self._capacities, capacity)])
+        # SHARDS-adj: hot keys make the sample too large or too small; the difference are hits at the shortest distance.
+        hits += total - self.weight
+        return min(1.0, max(0.0, hits / total))

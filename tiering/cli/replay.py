@@ -1,0 +1,163 @@
+"""``replay``: a trace of requests through the tiers of a stack, in simulated time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tiering.api.units import parse_size
+from tiering.config.source import read_plain
+from tiering.errors import ConfigError
+from tiering.replay.charts import dollars, percent, seconds, size
+from tiering.replay.model import ReplayModel, load_model
+from tiering.replay.readers import Trace
+from tiering.replay.report import advice, report_page
+from tiering.replay.study import Progress as Report
+from tiering.replay.study import Study, run_study
+from tiering.replay.sweep import parse_axis, points
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
+@click.option("--stack", "stack_path", required=True, type=click.Path(path_type=Path), help="The stack file.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="WORD=VALUES",
+    help="Replay several stacks: primary.capacity=1GiB..1TiB doubles the size at each step, ..1TiB/6 makes 6 steps, "
+    "primary.eviction=lru,arc lists values. Several sweeps give all combinations.",
+)
+@click.option("--model", "model_path", type=click.Path(path_type=Path), help="YAML file with speeds and prices.")
+@click.option("--kv-bytes-per-token", metavar="SIZE", help="KV of one token, all layers and ranks (default: 128KiB).")
+@click.option("--prefill-speed", type=float, metavar="TOKENS/S", help="Prompt tokens computed per second (20000).")
+@click.option("--device-cache", metavar="SIZE", help="The engine's own prefix cache; default: not modelled.")
+@click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with curves to this file.")
+def replay(
+    traces: tuple[Path, ...],
+    stack_path: Path,
+    sweeps: tuple[str, ...],
+    model_path: Path | None,
+    kv_bytes_per_token: str | None,
+    prefill_speed: float | None,
+    device_cache: str | None,
+    block_tokens: int | None,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Replay traces of requests through the tiers of a stack, and say what they would serve.
+
+    The manager, its policies and its indexes are the real ones; time and media are simulated. TRACE is a file in the
+    format of Mooncake's or Bailian's public traces, a file that an engine has recorded (record_trace in its stack), or
+    one of "kv-tiering trace generate". Several files are merged by time.
+
+    \b
+    Examples:
+      kv-tiering replay trace.jsonl --stack stack.yaml
+      kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.capacity=1GiB..1TiB --html replay.html
+      kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.eviction=lru,arc --json
+    """
+    model = load_model(model_path, _changes(kv_bytes_per_token, prefill_speed, device_cache))
+    trace = Trace(traces, block_tokens)
+    stack = read_plain(stack_path)
+    if not isinstance(stack, dict):
+        raise ConfigError(f"{stack_path}: is no stack; it must be a mapping with primary and secondary")
+    variants = points(stack, [parse_axis(text) for text in sweeps])
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: its directory does not exist")
+    with _progress() as report:
+        study = run_study(trace, variants, model, _block_bytes(trace, model, kv_bytes_per_token), report)
+    if html is not None:
+        _write(html, report_page(study))
+    if as_json:
+        click.echo(json.dumps(study.as_dict(), indent=1))
+    else:
+        _print(study)
+        if html is not None:
+            click.echo(f"The page is {html}.")
+
+
+def _changes(
+    kv_bytes_per_token: str | None, prefill_speed: float | None, device_cache: str | None
+) -> dict[str, object]:
+    given = {
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "prefill_tokens_per_second": prefill_speed,
+        "device_cache": device_cache,
+    }
+    return {word: value for word, value in given.items() if value is not None}
+
+
+def _block_bytes(trace: Trace, model: ReplayModel, given: str | None) -> int:
+    """Return the bytes of one block: as given, else as recorded, else by the model."""
+    recorded = trace.info.block_bytes
+    if recorded is not None and given is None:
+        return recorded
+    return trace.info.block_tokens * (parse_size(given) if given is not None else model.kv_bytes_per_token)
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield report
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"--html {path}: cannot be written: {error}") from error
+
+
+def _print(study: Study) -> None:
+    best = study.best
+    swept = list(study.results[0].settings)
+    table = Table(*swept, box=None, pad_edge=False, header_style="bold")
+    names = [tier.name for tier in study.results[0].tiers]
+    for name in [*names, "hits", "optimum", "TTFT mean", "p99", "written", "saved/month", "tiers/month", "net/month"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in study.results:
+        table.add_row(
+            *result.settings.values(),
+            *(percent(tier.hit_rate) for tier in result.tiers),
+            percent(result.hit_rate),
+            "" if result.ideal_hit_rate is None else percent(result.ideal_hit_rate),
+            seconds(result.ttft_mean),
+            seconds(result.ttft_p99),
+            size(sum(tier.bytes_written for tier in result.tiers)),
+            dollars(result.dollars_saved_per_month),
+            dollars(result.dollars_per_month),
+            dollars(result.net_dollars_per_month),
+            style="bold" if result is best and len(study.results) > 1 else "",
+        )
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    speed = sum(result.blocks for result in study.results) / max(sum(r.seconds for r in study.results), 1e-9)
+    lines = [*advice(study), f"Replayed {speed:,.0f} blocks a second."]
+    for line in lines:
+        click.echo(line)

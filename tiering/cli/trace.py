@@ -1,0 +1,66 @@
+"""``trace``: traces of requests for replays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+import click
+
+from tiering.errors import ConfigError
+from tiering.replay.generate import WORKLOADS, generate
+from tiering.replay.readers import own_lines
+
+
+@click.group()
+def trace() -> None:
+    """Make traces of requests for replays.
+
+    A running engine records one with record_trace in its stack.
+
+    \b
+    Example:
+      kv-tiering trace generate --kind chat=3 --kind agents=1 -o trace.jsonl
+    """
+
+
+@trace.command("generate")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="KIND[=SHARE]",
+    help=f"Kind of session and its share of all sessions; repeatable. Kinds: {', '.join(WORKLOADS)}. Default: all, "
+    "in equal shares.",
+)
+@click.option("--requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of requests.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True, help="Requests per second."
+)
+@click.option("--block-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one block.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal traces.")
+@click.option("-o", "--output", type=click.File("w", lazy=False), default="-", help="File to write; default: stdout.")
+def generate_trace(
+    kinds: tuple[str, ...], requests: int, rate: float, block_tokens: int, seed: int, output: TextIO
+) -> None:
+    """Generate a trace: chat in several turns, shared system prompts, long documents, agents.
+
+    \b
+    Example:
+      kv-tiering trace generate --kind chat=3 --kind agents=1 --requests 50000 -o trace.jsonl
+      kv-tiering replay trace.jsonl --stack stack.yaml --html replay.html
+    """
+    shares = dict(map(_kind, kinds)) or dict.fromkeys(WORKLOADS, 1.0)
+    _write(own_lines(generate(shares, requests, rate, block_tokens, seed), block_tokens), output)
+
+
+def _write(lines: Iterable[str], output: TextIO) -> None:
+    output.writelines(line + "\n" for line in lines)
+
+
+def _kind(text: str) -> tuple[str, float]:
+    name, equals, share = text.partition("=")
+    try:
+        return name, float(share) if equals else 1.0
+    except ValueError:
+        raise ConfigError(f"--kind {text}: {share!r} is not a number; write it like chat=3") from None

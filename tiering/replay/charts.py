@@ -1,0 +1,207 @@
+"""Charts as SVG, drawn by hand: small enough to be mailed, and readable without any network or library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 760, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 52
+_COLORS = 8
+
+Format = Callable[[float], str]
+"""Function that writes a value of an axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart."""
+
+    name: str
+    """Name in the legend."""
+    points: Sequence[tuple[float, float]]
+    """The points, by ascending x."""
+    marks: bool = False
+    """True to mark each point; default False."""
+    dashed: bool = False
+    """True for a dashed line; default False."""
+    line: bool = True
+    """True (default) to connect the points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of stacked parts."""
+
+    label: str
+    """Name below the bar."""
+    parts: Sequence[float]
+    """Heights of the parts, from below."""
+    limit: float | None = None
+    """Height of a line across the bar; None (default): no line."""
+
+
+def size(value: float) -> str:
+    """Return a number of bytes as people write it: "1.5 TiB"."""
+    for unit, scale in (("PiB", 2.0**50), ("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float) -> str:
+    """Return a share as a percentage."""
+    return f"{100 * value:.1f}%"
+
+
+def dollars(value: float) -> str:
+    """Return an amount of dollars."""
+    return f"-${-value:,.0f}" if value < -0.5 else f"${max(value, 0.0):,.0f}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with a fitting unit."""
+    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{value * 1000:.3g} ms"
+
+
+def line_chart(series: Sequence[Series], x_title: str, y_title: str, x_format: Format, y_format: Format) -> str:
+    """Return a chart of lines over a logarithmic x axis.
+
+    Args:
+        series: the lines; those without points are left out.
+        x_title: title of the x axis; its values are above 0.
+        y_title: title of the y axis.
+        x_format: writes a value of the x axis.
+        y_format: writes a value of the y axis.
+    """
+    series = [line for line in series if line.points]
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points]
+    if not xs:
+        return ""
+    low, high = min(xs), max(xs)
+    if low == high:
+        low, high = low / 2, high * 2
+    bottom, top, ticks = _scale(min(0.0, *ys), max(ys))
+
+    def across(x: float) -> float:
+        share = math.log(x / low) / math.log(high / low)
+        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
+
+    def up(y: float) -> float:
+        return _up(y, bottom, top)
+
+    parts = [_grid(ticks, bottom, top, y_format)]
+    for exponent in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1):
+        every = max(1, math.ceil(math.log2(high / low) / 9))
+        if exponent % every == 0:
+            x = across(2.0**exponent)
+            parts.append(
+                f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM + 5}"/>'
+            )
+            parts.append(_text(x, HEIGHT - _BOTTOM + 19, x_format(2.0**exponent), "middle"))
+    for number, line in enumerate(series):
+        color = f"c{number % _COLORS}"
+        places = [(across(x), up(y)) for x, y in line.points]
+        if line.line:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            dash = ' stroke-dasharray="6 5"' if line.dashed else ""
+            parts.append(f'<polyline class="line {color}"{dash} points="{path}"/>')
+        if line.marks or not line.line:
+            for (x, y), (value_x, value_y) in zip(places, line.points, strict=True):
+                tip = escape(f"{line.name}: {x_format(value_x)}, {y_format(value_y)}")
+                parts.append(
+                    f'<circle class="mark {color}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{tip}</title></circle>'
+                )
+    parts.append(_text(_LEFT + (WIDTH - _LEFT - _RIGHT) / 2, HEIGHT - 10, x_title, "middle"))
+    names = [(line.name, f"c{number % _COLORS}", line.dashed) for number, line in enumerate(series)]
+    return _figure(parts, names, y_title)
+
+
+def bar_chart(bars: Sequence[Bar], names: Sequence[str], limit_name: str, y_title: str, y_format: Format) -> str:
+    """Return a chart of stacked bars.
+
+    Args:
+        bars: the bars; each has one part per name.
+        names: names of the parts, from below.
+        limit_name: name of the bars' limits in the legend.
+        y_title: title of the y axis.
+        y_format: writes a value of the y axis.
+    """
+    if not bars:
+        return ""
+    tallest = max(max(sum(bar.parts), bar.limit or 0.0) for bar in bars)
+    bottom, top, ticks = _scale(0.0, tallest)
+    parts = [_grid(ticks, bottom, top, y_format)]
+    step = (WIDTH - _LEFT - _RIGHT) / len(bars)
+    width = min(46.0, step * 0.7)
+    for number, bar in enumerate(bars):
+        x, base = _LEFT + (number + 0.5) * step, 0.0
+        for index, part in enumerate(bar.parts):
+            y, below = _up(base + part, bottom, top), _up(base, bottom, top)
+            tip = escape(f"{bar.label}: {names[index]} {y_format(part)}")
+            parts.append(
+                f'<rect class="bar c{index % _COLORS}" x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                f'height="{below - y:.1f}"><title>{tip}</title></rect>'
+            )
+            base += part
+        if bar.limit is not None:
+            y = _up(bar.limit, bottom, top)
+            tip = escape(f"{bar.label}: {limit_name} {y_format(bar.limit)}")
+            parts.append(
+                f'<line class="limit" x1="{x - width / 2 - 4:.1f}" x2="{x + width / 2 + 4:.1f}" y1="{y:.1f}" '
+                f'y2="{y:.1f}"><title>{tip}</title></line>'
+            )
+        if len(bars) <= 12 or number % math.ceil(len(bars) / 12) == 0:
+            parts += _label(x, HEIGHT - _BOTTOM + 17, bar.label)
+    legend = [(name, f"c{index % _COLORS}", False) for index, name in enumerate(names)]
+    if any(bar.limit is not None for bar in bars):
+        legend.append((limit_name, "limit", False))
+    return _figure(parts, legend, y_title)
+
+
+def _label(x: float, y: float, text: str) -> list[str]:
+    """Return a label below a bar, one line per word of ``text``, three lines at most."""
+    return [_text(x, y + 14 * number, word, "middle") for number, word in enumerate(text.split(" ")[:3])]
+
+
+def _scale(low: float, high: float) -> tuple[float, float, list[float]]:
+    """Return the ends of an axis that includes ``low`` and ``high``, and its ticks."""
+    span = (high - low) or 1.0
+    step = 10.0 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 6)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    last = max(last, first + 1)
+    return first * step, last * step, [number * step for number in range(first, last + 1)]
+
+
+def _up(y: float, bottom: float, top: float) -> float:
+    return HEIGHT - _BOTTOM - (y - bottom) / (top - bottom) * (HEIGHT - _TOP - _BOTTOM)
+
+
+def _grid(ticks: Sequence[float], bottom: float, top: float, y_format: Format) -> str:
+    lines = []
+    for tick in ticks:
+        y = _up(tick, bottom, top)
+        kind = "axis" if tick == 0 else "grid"
+        lines.append(f'<line class="{kind}" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(_text(_LEFT - 8, y + 4, y_format(tick), "end"))
+    return "".join(lines)
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _figure(parts: Sequence[str], legend: Sequence[tuple[str, str, bool]], y_title: str) -> str:
+    keys = "".join(
+        f'<span><i class="{color}{" dashed" if dashed else ""}"></i>{escape(name)}</span>'
+        for name, color, dashed in legend
+    )
+    return (
+        f"<figure><figcaption>{escape(y_title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
+        f'<div class="legend">{keys}</div></figure>'
+    )

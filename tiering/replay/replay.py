@@ -1,0 +1,301 @@
+"""The replay of a trace through the manager of a stack, in simulated time.
+
+A request is looked up when it arrives. While blocks are promoted, it waits and asks again. Its hits are loaded, the
+rest of its prompt is computed, and its new blocks are stored. :mod:`tiering.replay.model` describes the durations.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.request import ReqContext
+from tiering.config.stack_file import StackConfig
+from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
+from tiering.replay.result import ReplayResult, TierResult, Times
+from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
+from tiering.replay.trace import TraceRequest, keys_of
+from tiering.table.block_table import BlockTable
+
+DEVICE = "device"
+"""Name of the engine's own cache in results."""
+
+GIB = 1 << 30
+PROGRESS_BLOCKS = 1 << 15
+"""Number of blocks between two reports of progress."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request between its arrival and its end."""
+
+    ctx: ReqContext
+    request: TraceRequest
+    keys: list[OffloadKey]
+    computed: int
+    """Leading blocks that the engine's own cache had."""
+    stored: bool = False
+    """True once the prompt is being computed: the next event is its end."""
+
+
+class DeviceCache:
+    """The engine's own prefix cache: least recently used blocks leave first.
+
+    Args:
+        blocks: number of blocks that it has room for.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._table = BlockTable(blocks)
+
+    def hits(self, keys: list[OffloadKey]) -> int:
+        """Return the number of leading ``keys`` that the cache holds, and mark them as used."""
+        readable = self._table.readable
+        hits = next((number for number, key in enumerate(keys) if key not in readable), len(keys))
+        self._table.touch(keys[:hits])
+        return hits
+
+    def fill(self, keys: list[OffloadKey]) -> None:
+        """Hold ``keys``, as far as there is room for them at once; the first ones are worth most."""
+        keys = keys[: self._table.num_rows]
+        self._table.touch(keys)
+        known = self._table.touch(keys)[1]
+        self._table.pin(known)
+        new = self._table.unknown(keys)
+        taken = self._table.allocate(new)
+        if taken is not None and new:
+            self._table.commit(new, taken[0])
+        self._table.unpin(known)
+        self._table.touch(keys)
+
+
+class Replay:
+    """One replay: requests go in, and a result comes out.
+
+    Args:
+        stack: the stack.
+        block_tokens: tokens of one block.
+        block_bytes: bytes of one block.
+        model: speeds and prices.
+
+    Raises:
+        ConfigError: the stack has no room for one block.
+    """
+
+    def __init__(self, stack: StackConfig, block_tokens: int, block_bytes: int, model: ReplayModel) -> None:
+        self.stack: SimulatedStack = open_simulated(stack, block_bytes, model)
+        """The manager, its tiers and their clock."""
+        self._config = stack
+        self._model = model
+        self._block_tokens = block_tokens
+        self._manager = self.stack.manager
+        self._clock = self.stack.clock
+        device_blocks = (model.device_cache or 0) // block_bytes
+        self._device = DeviceCache(device_blocks) if device_blocks else None
+        self._events: list[tuple[float, int, _Running]] = []
+        self._number = 0
+        self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(t.tier.name for t in self.stack.tiers)], 0)
+        self._requests = self._blocks = self._tokens = self._computed = 0
+        self._times, self._times_without = Times(), Times()
+        self._saved = 0.0
+        self._first: float | None = None
+        self._last = 0.0
+
+    @property
+    def room(self) -> float:
+        """Number of blocks that all tiers and the engine's own cache have room for; infinity without a limit."""
+        device = (self._model.device_cache or 0) // self.stack.block_bytes
+        return self.stack.blocks + device
+
+    def run(self, requests: Iterable[TraceRequest], progress: Callable[[int], None] | None = None) -> ReplayResult:
+        """Replay all ``requests``, in the order of their times.
+
+        Args:
+            requests: the trace.
+            progress: function that is called with the number of blocks so far; default none.
+        """
+        start = time.perf_counter()
+        reported = 0
+        for request in requests:
+            if self._first is None:
+                self._first = request.time
+            self._run_until(request.time - self._first)
+            self._arrive(request, request.time - self._first)
+            if progress is not None and self._blocks - reported >= PROGRESS_BLOCKS:
+                reported = self._blocks
+                progress(self._blocks)
+        self._run_until(math.inf)
+        result = self._result(time.perf_counter() - start)
+        self._manager.shutdown()
+        return result
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def _run_until(self, end: float) -> None:
+        events = self._events
+        while events and events[0][0] <= end:
+            now, _, running = heapq.heappop(events)
+            self._clock.now = max(self._clock.now, now)
+            if running.stored:
+                self._end(running)
+            else:
+                self._ask(running)
+
+    def _at(self, when: float, running: _Running) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, self._number, running))
+
+    def _arrive(self, request: TraceRequest, now: float) -> None:
+        self._clock.now = self._last = max(self._clock.now, now)
+        self._requests += 1
+        keys = keys_of(request.hashes)
+        self._blocks += len(keys)
+        self._tokens += request.input_tokens
+        ctx = ReqContext(f"r{self._requests}")
+        self._manager.on_new_request(ctx)
+        computed = self._device.hits(keys) if self._device is not None else 0
+        self._manager.touch(keys, ctx)
+        self._ask(_Running(ctx, request, keys, computed))
+
+    def _ask(self, running: _Running) -> None:
+        """Look up a request's blocks; wait if some are being promoted, else load, compute and store."""
+        wanted = running.keys[running.computed :]
+        answer = self._manager.match_prefix(wanted, running.ctx)
+        loads = sum(tier.io.loads for tier in self.stack.tiers)
+        self._manager.on_schedule_end()
+        if answer.pending:
+            wake = self.stack.next_answer()
+            if sum(tier.io.loads for tier in self.stack.tiers) > loads:
+                wake = max(tier.io.reads_free_at for tier in self.stack.tiers)
+            # A block that another request stores or probes now is decided at the next event, at the latest soon.
+            if math.isinf(wake):
+                wake = self._clock.now + self._model.kv_bytes_per_token / self._model.device_bytes_per_second
+            self._at(max(wake, self._clock.now + 1e-6), running)
+            return
+        hits = wanted[: answer.hits]
+        self._load(running, hits)
+
+    def _load(self, running: _Running, hits: list[OffloadKey]) -> None:
+        manager, model, request = self._manager, self._model, running.request
+        seconds = 0.0
+        if hits:
+            manager.prepare_load(hits, running.ctx)
+            sources = manager.count_sources(hits, running.ctx)
+            manager.complete_load(hits, running.ctx)
+            seconds = len(hits) * self.stack.block_bytes / model.device_bytes_per_second
+            for name, blocks in sources.items():
+                self._hits[name] += blocks
+            self._hits[PRIMARY_TIER] += len(hits) - sum(sources.values())
+        self._hits[DEVICE] += running.computed
+        held = running.computed + len(hits)
+        # The engine always computes the last token, also of a prompt that is held entirely.
+        computed = max(min(1, request.input_tokens), request.input_tokens - held * self._block_tokens)
+        without = max(min(1, request.input_tokens), request.input_tokens - running.computed * self._block_tokens)
+        self._computed += computed
+        waited = self._clock.now - (request.time - (self._first or 0.0))
+        prefill = computed / model.prefill_tokens_per_second
+        self._times.add(waited + seconds + prefill)
+        self._times_without.add(without / model.prefill_tokens_per_second)
+        self._saved += (without - computed) / model.prefill_tokens_per_second
+        running.stored = True
+        self._at(self._clock.now + seconds + prefill, running)
+
+    def _end(self, running: _Running) -> None:
+        """Store the blocks of a prompt that has been computed, and end its request."""
+        manager, ctx = self._manager, running.ctx
+        keys = running.keys
+        while keys:
+            output = manager.prepare_store(keys, ctx)
+            if output is not None:
+                if output.keys_to_store:
+                    manager.complete_store(output.keys_to_store, ctx)
+                    if len(output.keys_to_store) < len(keys):
+                        manager.touch(keys, ctx)
+                break
+            keys = keys[: len(keys) // 2]
+        if self._device is not None:
+            self._device.fill(running.keys)
+        manager.on_request_finished(ctx)
+        manager.on_schedule_end()
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    def _result(self, seconds: float) -> ReplayResult:
+        trace_seconds = self._last
+        months = trace_seconds / 3600 / HOURS_PER_MONTH
+        stats = self._manager.get_stats()
+        tiers = [self._primary()] + [
+            self._tier(tier, stats["tiers"][tier.tier.name], months) for tier in self.stack.tiers
+        ]
+        if self._device is not None:
+            tiers.insert(0, self._plain(DEVICE, self._model.device_cache, 0, 0.0))
+        hits = sum(tier.hit_blocks for tier in tiers)
+        saved = self._saved / 3600 * self._model.device_dollars_per_hour
+        return ReplayResult(
+            settings={},
+            requests=self._requests,
+            blocks=self._blocks,
+            prompt_tokens=self._tokens,
+            trace_seconds=trace_seconds,
+            hit_rate=hits / self._blocks if self._blocks else 0.0,
+            ideal_hit_rate=None,
+            tiers=tiers,
+            computed_tokens=self._computed,
+            ttft_mean=self._times.mean,
+            ttft_p50=self._times.quantile(0.5),
+            ttft_p99=self._times.quantile(0.99),
+            ttft_mean_without=self._times_without.mean,
+            ttft_p50_without=self._times_without.quantile(0.5),
+            ttft_p99_without=self._times_without.quantile(0.99),
+            device_seconds_saved=self._saved,
+            dollars_saved_per_month=saved / months if months else 0.0,
+            dollars_per_month=sum(tier.dollars_per_month for tier in tiers),
+            stores_without_room=stats["manager"]["stores_without_room"],
+            evicted_blocks=stats["manager"]["evicted_blocks"],
+            seconds=seconds,
+        )
+
+    def _primary(self) -> TierResult:
+        capacity = self._config.primary.capacity
+        price = capacity / GIB * self._model.primary_dollars_per_gib_month
+        blocks = len(self._manager.primary_tier.table.readable)
+        return self._plain(PRIMARY_TIER, capacity, blocks, price)
+
+    def _plain(self, name: str, capacity: int | None, blocks: int, price: float) -> TierResult:
+        hits = self._hits[name]
+        rate = hits / self._blocks if self._blocks else 0.0
+        return TierResult(name, capacity, hits, rate, hits * self.stack.block_bytes, 0, 0, 0, 0, 0, blocks, price)
+
+    def _tier(self, tier: SimulatedTier, stats: dict[str, int], months: float) -> TierResult:
+        io, prices, name = tier.io, tier.model, tier.tier.name
+        hits = self._hits[name]
+        blocks = tier.store.blocks if tier.blocks is None else tier.tier.index.blocks
+        used = tier.options.capacity_bytes
+        if used is None:
+            used = int(blocks * self.stack.block_bytes * tier.bytes_ratio)
+        dollars = used / GIB * prices.dollars_per_gib_month
+        if months:
+            traffic = (
+                io.blocks_written / 1e6 * prices.dollars_per_million_writes
+                + (io.blocks_read + io.probes) / 1e6 * prices.dollars_per_million_reads
+                + io.stats.read_bytes / GIB * prices.dollars_per_gib_read
+            )
+            dollars += traffic / months
+        return TierResult(
+            name=name,
+            capacity_bytes=tier.options.capacity_bytes,
+            hit_blocks=hits,
+            hit_rate=hits / self._blocks if self._blocks else 0.0,
+            bytes_read=io.stats.read_bytes,
+            bytes_written=io.stats.written_bytes,
+            requests=io.blocks_read + io.blocks_written + io.probes,
+            blocks_declined=stats["stores_declined"],
+            blocks_dropped=stats["stores_dropped"],
+            loads_overdue=stats["loads_overdue"],
+            blocks_at_end=blocks,
+            dollars_per_month=dollars,
+        )

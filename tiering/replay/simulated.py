@@ -1,0 +1,236 @@
+"""A medium and its I/O side in simulated time: blocks have no bytes, and jobs end when the model says so."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.errors import OverdueError, StoreError
+from tiering.replay.model import MediumModel
+from tiering.secondary.io.layers.breaker import Breakers
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.io.stats import IoStats
+from tiering.secondary.options import BlockTierOptions
+
+SLOT_HEADER_BYTES = 4096
+"""Bytes of a block's header on a simulated medium with slots, as on a local disk."""
+
+
+class Clock:
+    """Simulated time in seconds; the replay sets :attr:`now`."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """The present time, in seconds."""
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedStore(BlockStore):
+    """A medium that remembers names of blocks and documents, and no bytes.
+
+    Args:
+        medium: name of the medium; the replay counts hits by this name.
+        named: True if places are names (a shared medium), which :meth:`probe` answers for.
+        ttl: seconds after which a named block expires; None: never.
+        clock: simulated time.
+    """
+
+    def __init__(self, medium: str, *, named: bool, ttl: float | None, clock: Clock) -> None:
+        self._traits = StoreTraits(medium, header_bytes=SLOT_HEADER_BYTES)
+        self._named = named
+        self._ttl = math.inf if ttl is None else ttl
+        self._clock = clock
+        self._stored: dict[Place, float] = {}
+        self._documents: dict[str, bytes] = {}
+
+    @property
+    def traits(self) -> StoreTraits:
+        return self._traits
+
+    def hold(self, places: Sequence[Place]) -> None:
+        """Record that blocks were written."""
+        if not self._named:
+            return
+        now = self._clock.now
+        for place in places:
+            self._stored.pop(place, None)
+            self._stored[place] = now
+        self._expire()
+
+    def held(self, place: Place) -> bool:
+        """Return True if a block is at ``place``; a medium with slots is asked for blocks that it holds only."""
+        return not self._named or self._stored.get(place, -math.inf) + self._ttl > self._clock.now
+
+    @property
+    def blocks(self) -> int:
+        """Number of named blocks."""
+        self._expire()
+        return len(self._stored)
+
+    def _expire(self) -> None:
+        if self._ttl == math.inf:
+            return
+        oldest = self._clock.now - self._ttl
+        while self._stored and (place := next(iter(self._stored))) is not None and self._stored[place] <= oldest:
+            del self._stored[place]
+
+    def put_one(self, block: BlockIO) -> None:
+        self.hold((block.place,))
+
+    def get_one(self, block: BlockIO) -> Done:
+        return Done.DONE if self.held(block.place) else Done.ABSENT
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        return StoreProbe(tuple(map(self.held, places)))
+
+    def read_document(self, name: str) -> bytes | None:
+        return self._documents.get(name)
+
+    def write_document(self, name: str, data: bytes) -> None:
+        self._documents[name] = data
+
+
+class SimulatedIo:
+    """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
+
+    Loads and stores have one queue each. See :mod:`tiering.replay.model` for the duration of a job.
+
+    Args:
+        name: name of the tier.
+        store: the medium.
+        model: speed of the medium.
+        options: options of the tier.
+        bytes_ratio: stored bytes by raw bytes, below 1 for a tier that compresses.
+        clock: simulated time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: SimulatedStore,
+        model: MediumModel,
+        options: BlockTierOptions,
+        bytes_ratio: float,
+        clock: Clock,
+    ) -> None:
+        self.store: SimulatedStore = store
+        self.breakers = Breakers.build(options.breaker, name=name, clock=clock, jitter=lambda: 1.0)
+        self.stats = IoStats()
+        self.reads_free_at = 0.0
+        """Time at which all submitted loads will have ended."""
+        self.loads = 0
+        """Number of loads submitted."""
+        self.blocks_written = 0
+        """Number of blocks written."""
+        self.blocks_read = 0
+        """Number of blocks read."""
+        self.probes = 0
+        """Number of probes."""
+        self._writes_free_at = 0.0
+        self._model = model
+        self._inflight = options.max_inflight
+        self._ratio = bytes_ratio
+        self._clock = clock
+        self._order = count()
+        self._jobs: list[tuple[float, int, IoJob, Outcome | None]] = []
+        self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
+
+    def next_answer(self) -> float:
+        """Return the time at which the next load or probe ends; infinity if none is under way."""
+        loads = [end for end, _, job, _ in self._jobs if job.kind is IoKind.LOAD]
+        return min([*loads, *(task[0] for task in self._tasks)], default=math.inf)
+
+    def submit(self, job: IoJob) -> None:
+        now, model = self._clock.now, self._model
+        moved = int(sum(job.sizes) * self._ratio)
+        waves = math.ceil(len(job.keys) / self._inflight)
+        if job.kind is IoKind.LOAD:
+            self.loads += 1
+            start = max(now, self.reads_free_at)
+            if start >= job.deadline:
+                overdue = OverdueError("the load waited longer than the tier's deadline")
+                heapq.heappush(self._jobs, (max(job.deadline, now), next(self._order), job, overdue))
+                self.stats.overdue += len(job.keys)
+                return
+            seconds = max(model.latency + moved / model.read_bytes_per_second, waves * model.latency)
+            end = self.reads_free_at = start + seconds
+            self.stats.read_bytes += moved
+            self.stats.read_seconds += seconds
+            self.blocks_read += len(job.keys)
+        else:
+            start = max(now, self._writes_free_at)
+            if start >= job.deadline:
+                overdue = OverdueError("the store waited longer than the tier's deadline")
+                heapq.heappush(self._jobs, (max(job.deadline, now), next(self._order), job, overdue))
+                return
+            seconds = max(model.latency + moved / model.write_bytes_per_second, waves * model.latency)
+            end = self._writes_free_at = start + seconds
+            self.stats.written_bytes += moved
+            self.stats.written_seconds += seconds
+            self.blocks_written += len(job.keys)
+        self.stats.requests += len(job.keys)
+        heapq.heappush(self._jobs, (end, next(self._order), job, None))
+
+    def run(self, task: IoTask) -> None:
+        result, error = None, None
+        if task.name == "probe":
+            self.probes += 1
+            self.stats.requests += 1
+        try:
+            result = task.run()
+        except StoreError as failure:
+            error = failure
+        end = self._clock.now + (self._model.latency if task.name == "probe" else 0.0)
+        heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
+
+    def poll(self) -> Sequence[IoResult]:
+        now = self._clock.now
+        while self._tasks and self._tasks[0][0] <= now:
+            _, _, task, result, error = heapq.heappop(self._tasks)
+            task.on_done(result, error)
+        ended: list[IoResult] = []
+        while self._jobs and self._jobs[0][0] <= now:
+            _, _, job, failure = heapq.heappop(self._jobs)
+            ended.append(self._result(job, failure))
+        return ended
+
+    def _result(self, job: IoJob, failure: Outcome | None) -> IoResult:
+        outcomes: list[Outcome]
+        if failure is not None:
+            outcomes = [failure] * len(job.keys)
+        elif job.kind is IoKind.STORE:
+            self.store.hold(job.places)
+            outcomes = [Done.DONE] * len(job.keys)
+        else:
+            outcomes = [Done.DONE if self.store.held(place) else Done.ABSENT for place in job.places]
+        return IoResult(job, outcomes, sum(job.sizes), 0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
+        ends = [part[0][0] for part in (self._jobs, self._tasks) if part]
+        end = min(ends, default=math.inf)
+        self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
+        return end <= self._clock.now
+
+    def discard(self) -> None:
+        """Do nothing: a replay ends no tier early."""
+
+    def drain(self, deadline: float) -> bool:
+        """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
+        self._clock.now = max([self._clock.now, *(job[0] for job in self._jobs), *(task[0] for task in self._tasks)])
+        return True
+
+    def close(self, deadline: float) -> bool:
+        """Return True: there are no threads."""
+        return True
+
+    def join(self) -> None:
+        """Return at once: there are no threads."""

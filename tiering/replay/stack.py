@@ -1,0 +1,162 @@
+"""The real manager of a stack over simulated media."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.config.registry import tier_definition
+from tiering.config.stack_file import StackConfig
+from tiering.errors import ConfigError
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.replay.model import MediumModel, ReplayModel
+from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
+from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.options import (
+    BlockTierOptions,
+    CompressionOptions,
+    SharedOptions,
+    SlotOptions,
+    TierOptions,
+    TtlOptions,
+)
+
+MODEL = ModelIdentity(name="replay", weights="replay", dtype="replay", layout="replay")
+"""Identity of the model in a replay; nothing is ever stored under this identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTier:
+    """One secondary tier of a replay."""
+
+    options: BlockTierOptions
+    """Options of the tier, from the stack."""
+    model: MediumModel
+    """Speed and price of its medium."""
+    tier: BlockTier
+    """The tier, with its real index, admission and jobs."""
+    io: SimulatedIo
+    """Its simulated I/O side."""
+    store: SimulatedStore
+    """Its simulated medium."""
+    blocks: int | None
+    """Number of blocks that the tier has room for; None for a tier without a capacity."""
+    bytes_ratio: float
+    """Stored bytes by raw bytes; below 1 for a tier that compresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStack:
+    """A manager with its simulated tiers."""
+
+    manager: TieringOffloadingManager
+    """The manager."""
+    tiers: tuple[SimulatedTier, ...]
+    """The secondary tiers, fastest first."""
+    clock: Clock
+    """Simulated time of all of them."""
+    block_bytes: int
+    """Bytes of one block."""
+    primary_blocks: int
+    """Number of blocks that the primary tier has room for."""
+
+    @property
+    def blocks(self) -> float:
+        """Number of blocks that all tiers have room for together; infinity if a tier has no capacity."""
+        rooms = [math.inf if tier.blocks is None else tier.blocks for tier in self.tiers]
+        return self.primary_blocks + sum(rooms)
+
+    def next_answer(self) -> float:
+        """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
+        return min((tier.io.next_answer() for tier in self.tiers), default=math.inf)
+
+
+def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> SimulatedStack:
+    """Return the manager that ``stack`` describes, over media that are simulated.
+
+    Primary tier, manager, policies, admission, budgets and indexes are those of an engine. Tiers whose options include
+    :class:`~tiering.secondary.options.SlotOptions` have a slot index, all others a shared one.
+
+    Args:
+        stack: the validated stack, of mode tiering.
+        block_bytes: bytes of one block.
+        model: speed of the media.
+
+    Raises:
+        ConfigError: a tier has no room for one block, or the stack has no tiers to replay.
+    """
+    if stack.mode != "tiering":
+        raise ConfigError(f"mode: is {stack.mode}; a replay needs a stack of mode tiering")
+    rows = stack.primary.capacity // block_bytes
+    if not rows:
+        raise ConfigError(f"primary.capacity: {stack.primary.capacity} bytes do not hold one block of {block_bytes}")
+    clock = Clock()
+    # Rows of one byte: blocks have no content here.
+    view = np.zeros((rows, 1), np.uint8).data
+    namespace = Namespace.build(MODEL, (block_bytes,))
+    tiers = tuple(
+        _tier(index, options, view, namespace, block_bytes, model, clock)
+        for index, options in enumerate(stack.secondary)
+    )
+    manager = TieringOffloadingManager(
+        CPUPrimaryTierOffloadingManager(view, stack.primary.eviction),
+        [tier.tier for tier in tiers],
+        clock=clock,
+        promotion_share=stack.primary.promotion_share,
+        reservation_deadline=stack.primary.reservation_deadline,
+        keep_secondary=stack.keep_secondary,
+    )
+    for index in range(len(tiers)):
+        manager.open_tier(index, clock() + stack.open_deadline)
+    return SimulatedStack(manager, tiers, clock, block_bytes, rows)
+
+
+def _tier(
+    index: int,
+    options: TierOptions,
+    view: memoryview,
+    namespace: Namespace,
+    block_bytes: int,
+    model: ReplayModel,
+    clock: Clock,
+) -> SimulatedTier:
+    name, medium = options.tier_name, model.medium(options)
+    if not isinstance(options, BlockTierOptions):
+        raise ConfigError(f"secondary[{index}] ({name}): a replay simulates block tiers, and {options.type} is none")
+    named = not isinstance(options, SlotOptions)
+    ttl = options.ttl if isinstance(options, TtlOptions) else None
+    store = SimulatedStore(name, named=named, ttl=ttl, clock=clock)
+    compresses = isinstance(options, CompressionOptions) and options.compression != "none"
+    ratio = 1.0 / model.compression_ratio if compresses else 1.0
+    distance = tier_definition(options.type).distance
+    context = TierContext(name, view, (block_bytes,), namespace, clock, distance=distance)
+    io = SimulatedIo(name, store, medium, options, ratio, clock)
+    if not isinstance(options, SlotOptions):
+        words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
+        shared = SharedIndex(
+            present_ttl=words.present_ttl, absent_ttl=words.absent_ttl, lookup_deadline=words.lookup_deadline
+        )
+        tier = BlockTier(context, options, store, shared, place_prefix=lambda _: "", io=io)
+        return SimulatedTier(options, medium, tier, io, store, None, ratio)
+    if options.capacity is None:
+        raise ConfigError(f"secondary[{index}].capacity: is missing; a replay needs the size of the tier {name}")
+    blocks = options.capacity // (block_bytes + SLOT_HEADER_BYTES)
+    if not blocks:
+        raise ConfigError(
+            f"secondary[{index}].capacity: {options.capacity} bytes do not hold one block of {block_bytes} bytes"
+        )
+    slots = SlotIndex(
+        blocks,
+        eviction=options.eviction,
+        high_watermark=options.high_watermark,
+        low_watermark=options.low_watermark,
+    )
+    slots.add_free(np.arange(blocks))
+    return SimulatedTier(options, medium, BlockTier(context, options, store, slots, io=io), io, store, blocks, ratio)

@@ -1,0 +1,158 @@
+"""A study: one trace through several stacks, beside the bounds that hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tiering.errors import ConfigError
+from tiering.replay.ideal import Bounds
+from tiering.replay.model import ReplayModel
+from tiering.replay.readers import Trace
+from tiering.replay.replay import Replay
+from tiering.replay.result import ReplayResult
+from tiering.replay.sweep import Point
+
+GRID = tuple(sorted({round(2 ** (step / 4)) for step in range(160)}))
+"""Capacities in blocks at which LRU's curve is computed: four per octave."""
+_SMALLEST_SHARE = 1 / 512
+"""Smallest capacity of a curve, as a share of the distinct blocks."""
+_IDEAL_EVERY = 2
+"""Number of points of LRU's curve for one of the optimum's."""
+
+Progress = Callable[[str, int, int], None]
+"""Function ``progress(what, done, total)``, called now and then; ``total`` is 0 while it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Hit rates at one capacity, of an exact cache of blocks without any cost."""
+
+    capacity_bytes: int
+    """Capacity in bytes."""
+    lru: float
+    """Hit rate of LRU."""
+    ideal: float | None
+    """Largest hit rate of any policy (Belady); None where it was not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The results of all stacks, the bounds, and their circumstances."""
+
+    trace: tuple[str, ...]
+    """Paths of the trace."""
+    trace_format: str
+    """Format of the trace."""
+    block_tokens: int
+    """Tokens of one block."""
+    block_bytes: int
+    """Bytes of one block."""
+    accesses: int
+    """Prompt blocks of the trace."""
+    distinct_blocks: int
+    """Distinct blocks of the trace; estimated for long traces."""
+    reuse: float
+    """Share of the prompt blocks that came before: the hit rate of a cache without limit."""
+    curve: list[CurvePoint]
+    """Hit rate by capacity."""
+    results: list[ReplayResult]
+    """One result per stack."""
+    model: ReplayModel
+    """Speeds and prices."""
+
+    @property
+    def best(self) -> ReplayResult:
+        """The result with the largest net saving, among those that do not slow the mean first token down if any."""
+        good = [result for result in self.results if result.ttft_mean <= result.ttft_mean_without]
+        return max(good or self.results, key=lambda result: result.net_dollars_per_month)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all values as plain data."""
+        return {
+            "trace": list(self.trace),
+            "format": self.trace_format,
+            "block_tokens": self.block_tokens,
+            "block_bytes": self.block_bytes,
+            "accesses": self.accesses,
+            "distinct_blocks": self.distinct_blocks,
+            "reuse": self.reuse,
+            "curve": [asdict(point) for point in self.curve],
+            "results": [result.as_dict() for result in self.results],
+            "model": self.model.model_dump(mode="json"),
+        }
+
+
+def run_study(
+    trace: Trace,
+    points: Sequence[Point],
+    model: ReplayModel,
+    block_bytes: int,
+    progress: Progress = lambda what, done, total: None,
+) -> Study:
+    """Replay ``trace`` through the stacks of ``points``, and compute the bounds.
+
+    The trace is read once for the bounds and once per stack. Memory grows with the capacities, not with the trace; a
+    bucket without a ttl holds the name of each block that is stored there.
+
+    Args:
+        trace: the trace.
+        points: the stacks.
+        model: speeds and prices.
+        block_bytes: bytes of one block.
+        progress: reports progress, by blocks; default none.
+
+    Raises:
+        ConfigError: the trace cannot be read or has no blocks, or a stack has no room for a block.
+    """
+    replays = [Replay(point.stack, trace.info.block_tokens, block_bytes, model) for point in points[:1]]
+    bounds = Bounds(GRID)
+    reported = 0
+    for request in trace:
+        bounds.add(request.hashes)
+        if bounds.total - reported >= 1 << 16:
+            reported = bounds.total
+            progress("reading the trace", trace.bytes_read, trace.total_bytes or 0)
+    if not bounds.total:
+        raise ConfigError(f"{trace.paths[0]}: has no request with blocks")
+    distinct, ideal_at = bounds.distinct, dict[int, float]()
+
+    def ideal(blocks: float) -> float:
+        if blocks >= distinct:
+            return bounds.reuse
+        key = round(blocks)
+        if key not in ideal_at:
+            ideal_at[key] = bounds.ideal(key)
+        return ideal_at[key]
+
+    wanted = [blocks for blocks in GRID if distinct * _SMALLEST_SHARE <= blocks]
+    wanted = [blocks for blocks in wanted if blocks < 2 * distinct]
+    curve = []
+    for number, blocks in enumerate(wanted):
+        progress("computing the optimum", number, len(wanted))
+        best = ideal(blocks) if number % _IDEAL_EVERY == 0 or blocks >= distinct else None
+        curve.append(CurvePoint(blocks * block_bytes, bounds.lru(blocks), best))
+    results = []
+    for number, point in enumerate(points):
+        replay = replays[0] if not number else Replay(point.stack, trace.info.block_tokens, block_bytes, model)
+        what = ", ".join(f"{word}={value}" for word, value in point.settings.items()) or "replaying"
+        total = bounds.total * len(points)
+
+        def report(blocks: int, what: str = what, number: int = number, total: int = total) -> None:
+            progress(what, number * bounds.total + blocks, total)
+
+        result = replay.run(trace, report)
+        results.append(replace(result, settings=point.settings, ideal_hit_rate=ideal(replay.room), stack=point.text))
+    return Study(
+        tuple(map(str, trace.paths)),
+        trace.info.format,
+        trace.info.block_tokens,
+        block_bytes,
+        bounds.total,
+        distinct,
+        bounds.reuse,
+        curve,
+        results,
+        model,
+    )

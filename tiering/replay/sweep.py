@@ -1,0 +1,164 @@
+"""Sweeps: the variants of a stack whose words take several values each."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import yaml
+
+from tiering.api.masking import masked
+from tiering.api.units import parse_size
+from tiering.config.stack_file import StackConfig, load_stack
+from tiering.errors import ConfigError
+
+MAX_POINTS = 400
+"""Largest number of variants of one sweep."""
+
+_PART = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*)((?:\[[0-9]+\])*)")
+_REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+_RANGE = re.compile(r"(?P<first>[^.]+(?:\.[0-9]+[A-Za-z]*)?)\.\.(?P<last>[^/]+)(?:/(?P<steps>[0-9]+))?")
+
+Path = tuple[str | int, ...]
+"""Path of a word in a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One swept word and its values."""
+
+    name: str
+    """The word as it was written: "primary.capacity"."""
+    path: Path
+    """Path of the word in the stack."""
+    values: tuple[object, ...]
+    """The values, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One variant of a stack."""
+
+    settings: dict[str, str]
+    """Swept word → its value."""
+    stack: StackConfig
+    """The validated stack."""
+    text: str
+    """The stack as YAML, with secrets masked and environment references as written."""
+
+
+def parse_axis(text: str) -> Axis:
+    """Return the axis that ``text`` describes.
+
+    Args:
+        text: ``word=first..last`` for sizes that double (``word=first..last/9`` for 9 sizes at equal ratios), or
+            ``word=value,value,...``.
+
+    Raises:
+        ConfigError: the text is no axis.
+    """
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"--sweep {text}: write it like primary.capacity=1GiB..1TiB, or primary.eviction=lru,arc")
+    path: list[str | int] = []
+    for part in name.split("."):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"--sweep {text}: {name} is no word of a stack; write it like secondary[0].capacity")
+        path.append(match[1])
+        path += [int(index) for index in re.findall(r"[0-9]+", match[2])]
+    span = _RANGE.fullmatch(values)
+    if span is not None:
+        return Axis(name, tuple(path), tuple(_sizes(text, span)))
+    return Axis(name, tuple(path), tuple(_scalar(value) for value in values.split(",")))
+
+
+def _sizes(text: str, span: re.Match[str]) -> Iterator[str]:
+    try:
+        first, last = parse_size(span["first"]), parse_size(span["last"])
+    except ValueError as error:
+        raise ConfigError(f"--sweep {text}: {error}") from error
+    if not 0 < first < last:
+        raise ConfigError(f"--sweep {text}: the first size must be above 0 and below the last one")
+    steps = int(span["steps"]) if span["steps"] else math.ceil(math.log2(last / first)) + 1
+    if not 2 <= steps <= MAX_POINTS:
+        raise ConfigError(f"--sweep {text}: has {steps} sizes; 2 to {MAX_POINTS} are allowed")
+    ratio = 2.0 if not span["steps"] else (last / first) ** (1 / (steps - 1))
+    for step in range(steps):
+        yield size_text(min(last, round(first * ratio**step)) if step < steps - 1 else last)
+
+
+def size_text(size: int) -> str:
+    """Return a size as a stack file spells it, exactly if it is a whole number of a unit, else in whole MiB."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size >= scale and size % scale == 0:
+            return f"{size // scale}{unit}"
+    return f"{size >> 20}MiB" if size >= 1 << 30 else str(size)
+
+
+def _scalar(text: str) -> object:
+    value: object = yaml.safe_load(text)
+    return value if isinstance(value, (int, float, bool)) else text
+
+
+def points(words: Mapping[str, Any], axes: Sequence[Axis]) -> list[Point]:
+    """Return the variants of a stack: one for each combination of the axes' values.
+
+    Args:
+        words: the stack as plain data, with environment references as written.
+        axes: the swept words; none: the stack as it is.
+
+    Raises:
+        ConfigError: there are too many variants, a word is not in the stack, or a variant is invalid.
+    """
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MAX_POINTS:
+        raise ConfigError(f"the sweep has {count} stacks, more than {MAX_POINTS}; sweep fewer values")
+    found: list[Point] = []
+    for values in product(*(axis.values for axis in axes)):
+        variant = copy.deepcopy(dict(words))
+        settings: dict[str, str] = {}
+        for axis, value in zip(axes, values, strict=True):
+            _set(variant, axis, value)
+            settings[axis.name] = str(value)
+        try:
+            stack = load_stack(variant)
+        except ConfigError as error:
+            at = ", ".join(f"{name}={value}" for name, value in settings.items())
+            raise ConfigError(f"{at}: {error}" if at else str(error)) from error
+        text = yaml.safe_dump(_shown("", variant), sort_keys=False, default_flow_style=None, width=120)
+        found.append(Point(settings, stack, text))
+    return found
+
+
+def _shown(word: object, value: object) -> object:
+    """Return ``value`` with secrets masked; references to environment variables are none."""
+    if isinstance(value, dict):
+        return {key: _shown(key, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(word, item) for item in value]
+    if isinstance(value, str) and _REFERENCE.fullmatch(value):
+        return value
+    return masked(word, value)
+
+
+def _set(words: dict[str, Any], axis: Axis, value: object) -> None:
+    place: Any = words
+    for part in axis.path[:-1]:
+        try:
+            place = place[part]
+        except (KeyError, IndexError, TypeError):
+            raise ConfigError(f"--sweep {axis.name}: the stack has no {_path_text(axis.path[:-1])}") from None
+    last = axis.path[-1]
+    if not (isinstance(place, dict) and isinstance(last, str)):
+        raise ConfigError(f"--sweep {axis.name}: is no word of the stack; write it like secondary[0].capacity")
+    place[last] = value
+
+
+def _path_text(path: Path) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
