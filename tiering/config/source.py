@@ -60,7 +60,7 @@ def _read_file(path: str) -> tuple[Source, Carried]:
 
 
 def read_plain(path: str | os.PathLike[str]) -> object:
-    """Return the content of a YAML file as plain data, with its environment references as they are written.
+    """Return a YAML file as plain data, with its environment references as they are written.
 
     Raises:
         ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by hand: small enough to be mailed, and readable without any network or library."""
+"""Charts as SVG, drawn by hand: small, and readable without any network or library."""
 
 from __future__ import annotations
 

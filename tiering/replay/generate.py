@@ -1,4 +1,4 @@
-"""A generator of traces, for people who have none: conversations, shared system prompts, documents and agents.
+"""A generator of traces: conversations, shared system prompts, documents and agents.
 
 A trace is made of sessions. A session begins with a shared prefix, asks, and appends the answer and the next question
 to its prompt at each turn. All lengths are in tokens. Equal seeds give equal traces.
@@ -30,7 +30,7 @@ class Workload:
     prefix_spread: float
     """Standard deviation of the logarithm of a shared prefix's length."""
     question_tokens: int
-    """Length of what one turn adds to the prompt: a question, or a tool's result."""
+    """Tokens that one turn adds to the prompt: a question, or a tool's result."""
     answer_tokens: int
     """Length of an answer."""
     turns: float
@@ -45,8 +45,11 @@ WORKLOADS: Mapping[str, Workload] = {
     "documents": Workload(400, 20_000, 0.7, 60, 250, 4.0, 40.0),
     "agents": Workload(12, 6000, 0.4, 900, 180, 18.0, 6.0),
 }
-"""Kinds of sessions: chat in several turns, single requests behind shared system prompts, questions about long
-documents that several people read, and agents whose tools answer."""
+"""Kinds of sessions, by name.
+
+Chat has several turns. System has single requests behind shared prompts. Documents are long, and several people ask
+about them. Agents have many turns, because their tools answer.
+"""
 
 _SPREAD = 0.8
 _SESSION_BIT = np.uint64(1 << 63)

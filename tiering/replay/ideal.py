@@ -93,7 +93,7 @@ class Bounds:
 
 
 def next_uses(accesses: Hashes) -> NDArray[np.int64]:
-    """Return for each access the position of the next access to the same key; a huge number if there is none."""
+    """Return for each access the position of the key's next access; a huge number if there is none."""
     order = np.argsort(accesses, kind="stable")
     ordered = accesses[order]
     result = np.full(len(accesses), _NEVER, np.int64)

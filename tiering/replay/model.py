@@ -73,7 +73,7 @@ class ReplayModel(Strict):
     kv_bytes_per_token: Size = 128 * 1024
     """Bytes of KV of one token, all layers and ranks together; default 128 KiB."""
     prefill_tokens_per_second: Annotated[float, Field(gt=0.0)] = 20_000.0
-    """Prompt tokens that the engine computes per second; default 20,000. ``kv-tiering bench`` measures the tiers."""
+    """Prompt tokens that the engine computes per second; default 20,000."""
     device_bytes_per_second: Size = 25 * 10**9
     """Bandwidth between the primary tier and the accelerator, in bytes per second; default 25 GB/s."""
     device_cache: Annotated[Size, Field(gt=0)] | None = None

@@ -131,7 +131,9 @@ class Trace:
 
 
 def in_order(requests: Iterable[TraceRequest], window: int = REORDERED) -> Iterator[TraceRequest]:
-    """Sort requests by time within a window; requests that come still later get the time of the latest before.
+    """Sort requests by time within a window.
+
+    A request that comes still later gets the time of the request before it.
 
     Args:
         requests: the requests, almost in order.

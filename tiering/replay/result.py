@@ -39,7 +39,7 @@ class Times:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Return the duration in seconds that a ``share`` of all durations does not exceed; 0 if there are none."""
+        """Return the seconds that a ``share`` of all durations does not exceed; 0 if there are none."""
         if not self.count:
             return 0.0
         index = int(np.searchsorted(np.cumsum(self._counts), share * self.count))
@@ -93,7 +93,7 @@ class ReplayResult:
     hit_rate: float
     """Share of all prompt blocks that were not computed."""
     ideal_hit_rate: float | None
-    """Largest hit rate that any policy could reach with all tiers' room together; None if it was not computed."""
+    """Largest hit rate of any policy in all tiers' room together; None if it was not computed."""
     tiers: list[TierResult]
     """The tiers, fastest first; the engine's own cache first if it is modelled."""
     computed_tokens: int

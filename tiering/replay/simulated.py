@@ -1,4 +1,4 @@
-"""A medium and its I/O side in simulated time: blocks have no bytes, and jobs end when the model says so."""
+"""A medium and its I/O side in simulated time: blocks have no bytes, and a model times the jobs."""
 
 from __future__ import annotations
 

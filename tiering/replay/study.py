@@ -64,7 +64,9 @@ class Study:
 
     @property
     def best(self) -> ReplayResult:
-        """The result with the largest net saving, among those that do not slow the mean first token down if any."""
+        """The result with the largest net saving.
+
+        Results whose mean time to first token is worse than without tiers count only if all are."""
         good = [result for result in self.results if result.ttft_mean <= result.ttft_mean_without]
         return max(good or self.results, key=lambda result: result.net_dollars_per_month)
 

@@ -94,7 +94,7 @@ def _sizes(text: str, span: re.Match[str]) -> Iterator[str]:
 
 
 def size_text(size: int) -> str:
-    """Return a size as a stack file spells it, exactly if it is a whole number of a unit, else in whole MiB."""
+    """Return a size as a stack file spells it: exactly if it has whole units, else in whole MiB."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size >= scale and size % scale == 0:
             return f"{size // scale}{unit}"
