@@ -228,7 +228,7 @@ class Replay:
         trace_seconds = self._last
         months = trace_seconds / 3600 / HOURS_PER_MONTH
         stats = self._manager.get_stats()
-        tiers = [self._primary()] + [
+        tiers = [self._primary(stats["primary"]["blocks"])] + [
             self._tier(tier, stats["tiers"][tier.tier.name], months) for tier in self.stack.tiers
         ]
         if self._device is not None:
@@ -259,10 +259,9 @@ class Replay:
             seconds=seconds,
         )
 
-    def _primary(self) -> TierResult:
+    def _primary(self, blocks: int) -> TierResult:
         capacity = self._config.primary.capacity
         price = capacity / GIB * self._model.primary_dollars_per_gib_month
-        blocks = len(self._manager.primary_tier.table.readable)
         return self._plain(PRIMARY_TIER, capacity, blocks, price)
 
     def _plain(self, name: str, capacity: int | None, blocks: int, price: float) -> TierResult:
