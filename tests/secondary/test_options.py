@@ -34,6 +34,7 @@ GIVEN: Mapping[type[TierOptions], Mapping[str, object]] = {
         "admission": "none",
         "fill": False,
         "deadline": "1s",
+        "load_deadline": "1s",
         "retries": {"attempts": 2},
         "breaker": {"failures": 2},
         "max_inflight": 2,

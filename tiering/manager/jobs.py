@@ -97,7 +97,7 @@ class TierJobs:
         for state in serving:
             job_id = next(self._ids)
             now = self._clock()
-            self._jobs[job_id] = _Job(state, rows, state.deadline(now))
+            self._jobs[job_id] = _Job(state, rows, state.deadline(now, store=True))
             self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, now))
 
     def cascade_held(self, states: Iterable[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:

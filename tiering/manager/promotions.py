@@ -153,8 +153,25 @@ class Promotions:
         """Yield each queued promotion, which is running from then on."""
         queued, self._queued = self._queued, {}
         for promotion in queued.values():
-            self._running.setdefault(promotion.state.rank, deque()).append(promotion)
+            for part in self._divide(promotion):
+                self._running.setdefault(part.state.rank, deque()).append(part)
+                yield part
+
+    def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
+        """Yield the parts of a promotion, head first, each no longer than its tier's longest load."""
+        keys, rows, others = promotion.keys, promotion.rows, promotion.others
+        most = promotion.state.tier.max_load_blocks or len(keys)
+        if len(keys) <= most:
             yield promotion
+            return
+        for start in range(0, len(keys), most):
+            chosen = keys[start : start + most]
+            asked = {key: others[key] for key in chosen if key in others} if others else {}
+            part = Promotion(
+                promotion.state, promotion.owner, chosen, rows[start : start + most], promotion.deadline, asked
+            )
+            self._in_flight.update(dict.fromkeys(chosen, part))
+            yield part
 
     def end(self, promotion: Promotion, arrived: Sequence[OffloadKey] | None) -> tuple[list[OffloadKey], Rows]:
         """End a promotion whose job the tier has reported.

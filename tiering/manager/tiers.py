@@ -38,9 +38,11 @@ class TierState:
     loading_rows: int = 0
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
 
-    def deadline(self, now: float) -> float:
-        """Return the time by which a job that is submitted at ``now`` should have ended."""
+    def deadline(self, now: float, *, store: bool = False) -> float:
+        """Return the time by which a load, or a store, that is submitted at ``now`` should have ended."""
         limit = self.tier.load_deadline
+        if store and self.tier.store_deadline is not None:
+            limit = self.tier.store_deadline
         return math.inf if limit is None else now + limit
 
 

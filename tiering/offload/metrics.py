@@ -111,6 +111,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         TIERS, COUNTER, "blocks_lost", "blocks", "Blocks lost because the tier's files were removed, cut or replaced"
     ),
+    Metric(TIERS, COUNTER, "loads_too_long", "blocks", "Blocks not loaded because they would arrive too late"),
     Metric(TIERS, COUNTER, "blocks_deleted", "blocks", "Corrupt blocks deleted from a shared medium"),
     Metric(TIERS, COUNTER, "lookups_late", "lookups", "Lookups answered with no because the medium was late"),
     Metric(TIERS, COUNTER, "retries", "attempts", "Attempts repeated after a temporary error"),

@@ -88,7 +88,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
         self.name = context.name
         self.medium = store.traits.medium
-        self.load_deadline = options.deadline
+        self.load_deadline, self.store_deadline = options.longest_load, options.deadline
+        self.max_load_blocks = options.max_inflight if index.shared else None
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
         self.fill = options.fill

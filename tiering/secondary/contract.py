@@ -127,10 +127,19 @@ class SecondaryTierManager(ABC):
     After the deadline the keys are misses. The tier still reports the job later.
     """
 
+    store_deadline: float | None = None
+    """Seconds after which an idle engine no longer steps for a store; default: ``load_deadline``."""
+
     primary_share: float = 0.5
     """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
 
     Loads that are past their deadline count as running.
+    """
+
+    max_load_blocks: int | None = None
+    """Largest number of blocks of one load job; None (default): no limit.
+
+    The manager submits a longer load as several jobs, so that the blocks that arrived before the deadline count.
     """
 
     min_prefix_blocks: int = 1

@@ -24,6 +24,7 @@ from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
+from tiering.secondary.service.pace import LoadPace
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -114,7 +115,10 @@ class TierJobs:
         """Counters of failed blocks."""
         self._name = context.name
         self._clock = context.clock
-        self._deadline = parts.options.deadline
+        self._deadlines = {IoKind.LOAD: parts.options.longest_load, IoKind.STORE: parts.options.deadline}
+        self._pace = (
+            LoadPace(parts.options.longest_load, parts.options.max_inflight, context.clock) if index.shared else None
+        )
         self._admission = parts.intake.admission
         self._budget = parts.intake.budget
         self._index = index
@@ -174,12 +178,19 @@ class TierJobs:
             there = [place is not None for place in places]
             keys, rows = list(compress(keys, there)), list(compress(rows, there))
             self._stats.promotions_failed += len(places) - len(known)
+        sizes = self._budget.sizes(keys)
+        if self._pace is not None and (fitting := self._pace.fitting(sizes)) < len(keys):
+            self._stats.loads_too_long += len(keys) - fitting
+            self._stats.promotions_failed += len(keys) - fitting
+            keys, rows, known, sizes = keys[:fitting], rows[:fitting], known[:fitting], sizes[:fitting]
         if not known:
             self._finish(job, ())
             return
-        self.overdue.begin(job.job_id, job.submitted_at + self._deadline, len(known))
+        if self._pace is not None:
+            self._pace.begin(sizes)
+        self.overdue.begin(job.job_id, job.submitted_at + self._deadlines[IoKind.LOAD], len(known))
         self._stats.promotions_active += len(keys)
-        self._submit(RunningJob(job, [], 0, self._epochs), IoKind.LOAD, keys, rows, known, self._budget.sizes(keys))
+        self._submit(RunningJob(job, [], 0, self._epochs), IoKind.LOAD, keys, rows, known, sizes)
 
     def fail_load(self, job: TransferJob) -> None:
         """End a load at once, because the tier is out of service."""
@@ -197,7 +208,7 @@ class TierJobs:
     ) -> None:
         job = running.job
         self._running[job.job_id] = running
-        deadline = job.submitted_at + self._deadline
+        deadline = job.submitted_at + self._deadlines[kind]
         self._io.submit(
             IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
         )
@@ -232,9 +243,15 @@ class TierJobs:
     def expire(self, now: float) -> None:
         """Count the loads that are overdue at ``now`` as failures of the medium."""
         reads = self._io.breakers.reads
+        stalled = self._pace is not None and self._pace.stalled(self._io.stats.read_bytes)
         for rows in self.overdue.expire(now):
             self._stats.loads_overdue += rows
-            reads.record_failure(f"a load of {rows} blocks did not end within {self._deadline:g} s")
+            overdue = f"a load of {rows} blocks did not end within {self._deadlines[IoKind.LOAD]:g} s"
+            if stalled:
+                # Each further request would wait as long; probes in the background find out when the medium answers.
+                reads.trip(f"{overdue}, and no block arrived meanwhile")
+            else:
+                reads.record_failure(overdue)
             if self.overdue.spent:
                 self._io.breakers.trip(f"{self.overdue.rows} primary rows are held by loads that do not end")
 
@@ -281,6 +298,8 @@ class TierJobs:
                 arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
             self._end_store(io_job, running, arrived, now)
         else:
+            if self._pace is not None:
+                self._pace.end(io_job.sizes, result.transfer_bytes)
             self._end_load(io_job, result.outcomes, arrived, now)
         keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
         if current and len(keys) < len(io_job.keys):
@@ -303,7 +322,7 @@ class TierJobs:
             self._stats.loads_overdue += waited
             if waited == len(outcomes):
                 self._io.breakers.reads.record_failure(
-                    f"a load of {waited} blocks was not taken up within {self._deadline:g} s"
+                    f"a load of {waited} blocks was not taken up within {self._deadlines[IoKind.LOAD]:g} s"
                 )
         if self._events.announces_found:
             self._events.found(list(compress(io_job.keys, arrived)))

@@ -125,9 +125,11 @@ class BlockTierOptions(TierOptions):
     fill: bool = True
     """True (default) if blocks promoted from a slower tier are offered to this tier."""
     deadline: Duration = 30.0
-    """Deadline of one job in seconds; default 30.
+    """Deadline of one job in seconds; default 30."""
+    load_deadline: Duration | None = None
+    """Seconds that a request waits for a load; default: ``deadline``.
 
-    A load that takes longer is a miss, and the request goes on.
+    Blocks that arrive later are misses. The blocks in front of them that arrived in time count.
     """
     retries: RetryOptions = RetryOptions()
     """Retries of temporary errors."""
@@ -144,6 +146,11 @@ class BlockTierOptions(TierOptions):
     """
     min_prefix_blocks: Annotated[int, Field(ge=1, le=1 << 30)] = 1
     """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
+
+    @property
+    def longest_load(self) -> float:
+        """Seconds that a request waits for a load."""
+        return self.deadline if self.load_deadline is None else min(self.load_deadline, self.deadline)
 
 
 class CapacityOptions(TierOptions):

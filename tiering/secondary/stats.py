@@ -79,6 +79,8 @@ class TierStats:
     """Blocks that were not stored: beyond the budget of queued bytes, or the tier took no stores."""
     loads_overdue: int = 0
     """Blocks whose load did not end, or did not begin, before its deadline."""
+    loads_too_long: int = 0
+    """Blocks whose load was not started because they would have arrived after the deadline."""
     evictions: int = 0
     """Blocks evicted to make room."""
     corrupt_blocks: int = 0

@@ -26,7 +26,11 @@ class FakeTier(SecondaryTierManager):
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
     """The tier's policy for every new request; default: block level."""
     load_deadline: float | None = None
-    """Seconds that a job may take; default None: no limit."""
+    """Seconds that a load may take; default None: no limit."""
+    store_deadline: float | None = None
+    """Seconds that a store may take; default None: as long as a load."""
+    max_load_blocks: int | None = None
+    """Largest number of blocks of one load job; default None: no limit."""
     primary_share: float = 1.0
     """Largest share of the primary rows that the tier's loads may hold; default 1."""
     min_prefix_blocks: int = 1

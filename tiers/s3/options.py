@@ -72,6 +72,11 @@ class S3Options(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions)
 
     Set to false for services without DeleteObjects.
     """
+    load_deadline: Duration | None = 2.0
+    """Seconds that a request waits for a load (default: 2); stores have ``deadline``.
+
+    Blocks that arrive later are misses. The blocks in front of them that arrived in time count.
+    """
     connect_timeout: Duration = 5.0
     """Seconds within which a connection must be established; default 5."""
     request_timeout: Duration = 10.0
