@@ -17,10 +17,12 @@ import torch
 from benchmarks.harness import Bench, Sample, ratio, timed
 from tiering.api.engine import KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
+from tiering.copy.batch import find_batch_copy
 from tiering.copy.canonical import canonicalize
-from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.host import Direction
 from tiering.copy.layout import RowLayout
+from tiering.copy.pinning import PinnedRows
 from tiering.primary.memory.region import SharedRegion
 
 LAYERS = 32
@@ -43,10 +45,14 @@ def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None
     layout = RowLayout.of(canonical)
     region = SharedRegion.create(rows, layout.row_bytes)
     pinned = PinnedRows(region.array, api)
-    handlers = {direction: CudaCopyHandler(canonical, pinned, layout, direction) for direction in Direction}
+    batch = find_batch_copy() if api is None else None
+    handlers = {
+        direction: CudaCopyHandler(canonical, pinned, layout, direction, batch=batch) for direction in Direction
+    }
     random = np.random.default_rng(0)
     gpu_ids = 1 + random.permutation(blocks - 1)[:BLOCKS_PER_JOB]
     row_ids = random.permutation(rows)[:BLOCKS_PER_JOB]
+    in_rows = pinned.bytes.view(rows, -1)
     gpu, cpu = GPULoadStoreSpec(gpu_ids, [BLOCKS_PER_JOB], [0]), CPULoadStoreSpec(row_ids)
     nbytes = BLOCKS_PER_JOB * layout.row_bytes
     on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -64,7 +70,7 @@ def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None
             for layer, tensor in enumerate(cache.values()):
                 place = slice(layer * page_bytes, (layer + 1) * page_bytes)
                 for block, row in pairs:
-                    ends = (tensor[block], pinned.tensor[row, place])
+                    ends = (tensor[block], in_rows[row, place])
                     source, destination = ends if store else ends[::-1]
                     destination.copy_(source, non_blocking=True)
         cuda.current_stream().synchronize()

@@ -59,7 +59,7 @@ def test_media_do_not_import_one_another() -> None:
     [
         ("vllm", ("tiering/engines/vllm/connector.py",)),
         ("torch", ("tiering/engines/vllm", "tiering/connector/worker.py", "tiering/simple/worker.py", "tiering/copy/")),
-        ("torch.cuda", ("tiering/copy/cuda.py",)),
+        ("torch.cuda", ("tiering/copy/cudart.py",)),
         ("boto3", ("tiers/s3",)),
         ("obstore", ("tiers/s3",)),
         ("prometheus_client", ("tiering/offload/prometheus.py", "tiering/cli/metrics.py")),
@@ -80,7 +80,7 @@ def test_only_the_cuda_copies_know_cuda() -> None:
         nodes = ast.walk(ast.parse(path.read_text()))
         return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in nodes)
 
-    assert {path.relative_to(ROOT).as_posix() for path in FILES if uses(path)} <= {"tiering/copy/cuda.py"}
+    assert {path.relative_to(ROOT).as_posix() for path in FILES if uses(path)} <= {"tiering/copy/cudart.py"}
 
 
 def test_conditions_of_production_are_typed_errors_and_not_asserts() -> None:

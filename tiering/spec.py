@@ -14,8 +14,10 @@ from tiering.config.stack_file import StackConfig, load_stack
 from tiering.copy.contract import OffloadingHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
+from tiering.copy.near import share_of
 from tiering.errors import ConfigError, RegionError
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.memory.prefault import Share
 from tiering.primary.memory.region import SharedRegion, row_stride
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
@@ -116,7 +118,8 @@ class TieringOffloadingSpec(OffloadingSpec):
                 f"the KV caches have blocks of {layout.group_bytes} bytes per KV-cache group (all ranks), "
                 f"the engine's configuration says {self.group_bytes}"
             )
-        yield from make_handlers(kv_caches, self._open_region().view, layout)
+        region = self._open_region(share_of(kv_caches, layout))
+        yield from make_handlers(kv_caches, region.view, layout, pageable=region.pageable)
 
     @property
     def rows_are_shared(self) -> bool:
@@ -132,7 +135,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         if self._region is not None and self._manager is None:
             self._region.close()
 
-    def _open_region(self) -> SharedRegion:
+    def _open_region(self, share: Share | None = None) -> SharedRegion:
         if self._is_closed:
             raise RegionError("the spec is closed; build a new one for both halves of the connector")
         if self._region is None:
@@ -145,9 +148,9 @@ class TieringOffloadingSpec(OffloadingSpec):
                 )
             engine = self.engine
             self._region = (
-                SharedRegion.open_shared(engine.engine_id, rows, row_bytes, sides=engine.world_size + 1)
+                SharedRegion.open_shared(engine.engine_id, rows, row_bytes, sides=engine.world_size + 1, share=share)
                 if engine.engine_id
-                else SharedRegion.create(rows, row_bytes)
+                else SharedRegion.create(rows, row_bytes, share=share)
             )
         return self._region
 

@@ -1,47 +1,95 @@
-"""A torch.cuda that records what is ordered after what, and runs everything at once on CPU tensors."""
+"""A torch.cuda on CPU tensors that is as strict as a device where that can hide a defect.
+
+Everything runs at once. What the fake checks beside the bytes:
+
+- Order: :attr:`FakeCuda.races` lists every two accesses to the same bytes, one of them a write, that no stream, event
+  or wait of the host orders.
+- Errors left behind: the error of a failed runtime call is raised by the next kernel.
+- Registration: ranges have a largest size, may not share a page, and a copy may not cross the border of two.
+- Calls: :attr:`FakeCuda.calls` lists every kernel, copy and batched copy, with its stream.
+
+Kernels and copies are seen inside ``with api.watched()``.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiering.copy.batch import BatchCopy
+
+KERNELS = {"index_select", "index_copy_", "fill_", "zero_", "zeros"}
+"""Operators that launch a kernel."""
+
+Clock = dict[object, int]
+"""How much of the work of each stream has been waited for."""
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        clock[stream] = max(clock.get(stream, 0), time)
 
 
 @dataclass(eq=False)
 class FakeStream:
-    """``log`` is shared by all streams: what was submitted, in order."""
+    """``broken``: every call on the stream fails."""
 
+    api: FakeCuda
     name: str
-    log: list[str]
+    cuda_stream: int
     priority: int = 0
     broken: bool = False
+    clock: Clock = field(default_factory=dict)
+
+    def _check(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error")
 
     def wait_stream(self, stream: FakeStream) -> None:
-        if self.broken:
-            raise RuntimeError("CUDA error")
-        self.log.append(f"{self.name} waits for {stream.name}")
+        self._check()
+        self.api.log.append(f"{self.name} waits for {stream.name}")
+        _merge(self.clock, stream.clock)
 
     def wait_event(self, event: FakeEvent) -> None:
-        if self.broken:
-            raise RuntimeError("CUDA error")
-        self.log.append(f"{self.name} waits for event {event.api.events.index(event)}")
+        self._check()
+        self.api.log.append(f"{self.name} waits for event {self.api.events.index(event)}")
+        _merge(self.clock, event.clock)
 
     def synchronize(self) -> None:
-        self.log.append(f"host waits for {self.name}")
-        if self.broken:
-            raise RuntimeError("CUDA error")
+        self.api.log.append(f"host waits for {self.name}")
+        self._check()
+        _merge(self.api.host, self.clock)
+
+    def work(self) -> int:
+        """Begin a piece of work, which follows all that the host has waited for; return its time."""
+        _merge(self.clock, self.api.host)
+        self.clock[self] = self.clock.get(self, 0) + 1
+        return self.clock[self]
 
 
 @dataclass(eq=False)
 class FakeEvent:
     api: FakeCuda
+    timed: bool
     recorded: bool = False
     done: bool = False
     broken: bool = False
+    clock: Clock = field(default_factory=dict)
 
-    def record(self, stream: FakeStream) -> None:
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or self.api.current_stream()
         self.recorded = True
         self.done = self.api.instant
+        self.clock = dict(stream.clock)
         self.api.log.append(f"event on {stream.name}")
 
     def query(self) -> bool:
@@ -53,35 +101,87 @@ class FakeEvent:
         if self.broken:
             raise RuntimeError("CUDA error")
         self.done = True
+        _merge(self.api.host, self.clock)
         self.api.log.append("host waits for event")
 
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.recorded
-        assert end.done
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        if not (self.timed and end_event.timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.recorded and end_event.recorded):
+            raise RuntimeError("CUDA error: invalid resource handle")
         return 2000.0
 
 
 @dataclass
 class FakeRuntime:
-    """``code``: what registering answers if not zero.  ``on``: the current device of each call."""
+    """The CUDA runtime's host registrations, and its last error.
+
+    ``code``: what registering answers if not zero. ``limit``: largest range that can be registered. ``on``: the current
+    device of each call.
+    """
 
     api: FakeCuda
     code: int = 0
+    limit: int = 256 << 30
+    fails_after: int | None = None
     registered: dict[int, int] = field(default_factory=dict)
     on: list[object] = field(default_factory=list)
+    last_error: int = 0
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> object:  # noqa: N802
+    def _answer(self, code: int) -> int:
         self.on.append(self.api.current_device)
+        self.last_error = code or self.last_error
+        return code
+
+    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> object:  # noqa: N802
         if self.code:
-            return self.code
-        if any(start < address + nbytes and address < start + size for start, size in self.registered.items()):
-            return 712
-        self.registered[address] = nbytes
-        return 0
+            return self._answer(self.code)
+        if size > self.limit or (self.fails_after is not None and len(self.registered) >= self.fails_after):
+            return self._answer(2)
+        if any(_pages_overlap(ptr, size, start, length) for start, length in self.registered.items()):
+            return self._answer(712)
+        self.registered[ptr] = size
+        return self._answer(0)
 
-    def cudaHostUnregister(self, address: int) -> object:  # noqa: N802
-        self.on.append(self.api.current_device)
-        return 713 if self.registered.pop(address, None) is None else 0
+    def cudaHostUnregister(self, ptr: int) -> object:  # noqa: N802
+        return self._answer(713 if self.registered.pop(ptr, None) is None else 0)
+
+    def launch(self) -> None:
+        """Launch a kernel: torch asks for the last error behind every launch."""
+        code, self.last_error = self.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
+    def holds(self, address: int, nbytes: int) -> bool | None:
+        """True if one registration holds the range, False if it holds a part of the range, None if none does."""
+        found = [
+            start <= address and address + nbytes <= start + size
+            for start, size in self.registered.items()
+            if start < address + nbytes and address < start + size
+        ]
+        return all(found) if found else None
+
+
+def _pages_overlap(a: int, a_size: int, b: int, b_size: int) -> bool:
+    def pages(start: int, size: int) -> range:
+        return range(start // mmap.PAGESIZE, (start + size - 1) // mmap.PAGESIZE + 1)
+
+    first, second = pages(a, a_size), pages(b, b_size)
+    return first.start < second.stop and second.start < first.stop
+
+
+class Access(NamedTuple):
+    start: int
+    stop: int
+    writes: bool
+    stream: FakeStream
+    time: int
+
+
+class Call(NamedTuple):
+    name: str
+    stream: str
+    nbytes: int
 
 
 class FakeCuda:
@@ -90,29 +190,36 @@ class FakeCuda:
     def __init__(self, *, instant: bool = True) -> None:
         self.instant = instant
         self.log: list[str] = []
-        self.compute = FakeStream("compute", self.log)
+        self.calls: list[Call] = []
+        self.races: list[tuple[Access, Access]] = []
+        self.orders: list[bool] = []
+        self.host: Clock = {}
+        self.compute = FakeStream(self, "compute", 1)
         self.streams: list[FakeStream] = []
         self.events: list[FakeEvent] = []
         self.runtime = FakeRuntime(self)
+        self.batch_code = 0
         self.current_device: object = None
-        self.entered: FakeStream | None = None
+        self._entered: list[FakeStream] = []
+        self._accesses: list[Access] = []
+
+    # ------------------------------------------------------------------------------------------------------- torch.cuda
 
     def Stream(self, device: object = None, priority: int = 0) -> FakeStream:  # noqa: N802
-        self.streams.append(FakeStream(f"side{len(self.streams)}", self.log, priority))
+        self.streams.append(FakeStream(self, f"side{len(self.streams)}", len(self.streams) + 2, priority))
         return self.streams[-1]
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:  # noqa: N802
-        assert enable_timing
-        self.events.append(FakeEvent(self))
+        self.events.append(FakeEvent(self, enable_timing))
         return self.events[-1]
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.entered = stream
+        self._entered.append(stream)
         try:
             yield
         finally:
-            self.entered = None
+            self._entered.pop()
 
     @contextmanager
     def device(self, device: object) -> Iterator[None]:
@@ -123,7 +230,126 @@ class FakeCuda:
             self.current_device = before
 
     def current_stream(self, device: object = None) -> FakeStream:
-        return self.entered or self.compute
+        return self._entered[-1] if self._entered else self.compute
 
     def cudart(self) -> FakeRuntime:
         return self.runtime
+
+    # ----------------------------------------------------------------------------------------------------------- driver
+
+    def batch(self) -> BatchCopy:
+        """The driver's batched copy, in the form of CUDA 13."""
+        return BatchCopy(self._copy_batch, reports_index=False)
+
+    def _copy_batch(
+        self, dsts: Any, srcs: Any, sizes: Any, count: Any, attrs: Any, attrs_idxs: Any, num_attrs: Any, stream: Any
+    ) -> int:
+        if self.batch_code:
+            return self.batch_code
+        destinations, sources, lengths = (
+            np.ctypeslib.as_array(ctypes.cast(array, ctypes.POINTER(ctypes.c_uint64)), (count.value,)).tolist()
+            for array in (dsts, srcs, sizes)
+        )
+        order = attrs._obj.src_access_order
+        ends = sorted((start, start + size) for start, size in zip(destinations, lengths, strict=True))
+        overlap = any(a[1] > b[0] for a, b in pairwise(ends))
+        if overlap or order not in (1, 3) or num_attrs.value != 1 or attrs_idxs._obj.value != 0:
+            return 1
+        self.orders.append(order == 1)
+        on = next(one for one in self.streams if one.cuda_stream == stream.value)
+        self.calls.append(Call("batch", on.name, sum(lengths)))
+        time = on.work()
+        for destination, source, size in zip(destinations, sources, lengths, strict=True):
+            self._check_registration(destination, source, size)
+            self._touch(on, time, source, size, writes=False)
+            self._touch(on, time, destination, size, writes=True)
+            ctypes.memmove(destination, source, size)
+        return 0
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    @contextmanager
+    def watched(self) -> Iterator[FakeCuda]:
+        """See the kernels and copies of torch on CPU tensors as those of this device."""
+        with _Watch(self):
+            yield self
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Let the compute stream write to a tensor, like a forward pass."""
+        self._touch_tensor(self.compute, self.compute.work(), tensor, writes=True)
+
+    def saw(self, name: str, arguments: tuple[Any, ...], out: torch.Tensor | None) -> None:
+        """Record an operator of torch before it runs.
+
+        On the compute stream, where tests prepare their tensors, only :meth:`write` counts as an access.
+        """
+        stream = self.current_stream()
+        if name in KERNELS:
+            self.runtime.launch()
+        if stream is self.compute:
+            self.calls.append(Call(name, stream.name, 0))
+            return
+        time = stream.work()
+        if name == "index_select":
+            cache, _, ids = arguments
+            written = out
+            self._touch_blocks(stream, time, cache, ids, writes=False)
+        elif name == "index_copy_":
+            cache, _, ids, source = arguments
+            written = None
+            self._touch_blocks(stream, time, cache, ids, writes=True)
+            self._touch_tensor(stream, time, source, writes=False)
+        elif name == "copy_":
+            written, source = arguments[:2]
+            self._check_registration(written.data_ptr(), source.data_ptr(), written.nbytes)
+            self._touch_tensor(stream, time, source, writes=False)
+        else:
+            written = arguments[0] if name in ("fill_", "zero_") else None
+        if written is not None:
+            self._touch_tensor(stream, time, written, writes=True)
+        nbytes = written.nbytes if written is not None else 0
+        self.calls.append(Call(name, stream.name, nbytes))
+
+    def _check_registration(self, *ends_and_size: int) -> None:
+        *addresses, size = ends_and_size
+        if any(self.runtime.holds(address, size) is False for address in addresses):
+            raise RuntimeError("CUDA error: a copy crosses the border of a registration")
+
+    def _touch_blocks(
+        self, stream: FakeStream, time: int, cache: torch.Tensor, ids: torch.Tensor, *, writes: bool
+    ) -> None:
+        for block in ids.tolist():
+            self._touch_tensor(stream, time, cache[block], writes=writes)
+
+    def _touch_tensor(self, stream: FakeStream, time: int, tensor: torch.Tensor, *, writes: bool) -> None:
+        if tensor.dim() > 1 and not tensor.is_contiguous():
+            for part in tensor:
+                self._touch_tensor(stream, time, part, writes=writes)
+        else:
+            self._touch(stream, time, tensor.data_ptr(), tensor.nbytes, writes=writes)
+
+    def _touch(self, stream: FakeStream, time: int, start: int, nbytes: int, *, writes: bool) -> None:
+        access = Access(start, start + nbytes, writes, stream, time)
+        self.races += [
+            (one, access)
+            for one in self._accesses
+            if one.start < access.stop
+            and access.start < one.stop
+            and (one.writes or writes)
+            and stream.clock.get(one.stream, 0) < one.time
+        ]
+        self._accesses.append(access)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self, api: FakeCuda) -> None:
+        super().__init__()
+        self._api = api
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.partition(".")[0]
+        if name in KERNELS | {"copy_"}:
+            self._api.saw(name, args, kwargs.get("out"))
+        return func(*args, **kwargs)

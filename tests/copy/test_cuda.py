@@ -1,60 +1,263 @@
-"""CUDA copies with torch.cuda faked: what waits for what, when results come, what is pinned."""
+"""CUDA copies with torch.cuda faked: how many calls a step takes, what waits for what, and when results come."""
 
 from __future__ import annotations
 
-import enum
+import inspect
 import subprocess
 import sys
+import weakref
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.copy import kv
-from tests.copy.fake_cuda import FakeCuda
-from tiering.api.engine import KVCacheGroup
+from tests.copy.fake_cuda import Call, FakeCuda, FakeEvent, FakeStream
+from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy import cuda
+from tiering.copy import cuda, pinning
 from tiering.copy.canonical import canonicalize
-from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.host import Direction
 from tiering.copy.layout import RowLayout
+from tiering.copy.pinning import PinnedRows
 from tiering.errors import ConfigError
 from tiering.primary.memory.region import SharedRegion
 
 
-def handler(api: FakeCuda, direction: Direction = Direction.STORE) -> CudaCopyHandler:
-    cache = kv.canonical()
+def handler(
+    api: FakeCuda, direction: Direction = Direction.STORE, cache: CanonicalKVCaches | None = None, **options: Any
+) -> CudaCopyHandler:
+    cache = cache or kv.canonical()
     layout = RowLayout.of(cache)
-    return CudaCopyHandler(cache, PinnedRows(kv.make_rows(layout), api), layout, direction)
+    rows = SharedRegion.create(20, layout.row_bytes, prefault=False).array
+    return CudaCopyHandler(cache, PinnedRows(rows, api), layout, direction, **options)
 
 
 def spec(block: int = 1, row: int = 1) -> TransferSpec:
     return GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([row])
 
 
-def test_the_side_stream_waits_for_the_compute_stream_and_never_the_reverse() -> None:
+def specs(count: int) -> list[tuple[int, TransferSpec]]:
+    return [(job, spec(2 * job + 1, job)) for job in range(count)]
+
+
+def backwards(jobs: list[tuple[int, TransferSpec]]) -> list[tuple[int, TransferSpec]]:
+    return [(job, (cpu, gpu)) for job, (gpu, cpu) in jobs]
+
+
+def many_layers(page_bytes: int = 64, layers: int = 32, blocks: int = 40) -> CanonicalKVCaches:
+    """Each layer in an allocation of its own."""
+    caches = {f"l{layer}": torch.zeros(blocks, page_bytes, dtype=torch.uint8) for layer in range(layers)}
+    return canonicalize(caches, [KVCacheGroup(tuple(caches), 16)], blocks)
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+
+def test_a_decode_step_that_fills_16_blocks_takes_48_calls() -> None:
+    """One kernel per layer and one copy per row."""
     api = FakeCuda()
-    assert handler(api).transfer_async(1, spec())
-    assert api.log == ["side0 waits for compute", "event on side0", "event on side0"]
+    copies = handler(api, cache=many_layers())
+    with api.watched():
+        assert copies.transfer_all_async(specs(16)) == []
+    assert Counter(call.name for call in api.calls) == {"index_select": 32, "copy_": 16}
 
 
-def test_all_of_a_job_s_copies_are_submitted_to_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_a_block_takes_a_copy_and_a_kernel_for_each_layer() -> None:
     api = FakeCuda()
-    copies = handler(api)
-    used = []
-    real = torch.Tensor.copy_
+    copies = handler(api, Direction.LOAD, many_layers())
+    with api.watched():
+        assert copies.transfer_all_async(backwards(specs(1))) == []
+    assert Counter(call.name for call in api.calls) == {"index_copy_": 32, "copy_": 1}
 
-    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        used.append((api.current_stream().name, non_blocking))
-        return real(self, source, non_blocking)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    copies.transfer_async(1, (GPULoadStoreSpec([1, 2, 3], [3], [0]), CPULoadStoreSpec([5, 1, 7])))
-    assert used == [("side0", True)] * 3
+def test_a_batched_copy_moves_all_rows_in_one_call() -> None:
+    api = FakeCuda()
+    copies = handler(api, cache=many_layers(), batch=api.batch())
+    with api.watched():
+        copies.transfer_all_async(specs(8))
+    assert Counter(call.name for call in api.calls) == {"index_select": 32, "batch": 1}
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_large_pages_are_one_call_without_staging(direction: Direction) -> None:
+    api = FakeCuda()
+    copies = handler(api, direction, many_layers(28 << 10, 4), batch=api.batch())
+    jobs = specs(8) if direction is Direction.STORE else backwards(specs(8))
+    with api.watched():
+        assert copies.transfer_all_async(jobs) == []
+    assert api.calls == [Call("batch", "side1", 8 * 4 * (28 << 10))]
+    assert api.orders == [direction is Direction.STORE]  # stores read what the compute stream has just written
+
+
+def test_large_pages_are_staged_if_the_rows_are_not_pinned() -> None:
+    """A batched copy needs addresses that the device may use."""
+    api = FakeCuda()
+    api.runtime.code = 1
+    with api.watched():
+        copies = handler(api, cache=many_layers(28 << 10, 4), batch=api.batch())
+        del api.calls[:]
+        assert copies.transfer_all_async(specs(1)) == []
+    assert {call.name for call in api.calls} == {"index_select", "copy_"}
+
+
+def test_layers_of_one_allocation_are_gathered_by_one_kernel() -> None:
+    pool = torch.zeros(32, 40, 64, dtype=torch.uint8)  # layer by layer
+    caches = {f"l{layer}": pool[layer] for layer in range(32)}
+    cache = canonicalize(caches, [KVCacheGroup(tuple(caches), 16)], 40)
+    for direction, name in ((Direction.STORE, "index_select"), (Direction.LOAD, "index_copy_")):
+        api = FakeCuda()
+        copies = handler(api, direction, cache)
+        with api.watched():
+            copies.transfer_all_async(specs(4) if direction is Direction.STORE else backwards(specs(4)))
+        assert Counter(call.name for call in api.calls)[name] == 1
+
+
+def test_neighbouring_rows_that_touch_are_one_copy() -> None:
+    api = FakeCuda()
+    copies = handler(api, cache=many_layers(4096, 1))
+    gpu = GPULoadStoreSpec([5, 9, 2, 7, 3], [5], [0])
+    with api.watched():
+        copies.transfer_async(1, (gpu, CPULoadStoreSpec([4, 5, 6, 9, 10])))
+    assert [call.nbytes for call in api.calls if call.name == "copy_"] == [3 * 4096, 2 * 4096]
+
+
+def test_no_copy_crosses_the_border_of_two_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 6 * 4096)
+    for batch in (False, True):
+        api = FakeCuda()
+        copies = handler(api, cache=many_layers(4096, 1), batch=api.batch() if batch else None)
+        with api.watched():
+            assert copies.transfer_async(1, (GPULoadStoreSpec(range(8), [8], [0]), CPULoadStoreSpec(range(2, 10))))
+        nbytes = [call.nbytes for call in api.calls if call.name in ("copy_", "batch")]
+        assert nbytes == ([8 * 4096] if batch else [4 * 4096, 4 * 4096])
+
+
+def test_gathering_needs_no_memory_beside_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary of the size of the pages would be reserved by torch for good."""
+    made: list[int] = []
+    results = []
+    for direction in Direction:
+        api = FakeCuda()
+        copies = handler(api, direction, many_layers())
+        jobs = specs(8) if direction is Direction.STORE else backwards(specs(8))
+        with api.watched(), _Allocations(made):
+            results += copies.transfer_all_async(jobs)
+    assert results == []
+    assert made == []
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[misc]
+    """Records the bytes of tensors that operators allocate."""
+
+    def __init__(self, made: list[int]) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        known = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*args, *(kwargs or {}).values())
+            if isinstance(tensor, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self._made.append(result.nbytes)
+        return result
+
+
+def test_the_driver_s_refusal_of_a_batch_costs_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    api = FakeCuda()
+    api.batch_code = 801
+    copies = handler(api, cache=many_layers(28 << 10, 2), batch=api.batch())
+    assert copies.transfer_all_async(specs(3)) == []
+    api.batch_code = 0
+    assert copies.transfer_async(9, spec(30, 9))
+    assert api.orders == []
+    assert caplog.text.count("CUDA error 801") == 1
+    assert [result.success for result in copies.get_finished()] == [True] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("page_bytes", [64, 28 << 10])
+def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_bytes: int, batch: bool) -> None:
+    """The engine writes to a block, stores the block, and loads another; many chunks use the staging buffer in turn."""
+    api = FakeCuda(instant=False)
+    cache = many_layers(page_bytes, 3)
+    layout = RowLayout.of(cache)
+    rows = SharedRegion.create(12, layout.row_bytes, prefault=False).array
+    pinned = PinnedRows(rows, api)
+    store, load = (
+        CudaCopyHandler(
+            cache, pinned, layout, direction, staging_bytes=4 * 3 * page_bytes, batch=api.batch() if batch else None
+        )
+        for direction in Direction
+    )
+    with api.watched():
+        for round_ in range(3):
+            for tensor in cache.tensors:
+                api.write(tensor.tensor[:20])  # a forward pass, and the zeroing of blocks that a load then fills
+            api.write(cache.tensors[0].tensor[20:])
+            assert store.transfer_all_async([(10 * round_ + job, order) for job, order in specs(6)]) == []
+            loads = [
+                (10 * round_ + job, (CPULoadStoreSpec([6 + job]), GPULoadStoreSpec([30 + job], [1], [0])))
+                for job in range(6)
+            ]
+            assert load.transfer_all_async(loads) == []
+            assert api.races == []
+            load.order_before_compute([10 * round_ + job for job in range(6)])
+            store.wait([10 * round_ + job for job in range(6)])
+    assert api.races == []
+
+
+def test_the_fake_sees_a_block_that_is_overwritten_while_it_is_stored() -> None:
+    """The negative control of the test above."""
+    api = FakeCuda(instant=False)
+    cache = many_layers(64, 1)
+    copies = handler(api, cache=cache)
+    with api.watched():
+        copies.transfer_async(1, spec(3, 3))
+        api.write(cache.tensors[0].tensor[4])
+        assert api.races == []
+        api.write(cache.tensors[0].tensor[3])
+    assert len(api.races) == 1
+
+
+def test_what_is_computed_later_can_be_ordered_after_a_job_without_the_host_waiting() -> None:
+    api = FakeCuda(instant=False)
+    cache = many_layers(64, 1)
+    copies = handler(api, cache=cache)
+    with api.watched():
+        copies.transfer_all_async(specs(3))
+        copies.order_before_compute([0, 1, 2, 99])
+        api.write(cache.tensors[0].tensor)
+    assert api.races == []
+    assert not any("host waits" in line for line in api.log)
+
+
+def test_a_staged_load_crosses_the_bus_before_the_engine_s_work_has_ended() -> None:
+    """Only its scatter to the KV cache has to wait."""
+    api = FakeCuda(instant=False)
+    copies = handler(api, Direction.LOAD, many_layers())
+    copies.transfer_async(1, spec()[::-1])
+    assert [line for line in api.log if "compute" in line] == ["side0 waits for compute"]
+
+
+def test_the_compute_stream_never_waits_for_a_submission() -> None:
+    api = FakeCuda()
+    for direction in Direction:
+        jobs = specs(2) if direction is Direction.STORE else backwards(specs(2))
+        handler(api, direction).transfer_all_async(jobs)
+    assert not any(line.startswith("compute") for line in api.log)
 
 
 def test_the_host_waits_for_nothing_when_it_submits_or_polls() -> None:
@@ -66,62 +269,68 @@ def test_the_host_waits_for_nothing_when_it_submits_or_polls() -> None:
     assert not any("host waits" in line for line in api.log)
 
 
-def test_a_job_is_finished_when_its_last_event_is() -> None:
-    api = FakeCuda(instant=False)
-    copies = handler(api)
-    copies.transfer_async(1, spec())
-    copies.transfer_async(2, spec(2, 2))
-    api.events[0].done = True
-    assert copies.get_finished() == []
-    api.events[1].done = True
-    (result,) = copies.get_finished()
-    assert (result.job_id, result.success, result.transfer_time) == (1, True, 2.0)
-    copies.wait([2])
-    assert [result.job_id for result in copies.get_finished()] == [2]
-
-
-def test_a_wait_is_for_the_job_s_event_and_not_for_the_device() -> None:
-    api = FakeCuda(instant=False)
-    copies = handler(api)
-    copies.transfer_async(1, spec())
-    copies.transfer_async(2, spec(2, 2))
-    copies.wait([1, 99])
-    assert [event.done for event in api.events] == [False, True, False, False]
-
-
-def test_what_is_computed_later_can_be_ordered_after_a_job_without_the_host_waiting() -> None:
-    api = FakeCuda(instant=False)
-    copies = handler(api)
-    copies.transfer_async(1, spec())
-    copies.transfer_async(2, spec(2, 2))
-    del api.log[:]
-    copies.order_before_compute([2, 99])
-    assert api.log == ["compute waits for event 3"]
-
-
 def test_a_compute_stream_that_cannot_be_ordered_is_waited_for() -> None:
     api = FakeCuda(instant=False)
     copies = handler(api)
     copies.transfer_async(1, spec())
     api.compute.broken = True
     copies.order_before_compute([1])
-    assert api.events[1].done
+    assert [result.success for result in copies.get_finished()] == [True]
 
 
-def test_loads_run_on_a_stream_of_higher_priority() -> None:
+def test_loads_run_on_streams_of_higher_priority() -> None:
     api = FakeCuda()
     both = [handler(api, direction) for direction in (Direction.STORE, Direction.LOAD)]
-    assert [stream.priority for stream in api.streams] == [0, -1]
+    assert [stream.priority for stream in api.streams] == [0, 0, -1, -1]
     for copies in both:
         copies.shutdown()
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def test_a_job_is_finished_when_its_last_event_is() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    first = api.events[-1]
+    copies.transfer_async(2, spec(2, 2))
+    assert copies.get_finished() == []
+    first.done = True
+    (result,) = copies.get_finished()
+    assert (result.job_id, result.success, result.transfer_time) == (1, True, 2.0)
+    copies.wait([2])
+    assert [result.job_id for result in copies.get_finished()] == [2]
+
+
+def test_jobs_of_one_submission_end_with_their_own_chunk_and_share_its_time() -> None:
+    api = FakeCuda(instant=False)
+    layout = RowLayout.of(kv.canonical())
+    copies = handler(api, staging_bytes=4 * layout.rank_bytes[0])  # two blocks in each half
+    copies.transfer_all_async(specs(5))
+    copies.wait([1])
+    assert [(result.job_id, result.transfer_time) for result in copies.get_finished()] == [(0, 2.0), (1, 1.0)]
+    copies.wait([4])
+    copies.wait([3])
+    assert [result.job_id for result in copies.get_finished()] == [2, 3, 4]
+
+
+def test_a_wait_is_for_the_job_s_event_and_not_for_the_device() -> None:
+    api = FakeCuda(instant=False)
+    copies = handler(api)
+    copies.transfer_async(1, spec())
+    of_first = len(api.events)
+    copies.transfer_async(2, spec(2, 2))
+    copies.wait([1, 99])
+    assert [event.done for event in api.events[of_first - 1 :]] == [True] + [False] * (len(api.events) - of_first)
 
 
 def test_a_submission_that_fails_has_ended_before_it_is_reported() -> None:
     api = FakeCuda()
     copies = handler(api)
-    api.streams[0].broken = True
-    assert copies.transfer_async(1, spec()) is False
-    assert api.log == ["host waits for side0"]
+    api.streams[1].broken = True
+    assert copies.transfer_all_async(specs(2)) == [0, 1]
+    assert api.log[-2:] == ["host waits for side0", "host waits for side1"]
     assert copies.get_finished() == []
 
 
@@ -129,7 +338,7 @@ def test_a_device_error_while_copying_is_a_failed_result() -> None:
     api = FakeCuda(instant=False)
     copies = handler(api)
     copies.transfer_async(1, spec())
-    api.events[1].broken = True
+    api.events[-1].broken = True
     copies.wait([1])
     assert [(result.job_id, result.success) for result in copies.get_finished()] == [(1, False)]
 
@@ -138,6 +347,10 @@ def test_a_job_that_is_running_is_not_started_again() -> None:
     copies = handler(FakeCuda(instant=False))
     assert copies.transfer_async(1, spec())
     assert copies.transfer_async(1, spec()) is False
+    assert copies.transfer_all_async([(2, spec(2, 2)), (2, spec(3, 3))]) == [2]
+
+
+# ----------------------------------------------------------------------------------------------------------- start, end
 
 
 def test_rows_are_pinned_once_for_both_directions_and_unpinned_after_the_last() -> None:
@@ -155,22 +368,13 @@ def test_rows_are_pinned_once_for_both_directions_and_unpinned_after_the_last() 
     assert api.runtime.registered == {}
 
 
-def test_rows_that_cannot_be_pinned_are_warned_about_and_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_cannot_be_pinned_are_used() -> None:
     api = FakeCuda()
     api.runtime.code = 2
     copies = handler(api)
-    assert "ulimit -l" in caplog.text
     assert copies.transfer_async(1, spec())
     copies.shutdown()
     assert [result.success for result in copies.get_finished()] == [True]
-
-
-def test_rows_are_pinned_and_unpinned_on_the_device_of_the_kv_cache() -> None:
-    api = FakeCuda()
-    copies = handler(api)
-    copies.shutdown()
-    assert api.runtime.on == [torch.device("cpu")] * 2
-    assert api.current_device is None
 
 
 def test_a_device_that_is_gone_does_not_keep_the_other_direction_from_shutting_down(
@@ -187,66 +391,22 @@ def test_a_device_that_is_gone_does_not_keep_the_other_direction_from_shutting_d
     assert copies.transfer_async(1, spec()) is False
 
 
-def test_rows_at_the_address_of_a_mapping_that_went_without_unpinning_are_pinned_anew() -> None:
+def test_shutdown_lets_the_engine_free_its_kv_cache_and_frees_the_staging_buffer() -> None:
+    """Also while the engine still holds the handler."""
     api = FakeCuda()
-    layout = RowLayout.of(kv.canonical())
-    rows = kv.make_rows(layout)
-    api.runtime.registered[rows.ctypes.data] = 4096
-    CudaCopyHandler(kv.canonical(), PinnedRows(rows, api), layout, Direction.STORE)
-    assert api.runtime.registered == {rows.ctypes.data: rows.nbytes}
-
-
-def test_rows_that_copies_would_miss_are_refused() -> None:
-    """CUDA knows a part of the range from before, and would copy to the pages that were there then."""
-    api = FakeCuda()
-    layout = RowLayout.of(kv.canonical())
-    rows = kv.make_rows(layout)
-    api.runtime.registered[rows.ctypes.data + 4096] = 4096
-    with pytest.raises(ConfigError, match="an earlier engine of this process"):
-        CudaCopyHandler(kv.canonical(), PinnedRows(rows, api), layout, Direction.STORE)
-
-
-def test_the_engine_does_not_see_the_error_of_rows_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA hands it to the next kernel launch, which is one of ours."""
-    launched = []
-
-    def zeros(*size: int, device: torch.device) -> torch.Tensor:
-        launched.append(device)
-        raise RuntimeError("CUDA error: the call before failed")
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    api = FakeCuda()
-    api.runtime.code = 2
-    handler(api).shutdown()
-    assert launched == [torch.device("cpu")]
-
-
-class Status(enum.Enum):
-    """An enum of Python's, as newer bindings make them."""
-
-    success = 0
-
-
-class Refusal(enum.IntEnum):
-    out_of_memory = 2
-
-
-@pytest.mark.parametrize(
-    ("answer", "warns"), [(Status.success, False), (Refusal.out_of_memory, True), (ValueError("2"), True)]
-)
-def test_an_answer_of_cuda_may_be_any_kind_of_enum(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: Any, warns: bool
-) -> None:
-    api = FakeCuda()
-
-    def register(address: int, nbytes: int, flags: int) -> Any:
-        if isinstance(answer, Exception):
-            raise answer  # no name for this number
-        return answer
-
-    monkeypatch.setattr(api.runtime, "cudaHostRegister", register)
-    handler(api)
-    assert ("could not be pinned" in caplog.text) == warns
+    tensors = kv.block_first()
+    cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
+    copies = handler(api, cache=cache)
+    copies.transfer_async(1, spec())
+    staging = weakref.ref(copies._halves[0].untyped_storage())
+    kept = [weakref.ref(tensor) for tensor in tensors.values()]
+    kept += [weakref.ref(tensor.tensor) for tensor in cache.tensors]
+    copies.shutdown()
+    del tensors, cache
+    assert [tensor() for tensor in kept] == [None] * len(kept)
+    assert not copies._halves
+    assert staging() is None
+    assert [result.success for result in copies.get_finished()] == [True]
 
 
 def test_too_little_device_memory_shows_at_start_and_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,50 +415,80 @@ def test_too_little_device_memory_shows_at_start_and_pins_nothing(monkeypatch: p
     layout = RowLayout.of(cache)
     pinned = PinnedRows(kv.make_rows(layout), api)
 
+    def allocate(self: CudaCopyHandler) -> list[torch.Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", empty)
+            return real(self)
+
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "empty", empty)
+    real = CudaCopyHandler._allocate_staging
+    monkeypatch.setattr(CudaCopyHandler, "_allocate_staging", allocate)
     with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
         CudaCopyHandler(cache, pinned, layout, Direction.STORE)
     assert api.runtime.registered == {}
 
 
-def test_staging_is_taken_at_start_and_is_no_larger_than_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = torch.empty
-
-    def empty(size: int, **kwargs: Any) -> torch.Tensor:
-        sizes.append(size)
-        return real(size, **kwargs)
-
+def test_staging_is_taken_at_start_and_is_no_larger_than_twice_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kv.canonical()
     layout = RowLayout.of(cache)
-    monkeypatch.setattr(torch, "empty", empty)
     copies = CudaCopyHandler(cache, PinnedRows(kv.make_rows(layout, 3), FakeCuda()), layout, Direction.STORE)
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "empty", empty)
     assert copies.transfer_async(1, spec())
-    assert sizes == [3 * layout.rank_bytes[0]]
+    assert [half.nbytes for half in copies._halves] == [3 * layout.rank_bytes[0]] * 2
 
 
-def test_a_direction_that_cannot_be_had_leaves_nothing_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["the load handler", "the check"])
+def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     log = []
 
     class Handler:
-        def __init__(self, kv_caches: Any, rows: Any, layout: Any, direction: Direction) -> None:
-            if direction is Direction.LOAD:
-                raise ConfigError("no device memory")
-            log.append("built")
+        def __init__(self, kv_caches: Any, rows: Any, layout: Any, direction: Direction, batch: Any) -> None:
+            self.name = direction.name.lower()
+            if direction is Direction.LOAD and fails == "the load handler":
+                raise MemoryError
+            log.append(f"{self.name} built")
 
         def shutdown(self) -> None:
-            log.append("shut down")
+            log.append(f"{self.name} shut down")
+
+    def check(*args: object) -> None:
+        raise MemoryError
 
     monkeypatch.setattr(cuda, "CudaCopyHandler", Handler)
+    monkeypatch.setattr("tiering.copy.self_check.check_round_trip", check)
     on_gpu = cast(
         "Any", SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 1)))])
     )
-    with pytest.raises(ConfigError, match="no device memory"):
+    with pytest.raises(MemoryError):
         list(make_handlers(on_gpu, np.zeros((1, 8), np.uint8).data, RowLayout(((8,),))))
-    assert log == ["built", "shut down"]
+    if fails == "the check":
+        assert log == ["store built", "load built", "load shut down", "store shut down"]
+    else:
+        assert log == ["store built", "store shut down"]
+
+
+@pytest.mark.parametrize(
+    ("fake", "real"),
+    [(FakeCuda, torch.cuda), (FakeStream, torch.cuda.Stream), (FakeEvent, torch.cuda.Event)],
+)
+def test_the_fake_takes_the_arguments_of_torch(fake: type, real: Any) -> None:
+    """Each parameter of the fake has the name and the place that it has in torch."""
+    own = {"watched", "write", "saw", "batch", "work", "Stream", "Event"}
+    checked = []
+    for name, function in vars(fake).items():
+        if name.startswith("_") or name in own or not inspect.isfunction(function) or name == "stream":
+            continue
+        mine = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+        theirs = [parameter for parameter in inspect.signature(getattr(real, name)).parameters if parameter != "self"]
+        assert mine == theirs[: len(mine)], name
+        checked.append(name)
+    assert checked
 
 
 def test_it_imports_where_there_is_no_cuda() -> None:

@@ -4,45 +4,53 @@ failures."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.copy import kv
 from tests.copy.fake_cuda import FakeCuda
 from tests.copy.kv import LAYOUTS, NUM_BLOCKS
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy import host
+from tiering.copy import host, pages
 from tiering.copy.contract import OffloadingHandler, OffloadingWorker, TransferResult
-from tiering.copy.cuda import CudaCopyHandler, PinnedRows
+from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
+from tiering.copy.pinning import PinnedRows
 from tiering.errors import ConfigError
 
-Make = Callable[[CanonicalKVCaches, np.ndarray, RowLayout, Direction], OffloadingHandler]
+Make = Callable[[CanonicalKVCaches, NDArray[np.uint8], RowLayout, Direction], OffloadingHandler]
 
 
-@pytest.fixture(params=["host", "cuda"])
+@pytest.fixture(params=["host", "cuda", "cuda, batched copies", "cuda, no staging"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes handlers whose chunks are so small that every test with a few blocks has several."""
     handlers: list[OffloadingHandler] = []
+    api = FakeCuda()
+    batch = api.batch() if "," in request.param else None
 
     def build(
-        kv_caches: CanonicalKVCaches, rows: np.ndarray, layout: RowLayout, direction: Direction
+        kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout, direction: Direction
     ) -> OffloadingHandler:
         if request.param == "host":
             handlers.append(HostCopyHandler(kv_caches, rows, layout, direction, threads=2))
         else:
-            handlers.append(
-                CudaCopyHandler(kv_caches, PinnedRows(rows, FakeCuda()), layout, direction, staging_bytes=1000)
-            )
+            pinned = PinnedRows(rows, api)
+            handlers.append(CudaCopyHandler(kv_caches, pinned, layout, direction, staging_bytes=1000, batch=batch))
         return handlers[-1]
 
     monkeypatch.setattr(host, "_CHUNK_BYTES", 300)
     monkeypatch.setattr(host, "_SPLIT_BYTES", 1000)
-    yield build
+    if "no staging" in request.param:
+        monkeypatch.setattr(pages, "SMALLEST_DIRECT_PAGE", 1)
+    with api.watched():
+        yield build
+    assert api.races == []
     for handler in handlers:
         handler.shutdown()
         handler.shutdown()
@@ -70,7 +78,7 @@ def load_spec(
     return cpu, gpu
 
 
-def snapshot(kv_caches: CanonicalKVCaches) -> list[np.ndarray]:
+def snapshot(kv_caches: CanonicalKVCaches) -> list[NDArray[Any]]:
     return [tensor.tensor.numpy().copy() for tensor in kv_caches.tensors]
 
 
@@ -175,6 +183,53 @@ def test_an_empty_transfer_ends_like_any_other(make: Make) -> None:
     cache = kv.canonical()
     layout = RowLayout.of(cache)
     assert run(make(cache, kv.make_rows(layout), layout, Direction.LOAD), load_spec([], [])).success
+
+
+def test_the_transfers_of_a_step_run_together_and_end_one_by_one(make: Make) -> None:
+    cache = kv.two_groups()
+    layout = RowLayout.of(cache, 2)
+    rows = kv.make_rows(layout)
+    store = make(cache, rows, layout, Direction.STORE)
+    jobs = [
+        (1, store_spec([3, 4], [5], sizes=[2, 0], indices=[10, 2])),
+        (2, store_spec([1, 2], [99], sizes=[2, 0], indices=[0, 0])),  # there is no such row
+        (3, store_spec([9, 8, 6, 5], [6, 7], sizes=[2, 2], indices=[2, 2])),
+        (4, store_spec([], [], sizes=[0, 0], indices=[0, 0])),
+    ]
+    assert store.transfer_all_async(jobs) == [2]
+    store.wait([1, 3, 4])
+    assert {result.job_id: result.success for result in store.get_finished()} == {1: True, 3: True, 4: True}
+    expected = [(5, 0, (3, 4)), (6, 0, (9, 8)), (7, 1, (6, 5))]
+    for row, group, blocks in expected:
+        content = b"".join(kv.gpu_block(cache, group, block) for block in blocks)
+        assert rows[row, : len(content)].tobytes() == content
+
+    other = kv.two_groups(seed=1000)
+    load = make(other, rows, layout, Direction.LOAD)
+    loads = [
+        (1, load_spec([11], [5], sizes=[1, 0], indices=[1, 0])),  # the second half of row 5
+        (2, load_spec([12, 13, 14], [5, 6], sizes=[3, 0], indices=[0, 0])),  # row 5 again, and a half of row 6
+        (3, load_spec([15], [7], sizes=[0, 1], indices=[0, 3])),
+    ]
+    assert load.transfer_all_async(loads) == []
+    load.wait([1, 2, 3])
+    assert len(load.get_finished()) == 3
+    for source, destination, group in ((4, 11, 0), (3, 12, 0), (4, 13, 0), (9, 14, 0), (5, 15, 1)):
+        assert kv.gpu_block(other, group, destination) == kv.gpu_block(cache, group, source)
+
+
+def test_transfers_with_the_same_destination_run_one_after_the_other(make: Make) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    load = make(cache, rows, layout, Direction.LOAD)
+    assert load.transfer_all_async([(1, load_spec([4], [1])), (2, load_spec([4, 0, 0], [2, 3, 5]))]) == []
+    load.wait([1, 2])
+    assert [result.success for result in load.get_finished()] == [True, True]
+    size = layout.group_bytes[0]
+    if isinstance(load, CudaCopyHandler):  # host copies of several jobs may run at once
+        assert kv.gpu_block(cache, 0, 4) == rows[2, :size].tobytes()
+    assert kv.gpu_block(cache, 0, 0) in (rows[3, :size].tobytes(), rows[5, :size].tobytes())
 
 
 # -------------------------------------------------------------------------------------------------------------- results

@@ -3,6 +3,7 @@ really moved."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import time
@@ -137,9 +138,8 @@ class Engine:
 
     def came_from(self, **tokens: int) -> bool:
         """Whether vLLM was told these tokens of hits by source; it asks from 0.32 on, and is told nothing before."""
-        from tiering.engines.vllm.connector import CacheHitSource
-
-        return self.sources == ({} if CacheHitSource is None else tokens)
+        asks = importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None
+        return self.sources == (tokens if asks else {})
 
     @contextmanager
     def loads_through(self, replace: Callable[[OffloadingHandler], OffloadingHandler]) -> Iterator[OffloadingHandler]:

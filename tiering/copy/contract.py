@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tiering.api.transfer import LoadStoreSpec, TransferSpec
@@ -37,6 +37,17 @@ class OffloadingHandler(ABC):
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a transfer. False if it could not be started: no byte was moved, and no result follows."""
+
+    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        """Start several transfers, as one submission where the device gains from it.
+
+        Args:
+            jobs: job id and transfer of each.
+
+        Returns:
+            The ids of the transfers that could not be started.
+        """
+        return [job_id for job_id, spec in jobs if not self.transfer_async(job_id, spec)]
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
@@ -74,6 +85,25 @@ class OffloadingWorker:
         source, destination = spec
         handler = self._handlers.get((type(source), type(destination)))
         return handler is not None and handler.transfer_async(job_id, spec)
+
+    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        """Start several transfers, those of one handler together.
+
+        Returns:
+            The ids of the transfers that could not be started.
+        """
+        refused = []
+        by_handler: dict[OffloadingHandler, list[tuple[int, TransferSpec]]] = {}
+        for job_id, spec in jobs:
+            source, destination = spec
+            handler = self._handlers.get((type(source), type(destination)))
+            if handler is None:
+                refused.append(job_id)
+            else:
+                by_handler.setdefault(handler, []).append((job_id, spec))
+        for handler, part in by_handler.items():
+            refused += handler.transfer_all_async(part)
+        return refused
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers of all handlers that have ended since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
@@ -15,9 +16,19 @@ from tiering.errors import ConfigError
 
 HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]
 
+_WHY_NOT = {
+    "xpu": "copies there need torch.xpu's streams and a registration of host memory that torch does not offer",
+    "npu": "copies there need Ascend's own streams and host memory, which torch alone does not offer",
+}
+"""Device type → the reason why its KV caches are not offloaded."""
+
 
 def make_handlers(
-    kv_caches: CanonicalKVCaches, region_view: memoryview, layout: RowLayout, threads: int | None = None
+    kv_caches: CanonicalKVCaches,
+    region_view: memoryview,
+    layout: RowLayout,
+    threads: int | None = None,
+    pageable: NDArray[np.uint8] | None = None,
 ) -> Iterator[HandlerEntry]:
     """Yield (source spec class, destination spec class, handler) for stores and for loads.
 
@@ -26,26 +37,52 @@ def make_handlers(
         region_view: the primary rows, uint8 of shape (num_rows, row_stride).
         layout: the rows' layout.
         threads: threads of host copies per direction; default: two, or one on a machine with one core.
+        pageable: one byte that all workers of the engine share, for their agreement on pinned rows; default: a byte of
+            this worker.
 
     Raises:
-        ConfigError: the rows are too small for ``layout``, or the KV cache is on a device without copies.
+        ConfigError: the rows are too small for ``layout``, the KV cache is on a device without copies, or a block does
+            not come back from the rows as it was.
     """
     rows = np.asarray(region_view)
     device = kv_caches.tensors[0].tensor.device.type
     if device == "cpu":
-        yield GPULoadStoreSpec, CPULoadStoreSpec, HostCopyHandler(kv_caches, rows, layout, Direction.STORE, threads)
-        yield CPULoadStoreSpec, GPULoadStoreSpec, HostCopyHandler(kv_caches, rows, layout, Direction.LOAD, threads)
-    elif device == "cuda":
-        from tiering.copy.cuda import CudaCopyHandler, PinnedRows
-
-        pinned = PinnedRows(rows)
-        store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE)
+        store: OffloadingHandler = HostCopyHandler(kv_caches, rows, layout, Direction.STORE, threads)
         try:
-            load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD)
-        except ConfigError:
+            load: OffloadingHandler = HostCopyHandler(kv_caches, rows, layout, Direction.LOAD, threads)
+        except BaseException:
             store.shutdown()
             raise
-        yield GPULoadStoreSpec, CPULoadStoreSpec, store
-        yield CPULoadStoreSpec, GPULoadStoreSpec, load
+    elif device == "cuda":
+        store, load = _cuda_handlers(kv_caches, rows, layout, pageable)
     else:
-        raise ConfigError(f"the KV cache is on a {device!r} device; copies exist for cpu and cuda")
+        reason = _WHY_NOT.get(device, "there are copies for cpu and cuda (NVIDIA, and ROCm untested) alone")
+        raise ConfigError(f"the KV cache is on a {device!r} device and cannot be offloaded: {reason}")
+    yield GPULoadStoreSpec, CPULoadStoreSpec, store
+    yield CPULoadStoreSpec, GPULoadStoreSpec, load
+
+
+def _cuda_handlers(
+    kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout, pageable: NDArray[np.uint8] | None
+) -> tuple[OffloadingHandler, OffloadingHandler]:
+    from tiering.copy.batch import find_batch_copy
+    from tiering.copy.cuda import CudaCopyHandler
+    from tiering.copy.pinning import PinnedRows
+    from tiering.copy.self_check import check_round_trip
+
+    pinned = PinnedRows(rows, part=layout.part, rank=layout.rank, pageable=pageable)
+    batch = find_batch_copy()
+    store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, batch=batch)
+    try:
+        load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD, batch=batch)
+    except BaseException:
+        store.shutdown()
+        raise
+    try:
+        check_round_trip(store, load, kv_caches, rows, layout)
+    except BaseException:
+        load.shutdown()
+        store.shutdown()
+        raise
+    pinned.expect_agreement()
+    return store, load

@@ -88,6 +88,12 @@ class RowLayout:
         return 0 if self.replicated else self.rank * self.rank_bytes[group]
 
     @property
+    def part(self) -> tuple[int, int]:
+        """The bytes of a row that this rank uses: the first one, and the one after the last."""
+        starts = [self.segment_start(group) for group in range(len(self.page_bytes))]
+        return min(starts), max(start + size for start, size in zip(starts, self.rank_bytes, strict=True))
+
+    @property
     def row_bytes(self) -> int:
         """Bytes that a row needs: those of the largest group."""
         return max(self.group_bytes)

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,47 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _CHUNK = 128 << 20
 _PROGRESS_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of the rows that one side prepares, and where."""
+
+    row_stride: int
+    """Distance between rows in bytes."""
+    start: int
+    """First byte of each row that this side uses."""
+    stop: int
+    """The byte after the last one that this side uses of each row."""
+    turn: int = 0
+    """This side's number among sides that use the same bytes; each side begins at another place."""
+    turns: int = 1
+    """Number of sides that use the same bytes."""
+    cpus: frozenset[int] = frozenset()
+    """CPUs near which the memory should lie; empty for any."""
+
+    def runs(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return byte ranges of whole rows; one thread prepares one range at a time.
+
+        Args:
+            nbytes: size of all rows.
+        """
+        used = self.stop - self.start
+        step = max(1, _CHUNK // used) * self.row_stride
+        runs = [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
+        first = len(runs) * self.turn // self.turns
+        return runs[first:] + runs[:first]
+
+    def ranges(self, run: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield the page-aligned byte ranges of one run that this side uses."""
+        start = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = min(-(-self.stop // mmap.PAGESIZE) * mmap.PAGESIZE, self.row_stride)
+        if stop - start == self.row_stride:
+            yield run
+        else:
+            for row in range(*run, self.row_stride):
+                yield row + start, row + stop
+
 
 # ctypes releases the GIL during the call; Python's own mmap.madvise does not.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,13 +101,14 @@ def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) 
     int(rows[start : stop : mmap.PAGESIZE].max())
 
 
-def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) -> None:
+def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None, share: Share | None = None) -> None:
     """Populate ``flat`` without changing its content; return when all pages are present.
 
     Args:
         flat: the mapping of the file ``fd`` from its start.
         fd: the file.
         threads: number of threads; default: the number of CPUs, at most 16.
+        share: the part to populate; default: all of it.
 
     Raises:
         RegionError: there is not enough memory, or no thread can be started.
@@ -76,8 +119,9 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
     refused = _madvise(address, nbytes, _MADV_HUGEPAGE)
     logger.debug("huge pages for the shared region: %s", os.strerror(refused) if refused else "asked for")
 
-    def populate(start: int) -> int:
-        stop = min(start + _CHUNK, nbytes)
+    share = share or Share(_CHUNK, 0, _CHUNK)
+
+    def populate(start: int, stop: int) -> int:
         number = _madvise(address + start, stop - start, _MADV_POPULATE_WRITE)
         try:
             if number == errno.EINVAL:
@@ -88,23 +132,24 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
             raise _no_room(nbytes, error) from error
         return stop - start
 
-    chunks = deque(range(0, nbytes, _CHUNK))
+    runs = deque(share.runs(nbytes))
     done: list[int] = []
     failures: list[BaseException] = []
 
     def work() -> None:
+        _move_near(share.cpus)
         while not failures:
             try:
-                start = chunks.popleft()
+                run = runs.popleft()
             except IndexError:
                 return
             try:
-                done.append(populate(start))
+                done.append(sum(populate(*part) for part in share.ranges(run)))
             except BaseException as error:
                 failures.append(error)
 
     started = reported = time.monotonic()
-    running = _start_threads(work, min(workers, len(chunks)))
+    running = _start_threads(work, min(workers, len(runs)))
     for thread in running:
         while thread.is_alive():
             thread.join(_PROGRESS_SECONDS)
@@ -116,8 +161,17 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None) ->
     if failures:
         raise failures[0]
     logger.debug(
-        "prefaulted %s in %.2f s with %d threads", format_bytes(nbytes), time.monotonic() - started, len(running)
+        "prefaulted %s in %.2f s with %d threads", format_bytes(sum(done)), time.monotonic() - started, len(running)
     )
+
+
+def _move_near(cpus: frozenset[int]) -> None:
+    """Run the calling thread on ``cpus`` alone: the kernel takes new pages from the memory near them."""
+    if usable := cpus & os.sched_getaffinity(0):
+        try:
+            os.sched_setaffinity(0, usable)
+        except OSError as error:
+            logger.debug("preparing the primary tier's memory anywhere: %s", error)
 
 
 def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory.filelock import is_held_elsewhere, is_linked, locked, try_lock, unlock
+from tiering.primary.memory.prefault import Share
 from tiering.primary.memory.prefault import prefault as populate
 from tiering.primary.memory.room import check_room
 
@@ -40,10 +41,11 @@ FILE_PREFIX = "kv-tiering."
 """Prefix of the names of region files."""
 
 # The header is the page after the rows: magic, rows, row stride, sides; then a byte that is 1 once all sides have
-# mapped the region.
+# mapped the region, and a byte that is 1 if a side cannot pin the rows.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvregn01"
 _COMPLETE_AT = 64
+_PAGEABLE_AT = 65
 # Bytes far beyond the end of the file that only carry locks: one guards the header, then there is one for each side.
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
@@ -124,6 +126,7 @@ class SharedRegion:
         "address",
         "nbytes",
         "num_rows",
+        "pageable",
         "row_bytes",
         "row_stride",
     )
@@ -149,18 +152,22 @@ class SharedRegion:
         self._rows: NDArray[np.uint8] | None = flat[: self.nbytes].reshape(num_rows, self.row_stride)
         flag = self.nbytes + _COMPLETE_AT
         self._complete: NDArray[np.uint8] = np.ones(1, np.uint8) if path is None else flat[flag : flag + 1]
+        flag = self.nbytes + _PAGEABLE_AT
+        self.pageable: NDArray[np.uint8] = flat[flag : flag + 1]
+        """One byte, shared by all sides: any of them sets it to 1 if it cannot pin the rows."""
         self.address: int = flat.ctypes.data
         """Address of the first row in this process."""
         self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
 
     @classmethod
-    def create(cls, num_rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
+    def create(cls, num_rows: int, row_bytes: int, *, prefault: bool = True, share: Share | None = None) -> Self:
         """Create an anonymous region for one process.
 
         Args:
             num_rows: number of rows.
             row_bytes: size of a row in bytes; rounded up to whole pages.
             prefault: True (default) to populate all pages now.
+            share: the pages to populate; default: all.
 
         Raises:
             ConfigError: the region would be empty.
@@ -175,7 +182,7 @@ class SharedRegion:
         except RegionError:
             os.close(fd)
             raise
-        return region._prefaulted(fd, prefault)
+        return region._prefaulted(fd, prefault, share)
 
     @classmethod
     def open_shared(
@@ -187,6 +194,7 @@ class SharedRegion:
         sides: int,
         directory: Path = SHM,
         prefault: bool = True,
+        share: Share | None = None,
         timeout: float = 60.0,
     ) -> Self:
         """Open or create the region ``name``. Each side calls this method once, with the same arguments.
@@ -200,6 +208,7 @@ class SharedRegion:
             sides: number of processes, or parts of one, that map the region.
             directory: directory of the region's file; default /dev/shm.
             prefault: True (default) to populate all pages now.
+            share: the pages to populate, for a side that uses only some; default: all. One side must populate all.
             timeout: time limit for another side to finish its change of the header, in seconds; default 60.
 
         Raises:
@@ -232,12 +241,12 @@ class SharedRegion:
                     region.close()
                 raise
             os.close(fd)  # another side swept or completed the region between opening and locking
-        return region._prefaulted(fd, prefault)
+        return region._prefaulted(fd, prefault, share)
 
-    def _prefaulted(self, fd: int, prefault: bool) -> Self:
+    def _prefaulted(self, fd: int, prefault: bool, share: Share | None) -> Self:
         if prefault:
             try:
-                populate(self.array.reshape(-1), fd)
+                populate(self.array.reshape(-1), fd, share=share)
             except RegionError:
                 self.close()
                 raise
@@ -270,7 +279,7 @@ class SharedRegion:
     def close(self) -> None:
         """Release the region. Its memory is freed with its last view. May be called twice."""
         self._rows = None
-        self._complete = self._complete.copy()
+        self._complete, self.pageable = self._complete.copy(), self.pageable.copy()
         self._finalizer()
 
 

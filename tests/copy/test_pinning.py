@@ -1,0 +1,221 @@
+"""The registration of the rows with a faked CUDA runtime: chunks, parts, failures, and the agreement of ranks."""
+
+from __future__ import annotations
+
+import enum
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.copy.fake_cuda import FakeCuda
+from tiering.copy import pinning
+from tiering.copy.layout import RowLayout
+from tiering.copy.pinning import PinnedRows, Range, chunk_rows, ranges_to_pin
+from tiering.errors import ConfigError
+from tiering.primary.memory.region import SharedRegion
+
+GIB = 1 << 30
+PAGE = mmap.PAGESIZE
+CPU = torch.device("cpu")
+MAPS = Path("/proc/self/maps")
+
+
+def rows_of(num_rows: int, stride: int = PAGE) -> NDArray[np.uint8]:
+    return SharedRegion.create(num_rows, stride, prefault=False).array
+
+
+# --------------------------------------------------------------------------------------------------------------- ranges
+
+
+@pytest.mark.parametrize("stride", [PAGE, 2 << 20, 3 * PAGE, 100 * GIB, 5000])
+def test_chunks_end_between_rows_on_page_borders_and_cover_all_rows(stride: int) -> None:
+    num_rows = max(2, 700 * GIB // stride)
+    ranges = ranges_to_pin(num_rows, stride, None)
+    assert sum(part.nbytes for part in ranges) == num_rows * stride
+    assert all(part.nbytes <= max(64 * GIB, stride) for part in ranges)
+    assert all(part.offset % PAGE == 0 and part.offset % stride == 0 for part in ranges)
+    assert [part.offset for part in ranges[1:]] == [part.offset + part.nbytes for part in ranges[:-1]]
+
+
+def test_a_pool_of_512_gib_is_pinned_in_eight_chunks() -> None:
+    assert len(ranges_to_pin(512 * GIB // (2 << 20), 2 << 20, None)) == 8
+    assert chunk_rows(2 << 20) == 32768
+
+
+def test_a_rank_pins_its_large_part_of_each_row_alone() -> None:
+    layout = RowLayout(((1 << 20, 1 << 20),), rank=1, world_size=8)
+    ranges = ranges_to_pin(100, layout.row_stride, layout.part)
+    assert ranges == [Range(row * (16 << 20) + (2 << 20), 2 << 20) for row in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "layout"),
+    [
+        (100, RowLayout(((1 << 20,),), rank=1, world_size=8)),  # small parts
+        (1 << 15, RowLayout(((2 << 20,),), rank=1, world_size=8)),  # too many
+        (100, RowLayout(((2 << 20,),))),  # the whole row
+        (100, RowLayout(((2 << 20,),), rank=1, world_size=8, replicated=True)),
+        (100, RowLayout(((8 << 20,), (1 << 20,)), rank=1, world_size=2)),  # groups in different places
+    ],
+)
+def test_a_rank_pins_all_rows_where_parts_gain_little(num_rows: int, layout: RowLayout) -> None:
+    assert sum(part.nbytes for part in ranges_to_pin(num_rows, layout.row_stride, layout.part)) == (
+        num_rows * layout.row_stride
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- registration
+
+
+def test_a_pool_that_is_larger_than_one_registration_may_be_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 4 * PAGE)
+    api = FakeCuda()
+    api.runtime.limit = 4 * PAGE
+    rows = rows_of(10)
+    pinned = PinnedRows(rows, api)
+    pinned.acquire(CPU)
+    assert pinned.is_pinned
+    address = rows.ctypes.data
+    assert api.runtime.registered == {
+        address: 4 * PAGE,
+        address + 4 * PAGE: 4 * PAGE,
+        address + 8 * PAGE: 2 * PAGE,
+    }
+    pinned.release(CPU)
+    assert api.runtime.registered == {}
+
+
+def test_a_chunk_that_fails_leaves_nothing_pinned_and_no_error_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 4 * PAGE)
+    api = FakeCuda()
+    api.runtime.fails_after = 2
+    pageable = np.zeros(1, np.uint8)
+    pinned = PinnedRows(rows_of(10), api, rank=3, pageable=pageable)
+    with api.watched():
+        pinned.acquire(CPU)
+        assert (pinned.is_pinned, api.runtime.registered) == (False, {})
+        api.runtime.launch()  # the engine's next kernel
+    assert pageable[0] == 1
+    assert "rank 3: CUDA error 2" in caplog.text
+    assert "8 KiB of the" not in caplog.text
+    assert f"at byte {8 * PAGE} of" in caplog.text
+    assert "ulimit" not in caplog.text
+    pinned.release(CPU)
+
+
+def test_the_error_of_memory_that_is_registered_already_is_not_left_to_the_engine() -> None:
+    """The second attempt succeeds, and the first one's error would still be raised by the engine's next kernel."""
+    api = FakeCuda()
+    rows = rows_of(4)
+    api.runtime.registered[rows.ctypes.data] = PAGE
+    pinned = PinnedRows(rows, api)
+    with api.watched():
+        pinned.acquire(CPU)
+        api.runtime.launch()
+    assert api.runtime.registered == {rows.ctypes.data: rows.nbytes}
+
+
+def test_rows_that_copies_would_miss_are_refused_without_an_error_left_behind() -> None:
+    """CUDA knows a part of the range from before, and would copy to the pages that were there then."""
+    api = FakeCuda()
+    rows = rows_of(4)
+    api.runtime.registered[rows.ctypes.data + PAGE] = PAGE
+    with api.watched():
+        with pytest.raises(ConfigError, match="an earlier engine of this process"):
+            PinnedRows(rows, api).acquire(CPU)
+        api.runtime.launch()
+
+
+def test_memory_that_cannot_be_unpinned_is_logged_and_leaves_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    api = FakeCuda()
+    pinned = PinnedRows(rows_of(4), api, rank=1)
+    pinned.acquire(CPU)
+    api.runtime.registered.clear()
+    with api.watched():
+        pinned.release(CPU)
+        api.runtime.launch()
+    assert "rank 1" in caplog.text
+    assert "CUDA error 713" in caplog.text
+
+
+def test_rows_are_pinned_on_the_device_of_the_kv_cache() -> None:
+    api = FakeCuda()
+    pinned = PinnedRows(rows_of(2), api)
+    pinned.acquire(CPU)
+    pinned.release(CPU)
+    assert api.runtime.on == [CPU] * 2
+    assert api.current_device is None
+
+
+class Status(enum.Enum):
+    """An enum of Python's, as newer bindings make them."""
+
+    success = 0
+
+
+class Refusal(enum.IntEnum):
+    out_of_memory = 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_pinned"), [(Status.success, True), (Refusal.out_of_memory, False), (ValueError("2"), False)]
+)
+def test_an_answer_of_cuda_may_be_any_kind_of_enum(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, is_pinned: bool
+) -> None:
+    api = FakeCuda()
+
+    def register(ptr: int, size: int, flags: int) -> Any:
+        if isinstance(answer, Exception):
+            raise answer  # no name for this number
+        return answer
+
+    monkeypatch.setattr(api.runtime, "cudaHostRegister", register)
+    pinned = PinnedRows(rows_of(2), api)
+    pinned.acquire(CPU)
+    assert pinned.is_pinned is is_pinned
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def test_ranks_agree_that_no_rank_keeps_pinned_rows_when_one_cannot(caplog: pytest.LogCaptureFixture) -> None:
+    """Through the byte that the sides of a region share."""
+    name = f"test-agree-{id(caplog)}"
+    sides = [SharedRegion.open_shared(name, 4, PAGE, sides=2) for _ in range(2)]
+    apis = [FakeCuda(), FakeCuda()]
+    apis[1].runtime.code = 1
+    ranks = [
+        PinnedRows(side.array, api, rank=rank, pageable=side.pageable)
+        for rank, (side, api) in enumerate(zip(sides, apis, strict=True))
+    ]
+    ranks[0].acquire(CPU)
+    ranks[0].agree(CPU)  # a copy of the self-check, before the others have registered
+    ranks[0].expect_agreement()
+    assert ranks[0].is_pinned
+    ranks[1].acquire(CPU)
+    ranks[0].agree(CPU)
+    assert [rank.is_pinned for rank in ranks] == [False, False]
+    assert apis[0].runtime.registered == {}
+    assert "rank 0: another rank could not pin" in caplog.text
+    for rank, side in zip(ranks, sides, strict=True):
+        rank.release(CPU)
+        side.close()
+
+
+def test_released_rows_do_not_keep_the_region_mapped() -> None:
+    region = SharedRegion.create(4, PAGE)
+    pinned = PinnedRows(region.array, FakeCuda(), pageable=region.pageable)
+    pinned.acquire(CPU)
+    address = f"{region.address:x}-"
+    region.close()
+    assert address in MAPS.read_text()
+    pinned.release(CPU)
+    assert address not in MAPS.read_text()

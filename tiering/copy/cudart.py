@@ -1,0 +1,107 @@
+"""The parts of ``torch.cuda`` that copies use, and the calls of the CUDA runtime that register memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import torch
+
+logger = logging.getLogger("kv_tiering.copy")
+
+ALREADY_REGISTERED = 712
+"""The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
+UNREADABLE = -1
+"""Stands for an error number that the binding cannot express."""
+
+
+class EventLike(Protocol):
+    """The methods that are used of a torch.cuda.Event."""
+
+    def record(self, stream: Any = ...) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class StreamLike(Protocol):
+    """The methods that are used of a torch.cuda.Stream."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class CudaApi(Protocol):
+    """The functions that are used of ``torch.cuda``."""
+
+    def Stream(self, device: Any = ..., priority: int = ...) -> StreamLike: ...  # noqa: N802
+    def Event(self, enable_timing: bool = ...) -> EventLike: ...  # noqa: N802
+    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
+    def device(self, device: Any) -> AbstractContextManager[Any]: ...
+    def current_stream(self, device: Any = ...) -> StreamLike: ...
+    def cudart(self) -> Any: ...
+
+
+def torch_cuda() -> CudaApi:
+    """Return ``torch.cuda``."""
+    return cast("CudaApi", torch.cuda)
+
+
+def device_properties(device: torch.device) -> Any:
+    """Return the properties of a GPU."""
+    return torch.cuda.get_device_properties(device)
+
+
+class HostRegistration:
+    """The runtime's calls that register host memory, on one device.
+
+    CUDA reports the error of a failed call again at the thread's next kernel launch, which would be the engine's. Every
+    method therefore takes the pending error after a failed call.
+
+    Args:
+        api: ``torch.cuda`` or a stand-in.
+        device: the GPU whose context is used; without it, CUDA would create a context on its first device.
+    """
+
+    def __init__(self, api: CudaApi, device: torch.device) -> None:
+        self._api = api
+        self._device = device
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Register host memory for copies without the driver's own buffers; return the error number, or 0."""
+        return self._call("cudaHostRegister", address, nbytes, 0)
+
+    def unregister(self, address: int) -> int:
+        """Undo :meth:`register`; return the error number, or 0."""
+        return self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *arguments: int) -> int:
+        with self._api.device(self._device):
+            code = _status(getattr(self._api.cudart(), name), *arguments)
+            if code:
+                self._take_error()
+        return code
+
+    def _take_error(self) -> None:
+        """Launch a kernel, which takes the pending error in the place of the engine's next kernel."""
+        try:
+            torch.zeros(1, device=self._device)
+        except RuntimeError as error:
+            logger.debug("took a pending error from CUDA: %s", error)
+
+
+def _status(call: Callable[..., Any], *arguments: int) -> int:
+    """Return the error number of a runtime call, or :data:`UNREADABLE`.
+
+    An enum of Python raises for numbers that it has no name for.
+    """
+    try:
+        answer = call(*arguments)
+        return int(getattr(answer, "value", answer))
+    except (TypeError, ValueError):
+        return UNREADABLE
