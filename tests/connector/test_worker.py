@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class FakeHandler(OffloadingHandler):
     fail: set[int] = field(default_factory=set)
     running: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    submissions: list[list[int]] = field(default_factory=list)
 
     __hash__ = object.__hash__
 
@@ -41,6 +42,10 @@ class FakeHandler(OffloadingHandler):
         self.log.append(f"start {job_id}")
         self.running.append(job_id)
         return True
+
+    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        self.submissions.append([job_id for job_id, _ in jobs])
+        return super().transfer_all_async(jobs)
 
     def end(self, *job_ids: int) -> None:
         for job_id in job_ids:
@@ -170,12 +175,31 @@ def test_a_flush_starts_what_is_deferred_and_waits_for_the_named_jobs_only(
     assert handler.running == [1]
 
 
-def test_without_a_flush_nothing_is_waited_for_nor_started_early(
+def test_stores_start_before_the_next_forward_pass_and_nothing_is_waited_for(
     worker: OffloadingConnectorWorker, handler: FakeHandler
 ) -> None:
     step(worker, meta(reqs_to_store={"a": store(1)}))
-    worker.handle_preemptions(meta())
     assert handler.log == []
+    worker.handle_preemptions(meta())
+    assert handler.log == ["start 1"]
+
+
+def test_stores_start_with_the_loads_if_the_engine_has_no_preemptions(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    worker.start_kv_transfers(meta(reqs_to_load={"b": load(2)}))
+    assert handler.log == ["start 1", "start 2"]
+
+
+def test_a_step_s_stores_are_one_submission_and_its_loads_another(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    stores = {f"r{job}": store(job) for job in range(16)}
+    loads = {f"r{job}": load(job) for job in range(16, 20)}
+    step(worker, meta(reqs_to_store=stores))
+    step(worker, meta(reqs_to_load=loads))
+    assert handler.submissions == [list(range(16)), list(range(16, 20))]
 
 
 def test_a_drain_starts_what_is_deferred_and_ends_everything(

@@ -5,9 +5,10 @@ Then the engine calls :meth:`~OffloadingConnectorWorker.start_kv_transfers` and,
 :meth:`~OffloadingConnectorWorker.prepare_store_kv`. The four methods that report follow. Steps without tokens make the
 same calls, so that deferred stores start.
 
-The stores of a step are queued. They start with the transfers of the next step, after the work that token sampling
-needs. Their blocks are fenced until the stores end. If a step reuses such a block, the scheduler half names the job in
-``jobs_to_flush``.
+The stores of a step are queued. They start with the next step, before its forward pass and behind all work of their own
+step. They therefore neither delay the tokens of their step nor wait for those of the next one. Their blocks are fenced
+until the stores end. If a step reuses such a block, the scheduler half names the job in ``jobs_to_flush``. All stores
+of a step are one submission to the device, and all loads another.
 
 An engine that writes to newly allocated blocks before it calls ``handle_preemptions`` (to zero them, for example) must
 set ``writes_early``. The stores of a step then start within the step, and all later computation is ordered after them.
@@ -113,18 +114,19 @@ class OffloadingConnectorWorker(CopyReports):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """End the jobs whose blocks the step reuses, before the step touches the KV cache.
+        """Start the stores of the previous step, and end the jobs whose blocks this step reuses.
 
-        Deferred stores that have not started are started and ended too.
+        An engine calls this method before the step touches the KV cache.
         """
+        self._submit_deferred()
         if metadata.jobs_to_flush:
-            self._submit_deferred()
             self._worker.wait(metadata.jobs_to_flush)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start the stores that the previous step deferred, then this step's loads.
+        """Start this step's loads.
 
-        A second call with the same metadata starts no loads.
+        Stores of the previous step start before them, if the engine did not call :meth:`handle_preemptions`. A second
+        call with the same metadata starts no loads.
         """
         self._submit_deferred()
         if metadata is self._started:
@@ -136,9 +138,8 @@ class OffloadingConnectorWorker(CopyReports):
             else:
                 self._unfilled.update(block_ids)
                 self._received.add(req_id)
-        for req_id, order in metadata.reqs_to_load.items():
-            self._loads_of[req_id] += 1
-            self._submit(order, _Job(req_id, order))
+        self._loads_of.update(metadata.reqs_to_load.keys())
+        self._submit([(order, _Job(req_id, order)) for req_id, order in metadata.reqs_to_load.items()])
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Queue this step's stores, which start with the next step or, if the engine writes early, now.
@@ -161,18 +162,21 @@ class OffloadingConnectorWorker(CopyReports):
 
     def _submit_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
-        for req_id, order in deferred:
-            self._submit(order, _Job(req_id, None))
+        self._submit([(order, _Job(req_id, None)) for req_id, order in deferred])
 
-    def _submit(self, order: TransferOrder, job: _Job) -> None:
-        if order.job_id in self._jobs:
-            logger.error("copy job %d was ordered twice; the worker ignores the second order", order.job_id)
-            if job.load is not None:
-                self._loads_of[job.req_id] -= 1
-            return
-        self._jobs[order.job_id] = job
-        if not self._worker.transfer_async(order.job_id, order.spec):
-            self._unstarted.append(TransferResult(order.job_id, success=False))
+    def _submit(self, orders: list[tuple[TransferOrder, _Job]]) -> None:
+        """Start the transfers of several jobs together."""
+        transfers = []
+        for order, job in orders:
+            if order.job_id in self._jobs:
+                logger.error("copy job %d was ordered twice; the worker ignores the second order", order.job_id)
+                if job.load is not None:
+                    self._loads_of[job.req_id] -= 1
+                continue
+            self._jobs[order.job_id] = job
+            transfers.append((order.job_id, order.spec))
+        for job_id in self._worker.transfer_all_async(transfers):
+            self._unstarted.append(TransferResult(job_id, success=False))
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
