@@ -5,6 +5,9 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+GPU_ARGS    ?=
+# A Python with vLLM and a CUDA build of torch; without vLLM the checks of servers are left out.
+GPU_PYTHON  ?= $(BIN)/python
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -15,7 +18,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm lint format bench bench-vllm clean
+.PHONY: help setup demo test test-slow test-vllm lint format bench bench-vllm gpu clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +66,9 @@ bench: $(STAMP)  ## The benchmarks, into benchmarks/RESULTS.md (BENCH_ARGS="--on
 
 bench-vllm: $(VLLM_STAMP)  ## The benchmarks with the real vLLM, on its CPU build (BENCH_ARGS="--only ttft", "--quick"): minutes
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm_bench $(BENCH_ARGS)
+
+gpu: $(STAMP)  ## Check a GPU machine: copies, then vLLM's server (GPU_ARGS="--only order", "--dry", GPU_PYTHON=...)
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:  ## Remove what was built, .venv excepted
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

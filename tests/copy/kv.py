@@ -115,7 +115,7 @@ def make_rows(layout: RowLayout, num_rows: int = 12, seed: int = 99) -> np.ndarr
 def page(kv: CanonicalKVCaches, group: int, ref: int, block: int) -> bytes:
     """One layer's page of one GPU block."""
     reference = kv.group_data_refs[group][ref]
-    return kv.tensors[reference.tensor_idx].tensor[block, : reference.page_size_bytes].numpy().tobytes()
+    return bytes(kv.tensors[reference.tensor_idx].tensor[block, : reference.page_size_bytes].numpy().tobytes())
 
 
 def gpu_block(kv: CanonicalKVCaches, group: int, block: int) -> bytes:

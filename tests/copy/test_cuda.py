@@ -13,10 +13,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.copy import kv
-from tests.copy.fake_cuda import Call, FakeCuda, FakeEvent, FakeStream
+from tests.copy.fake_cuda import Call, DispatchMode, FakeCuda, FakeEvent, FakeStream
 from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy import cuda, pinning
@@ -153,7 +152,7 @@ def test_gathering_needs_no_memory_beside_the_staging_buffer(monkeypatch: pytest
     assert made == []
 
 
-class _Allocations(TorchDispatchMode):  # type: ignore[misc]
+class _Allocations(DispatchMode):  # type: ignore[misc]
     """Records the bytes of tensors that operators allocate."""
 
     def __init__(self, made: list[int]) -> None:

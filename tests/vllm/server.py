@@ -170,8 +170,9 @@ def _group_lives(group: int) -> bool:
 
 
 @contextlib.contextmanager
-def serve(model: Path, stack: dict[str, Any], log: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """A server for ``model``; it gets SIGTERM in the end, unless it has ended already."""
+def serve(model: Path, stack: dict[str, Any] | None, log: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """A server for ``model``, without tiers if ``stack`` is None; it gets SIGTERM in the end, unless it has ended."""
+    transfers = [] if stack is None else ["--kv-transfer-config", json.dumps(transfer_config(stack))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -188,7 +189,7 @@ def serve(model: Path, stack: dict[str, Any], log: Path, *options: str, **enviro
         *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
         *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", str(MAX_LEN)),
         *("--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--return-tokens-as-token-ids"),
-        *("--kv-transfer-config", json.dumps(transfer_config(stack)), *options),
+        *(*transfers, *options),
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     variables = {**inherited, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}

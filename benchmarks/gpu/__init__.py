@@ -1,0 +1,1 @@
+"""Checks of everything that only a GPU machine can show: ``make gpu``."""

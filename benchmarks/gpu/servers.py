@@ -1,0 +1,182 @@
+"""Checks of a small model in vLLM's server, with both model runners and the features that touch KV."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu.checks import Check, NotHereError, require
+from benchmarks.gpu.machine import Machine
+from tests.vllm.models import write_draft, write_gemma, write_llama
+from tests.vllm.rig import Answer, prompt
+from tests.vllm.server import Server, serve, until
+
+STACK: dict[str, object] = {"mode": "tiering", "primary": {"capacity": "1GiB"}}
+NOT_OFFLOADED = {"kv_tiering": {"load": False, "store": False}}
+PROMPTS = 8
+PROMPT_TOKENS = 400
+NEW_TOKENS = 64
+MOST_SLOWDOWN = 1.1
+"""Largest inter-token latency (p99) with tiers, as a multiple of the latency without."""
+
+_GRAPHS = ("--no-enforce-eager", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3")
+_FIRST, _SECOND = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to start the server."""
+
+    name: str
+    """Name for the report."""
+    model: str = "llama"
+    """The kind of model: llama, gemma (sliding windows) or speculative (llama with a draft model)."""
+    options: tuple[str, ...] = ()
+    """Further options of the server."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Further environment variables."""
+
+
+VARIANTS = (
+    Variant("first runner, eager", options=("--enforce-eager",), environment=tuple(_FIRST.items())),
+    Variant("first runner, CUDA graphs", environment=tuple(_FIRST.items())),
+    Variant("second runner, CUDA graphs", environment=tuple(_SECOND.items())),
+    Variant("asynchronous scheduling", options=("--async-scheduling",)),
+    Variant("synchronous scheduling", options=("--no-async-scheduling",)),
+    Variant("speculative decoding", model="speculative"),
+    Variant("fp8 KV", options=("--kv-cache-dtype", "fp8")),
+    Variant("sliding windows", model="gemma"),
+)
+"""The ways to start the server; each one is a check."""
+
+
+def outputs(variant: Variant, machine: Machine) -> str:
+    """Compare answers with and without tiers, and the latencies between tokens."""
+    _needs_vllm(machine)
+    prompts = [prompt(seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
+    with tempfile.TemporaryDirectory() as scratch:
+        options = _options(variant, Path(scratch))
+        with _server(variant, Path(scratch), None, options) as server:
+            _answers(server, prompts)  # compiles
+            expected, bare = _answers(server, prompts)
+        with _server(variant, Path(scratch), STACK, options) as server:
+            _answers(server, [prompt(1000 + seed, PROMPT_TOKENS) for seed in range(PROMPTS)])
+            stored, with_stores = _answers(server, prompts)
+            until(lambda: server.stored() > 0, 30, "a store")
+            server.evict()
+            loaded, with_loads = _answers(server, prompts)
+            moved = server.loaded()
+    return judge(expected, stored, loaded, moved, bare, [*with_stores, *with_loads])
+
+
+def judge(
+    expected: Sequence[Answer],
+    stored: Sequence[Answer],
+    loaded: Sequence[Answer],
+    moved: float,
+    bare: Sequence[float],
+    tiered: Sequence[float],
+) -> str:
+    """Return the measurements of a server, or raise.
+
+    Args:
+        expected: answers without tiers.
+        stored: answers while blocks were stored.
+        loaded: answers after blocks were loaded.
+        moved: bytes that were loaded.
+        bare: seconds between tokens without tiers.
+        tiered: seconds between tokens with tiers.
+    """
+    for name, answers in (("stores", stored), ("loads", loaded)):
+        wrong = [number for number, (a, b) in enumerate(zip(answers, expected, strict=True)) if a.tokens != b.tokens]
+        require(not wrong, f"answers {wrong} differ with {name}")
+    require(moved > 0, "nothing was loaded, so equal answers prove nothing")
+    before, after = (float(np.percentile(times, 99)) for times in (bare, tiered))
+    ratio = after / before
+    measured = f"{moved / 1e6:.0f} MB loaded; p99 between tokens {before * 1e3:.2f} ms without, {after * 1e3:.2f} with"
+    require(ratio <= MOST_SLOWDOWN, f"{measured}: {ratio:.2f} times as long, at most {MOST_SLOWDOWN} is allowed")
+    return f"{measured}; all answers equal"
+
+
+def kills(machine: Machine) -> str:
+    """Kill a server in the middle of stores, and look for what it left in shared memory."""
+    _needs_vllm(machine)
+    variant = Variant("kill")
+    with tempfile.TemporaryDirectory() as scratch:
+        free = machine.free()
+        with _server(variant, Path(scratch), STACK, _options(variant, Path(scratch))) as server:
+            stream = server.stream([prompt(1, PROMPT_TOKENS)], NEW_TOKENS)
+            next(stream)
+            server.end(signal.SIGKILL)
+        left = shared_files()
+        require(not left, f"the killed server left {left} in /dev/shm")
+        until(lambda: machine.free() >= free - (64 << 20), 30, "the return of the device memory")
+    return "no shared memory and no device memory left"
+
+
+def shared_files() -> list[str]:
+    """Return the names of regions in /dev/shm."""
+    return sorted(path.name for path in Path("/dev/shm").glob("kv-tiering.*"))
+
+
+def _needs_vllm(machine: Machine) -> None:
+    if not machine.is_gpu:
+        raise NotHereError("it needs a GPU")
+    if importlib.util.find_spec("vllm") is None:
+        raise NotHereError("it needs vLLM in this environment")
+
+
+def _options(variant: Variant, scratch: Path) -> tuple[str, ...]:
+    """Write the variant's model into ``scratch`` if it is not there, and return the server's options."""
+    model = scratch / "model"
+    if variant.model == "gemma":
+        write_gemma(model)
+    else:
+        write_llama(model)
+    if variant.model == "speculative":
+        draft = write_draft(scratch / "draft", model, 0.01)
+        config = {"model": str(draft), "num_speculative_tokens": 3}
+        return (*_GRAPHS, *variant.options, "--speculative-config", json.dumps(config))
+    return (*_GRAPHS, *variant.options)
+
+
+@contextmanager
+def _server(
+    variant: Variant, scratch: Path, stack: dict[str, object] | None, options: tuple[str, ...]
+) -> Iterator[Server]:
+    with serve(scratch / "model", stack, scratch / "log", *options, **dict(variant.environment)) as server:
+        yield server
+
+
+def _answers(server: Server, prompts: Sequence[list[int]]) -> tuple[list[Answer], list[float]]:
+    """Return the answers to ``prompts``, one after the other, and the seconds between their tokens."""
+    answers, times = [], []
+    for tokens in prompts:
+        last = None
+        for found in server.stream([tokens], NEW_TOKENS):
+            now = time.perf_counter()
+            if last is not None:
+                times.append(now - last)
+            last = now
+            answer = found[0]
+        answers.append(answer)
+    return answers, times
+
+
+def checks() -> tuple[Check, ...]:
+    """Return a check for each variant, and the check of kills."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    claim = "answers are equal, and tokens are not late"
+    found = [Check(variant.name, claim, partial(outputs, variant)) for variant in VARIANTS]
+    return (*found, Check("kills", "a killed server leaves nothing behind", kills))

@@ -1,0 +1,136 @@
+"""The checks of a GPU machine, run dry: their logic, and a report that never calls anything passed without a GPU."""
+
+from __future__ import annotations
+
+import io
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import copies, servers
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.checks import Check, NotHereError, Outcome, exit_code, require, run_checks, summary
+from benchmarks.gpu.machine import Machine, dry_machine
+from tests.copy.fake_cuda import FakeCuda
+from tests.vllm.rig import Answer
+from tiering.copy.cuda import CudaCopyHandler
+
+ANSWERS = [Answer([1, 2, 3], [0.0] * 3)]
+
+
+def test_a_dry_run_runs_every_check_of_copies_and_calls_none_passed() -> None:
+    out = io.StringIO()
+    assert main(["--dry"], out) == 2
+    report = out.getvalue()
+    ends = [line.split()[0] for line in report.splitlines()[1:-1] if not line.startswith("          ")]
+    assert ends[: len(copies.CHECKS)] == ["dry"] * len(copies.CHECKS)
+    assert set(ends[len(copies.CHECKS) :]) == {"left"}
+    assert "passed" not in report
+    assert report.splitlines()[-1].endswith("no GPU: nothing that only a GPU can show has been checked")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_the_command_says_so() -> None:
+    out = io.StringIO()
+    assert main([], out) == 2
+    assert "no GPU" in out.getvalue()
+
+
+def defective(fake: FakeCuda) -> Machine:
+    machine = dry_machine()
+    return replace(machine, api=fake, watched=fake.watched, batch=None)
+
+
+def outcome(name: str, machine: Machine) -> tuple[Outcome, str]:
+    (check,) = [check for check in copies.CHECKS if check.name == name]
+    (result,) = run_checks([check], machine, io.StringIO())
+    return result.outcome, result.detail
+
+
+def test_rows_that_cannot_be_pinned_fail_the_check() -> None:
+    fake = FakeCuda(checks_order=False)
+    fake.runtime.code = 2
+    assert outcome("pinning", defective(fake))[0] is Outcome.FAILED
+
+
+def test_an_error_that_is_left_behind_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.copy.cudart.HostRegistration._take_error", lambda self: None)
+    end, detail = outcome("errors", dry_machine())
+    assert end is Outcome.FAILED
+    assert "712" in detail
+
+
+@pytest.mark.parametrize("name", ["layouts", "order", "offsets"])
+def test_copies_that_move_nothing_fail_the_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(CudaCopyHandler, "_move_rows", lambda self, pages, staging: None)
+    monkeypatch.setattr(CudaCopyHandler, "_move_directly", lambda self, batch, pages: None)
+    assert outcome(name, dry_machine())[0] is Outcome.FAILED
+
+
+def test_memory_that_grows_fails_the_check() -> None:
+    sizes = iter([0, 64 << 20])
+    end, detail = outcome("memory", replace(dry_machine(), reserved=lambda: next(sizes)))
+    assert (end, "64 MiB" in detail) == (Outcome.FAILED, True)
+
+
+def test_a_gpu_that_misses_the_rates_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_bare_rate", lambda machine, nbytes: {"store": 1e9, "load": 1e9})
+    monkeypatch.setattr(copies, "_products", lambda machine: nullcontext(lambda: ""))
+    end, detail = outcome("rates", replace(dry_machine(), is_gpu=True))
+    assert end is Outcome.FAILED
+    assert "the goal is 0.95 of a bare copy" in detail
+    assert "the goal is 0.8 of a bare copy" in detail
+
+
+def test_only_a_gpu_on_which_all_checks_pass_ends_with_zero() -> None:
+    def missing(machine: Machine) -> str:
+        raise NotHereError("no vLLM")
+
+    def wrong(machine: Machine) -> str:
+        require(False, "bytes differ")
+        return ""
+
+    good, left_out, bad = (
+        Check(name, "it holds", run) for name, run in (("a", lambda machine: "fine"), ("b", missing), ("c", wrong))
+    )
+    on_gpu = replace(dry_machine(), is_gpu=True, name="H100")
+    out = io.StringIO()
+    assert exit_code(run_checks([good], on_gpu, out)) == 0
+    assert exit_code(run_checks([good], dry_machine(), out)) == 2
+    assert exit_code(run_checks([good, left_out], on_gpu, out)) == 2
+    results = run_checks([bad, left_out, good], on_gpu, out)
+    assert exit_code(results) == 1
+    assert summary(results, on_gpu) == "1 passed, 1 FAILED, 1 left out on H100"
+    assert "bytes differ" in results[0].detail
+
+
+def test_servers_are_judged_by_answers_loads_and_latency() -> None:
+    bare, slow = [0.010] * 100, [0.0115] * 100
+    assert "all answers equal" in servers.judge(ANSWERS, ANSWERS, ANSWERS, 1e6, bare, bare)
+    other = [Answer([1, 2, 4], [0.0] * 3)]
+    for arguments, problem in (
+        ((ANSWERS, other, ANSWERS, 1e6, bare, bare), r"\[0\] differ with stores"),
+        ((ANSWERS, ANSWERS, other, 1e6, bare, bare), r"\[0\] differ with loads"),
+        ((ANSWERS, ANSWERS, ANSWERS, 0, bare, bare), "nothing was loaded"),
+        ((ANSWERS, ANSWERS, ANSWERS, 1e6, bare, slow), "1.15 times as long"),
+    ):
+        with pytest.raises(AssertionError, match=problem):
+            servers.judge(*arguments)
+
+
+def test_every_feature_that_touches_kv_has_a_server() -> None:
+    text = " ".join(f"{variant.name} {variant.model} {variant.options}" for variant in servers.VARIANTS)
+    for word in ("first runner", "second runner", "CUDA graphs", "async-scheduling", "speculative", "fp8", "gemma"):
+        assert word in text
+
+
+def test_left_over_shared_memory_is_found() -> None:
+    path = Path(f"/dev/shm/kv-tiering.test-{id(ANSWERS)}")
+    path.touch()
+    try:
+        assert path.name in servers.shared_files()
+    finally:
+        path.unlink()
