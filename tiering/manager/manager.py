@@ -87,7 +87,6 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._readable = primary_tier.readable
         self._enable_events = enable_events
-        self._clock = clock
         self._reset_deadline = reset_deadline
         self._shutdown_deadline = shutdown_deadline
         self._keep_secondary = keep_secondary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ class FakeTier(SecondaryTierManager):
 
     Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time.
     """
+
+    medium = "FAKE"
 
     name: str = "fake"
     """Name of the tier."""
@@ -57,6 +60,8 @@ class FakeTier(SecondaryTierManager):
     """True if :meth:`shutdown` succeeds; default True."""
     raises: set[str] = field(default_factory=set)
     """Names of the methods that raise."""
+    settled: float = math.inf
+    """Seconds during which the uses of a block need not be reported again; default: for ever."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
 
@@ -109,6 +114,10 @@ class FakeTier(SecondaryTierManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._enter("touch", list(keys))
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        self._enter("used", list(keys))
+        return self.settled
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
         wanted, self.wanted = self.wanted, []
