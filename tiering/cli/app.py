@@ -10,6 +10,7 @@ import click
 
 from tiering import __version__
 from tiering.api.masking import mask_text
+from tiering.cli.bench import bench
 from tiering.cli.check import check
 from tiering.cli.epoch import epoch
 from tiering.cli.inspect import inspect_command
@@ -36,6 +37,7 @@ Exit codes: 0 nothing wrong, 1 problems found or work not finished,
 \b
 Examples:
   kv-tiering check stack.yaml
+  kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB
   kv-tiering inspect stack.yaml --verify
   kv-tiering top http://127.0.0.1:8000
   kv-tiering schema > stack.schema.json
@@ -64,7 +66,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (check, clear, epoch, gc, inspect_command, replay, schema, top, trace):
+for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, top, trace):
     cli.add_command(command)
 
 

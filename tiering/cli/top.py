@@ -36,6 +36,9 @@ _TROUBLES = (
 )
 _BAR_CELLS = 10
 
+WIDE = 100
+"""Columns of a terminal from which on bars, latencies and active blocks are shown."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -130,7 +133,7 @@ def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
         now: the later sample.
         expected: names of the tiers of the stack; those without metrics are rows, too.
     """
-    names = [*expected, *(name for name in now.tiers if name not in expected)]
+    names = [*expected, *sorted((name for name in now.tiers if name not in expected), key=lambda name: name != CPU)]
     for name in names:
         if name in now.tiers:
             yield _row(name, before, now)
@@ -191,12 +194,14 @@ _STYLES = {"up": "green", "down": "bold red", "missing": "bold red", "read-only"
 
 
 def _screen(before: Sample, now: Sample, expected: Sequence[str], address: str, fault: str) -> RenderableType:
+    wide = stdout().width >= WIDE
+    headings = ["tier", "state", "full", "hits", "read", "write", "troubles"]
     table = Table(expand=True)
-    for heading in ("tier", "state", "full", "hits", "read", "write", "p50 / p99", "in/out", "troubles"):
+    for heading in [*headings[:-1], "p50 / p99", "in/out", headings[-1]] if wide else headings:
         table.add_column(heading, overflow="fold")
     for row in rows(before, now, expected):
         full = Text(row.full)
-        if row.share is not None:
+        if row.share is not None and wide:
             cells = round(min(row.share, 1.0) * _BAR_CELLS)
             full = Text(f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {row.full}")
         table.add_row(
@@ -206,8 +211,7 @@ def _screen(before: Sample, now: Sample, expected: Sequence[str], address: str, 
             row.hits,
             row.reads,
             row.writes,
-            row.latency,
-            row.active,
+            *((row.latency, row.active) if wide else ()),
             Text(row.troubles, style="yellow"),
         )
     lines: list[RenderableType] = [Text(address, style="bold"), table, _summary(before, now)]

@@ -34,9 +34,12 @@ from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, EpochDocument
 from tiers.local.checkpoint import CHECKPOINT_NAME
+from tiers.local.device_speed import device_speed
+from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
 from tiers.local.layout import PAGE, is_segment, segment_shape, tier_directory
 from tiers.local.lock import DirectoryLock, owner_of
+from tiers.local.options import LocalOptions
 from tiers.local.probes import probe_directory
 
 SCRATCH = ".kv-tiering-scratch-"
@@ -107,6 +110,19 @@ class LocalAdmin(TierAdmin):
             yield self.options.model_copy(update={"path": str(scratch), "capacity": capacity})
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def device_limit(self, block_bytes: int, depth: int, *, load: bool, nbytes: int, seconds: float) -> float | None:
+        with self.scratch(nbytes) as options:
+            if not isinstance(options, LocalOptions):
+                return None
+            directory = Path(options.path)
+            try:
+                direct = probe_direct(self._files, directory, None)
+            except OSError as error:
+                raise store_error(error, f"cannot use {directory}") from error
+            return device_speed(
+                directory, block_bytes + PAGE, depth, load=load, nbytes=nbytes, seconds=seconds, direct=direct
+            )
 
     # --------------------------------------------------------------------------------------------------------- contents
 

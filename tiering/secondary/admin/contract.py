@@ -204,6 +204,21 @@ class TierAdmin:
         """
         yield None
 
+    def device_limit(self, block_bytes: int, depth: int, *, load: bool, nbytes: int, seconds: float) -> float | None:
+        """Return bytes per second of the bare device with the same access; None (default) if there is none.
+
+        Args:
+            block_bytes: bytes of a block.
+            depth: blocks in flight at the same time.
+            load: True for loads, False for stores.
+            nbytes: bytes that the access spreads over.
+            seconds: time that the measurement may take.
+
+        Raises:
+            StoreError: the device cannot be used.
+        """
+        return None
+
     # --------------------------------------------------------------------------------------------------------- contents
 
     async def namespaces(self) -> list[KnownNamespace]:

@@ -1,0 +1,159 @@
+"""``bench``: every tier is measured through its own layers at a scratch place, and the break-even that follows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import WriteStack
+from tests.cli.runner import kv_tiering, process
+from tests.servers import RawBucket, S3Endpoint
+from tests.tiers.local.rig import LocalRig
+from tiering.cli.bench import break_evens
+from tiering.cli.measure import Measured
+from tiers.local.device_speed import device_speed
+
+SHORT = ("--block-bytes", "64KiB", "--depth", "1", "--depth", "4", "--bytes", "2MiB", "--seconds", "500ms")
+
+
+def measured(
+    direction: str = "load", *, tier: str = "local", depth: int = 1, speed: float = 1e9, p50: float = 0.002
+) -> Measured:
+    return Measured(tier, direction, 2_000_000, depth, 10, 0, speed, p50, p50, p50, 0.5)
+
+
+def local(path: Path) -> dict[str, object]:
+    return {
+        "type": "local",
+        "path": str(path),
+        "capacity": "64MiB",
+        "min_prefix_blocks": 8,
+        "admission": "second_touch",
+    }
+
+
+def test_all_tiers_are_measured_both_ways_and_nothing_is_left(
+    write_stack: WriteStack, tmp_path: Path, bucket: RawBucket, moto: S3Endpoint
+) -> None:
+    stack = write_stack(
+        {"type": "memory"},
+        local(tmp_path / "kv"),
+        {"type": "s3", "bucket": bucket.name, "endpoint_url": moto.endpoint, "compression": "zstd"},
+    )
+    done = kv_tiering("bench", stack, *SHORT, "--json")
+    assert (done.code, done.err) == (0, "")
+    found: list[dict[str, Any]] = json.loads(done.out)["measured"]
+    assert {(one["tier"], one["direction"], one["depth"]) for one in found} == {
+        (tier, direction, depth)
+        for tier in ("memory", "local", "s3")
+        for direction in ("store", "load")
+        for depth in (1, 4)
+    }
+    for one in found:
+        assert (one["failed"], one["blocks"] > 0, one["bytes_per_second"] > 0) == (0, True, True), one
+        assert 0 < one["p50"] <= one["p90"] <= one["p99"]
+        assert one["cpu_seconds_per_gb"] > 0
+        assert (one["limit"] is not None) == (one["tier"] == "local")
+    assert [path.name for path in tmp_path.iterdir()] == ["stack.yaml"]
+    assert bucket.names() == []
+
+
+def test_a_process_of_its_own_prints_a_table_of_words_between_tabs(write_stack: WriteStack) -> None:
+    done = process("bench", write_stack({"type": "memory"}), *SHORT)
+    assert (done.code, done.err) == (0, "")
+    head, *rows = [line.split("\t") for line in done.out.splitlines()]
+    assert head[:5] == ["tier", "direction", "block", "depth", "GB/s"]
+    assert [row[:4] for row in rows] == [
+        ["memory", direction, "64 KiB", depth] for direction in ("store", "load") for depth in ("1", "4")
+    ]
+
+
+def test_a_directory_in_use_is_not_measured(write_stack: WriteStack, tmp_path: Path) -> None:
+    rig = LocalRig(tmp_path / "kv").open()
+    try:
+        done = kv_tiering("bench", write_stack(local(tmp_path / "kv")), *SHORT)
+    finally:
+        rig.close()
+    assert done.code == 1
+    assert f"in use by process {os.getpid()}" in done.err
+
+
+def test_a_tier_that_cannot_be_used_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = kv_tiering("bench", write_stack(local(tmp_path / "file" / "kv")), *SHORT)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+
+
+def test_words_about_tokens_need_each_other(write_stack: WriteStack) -> None:
+    done = kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--bytes-per-token", "128KiB")
+    assert (done.code, "need each other" in done.err) == (2, True)
+
+
+def test_the_break_even_is_told_with_the_word_of_the_stack(write_stack: WriteStack) -> None:
+    tokens = ("--bytes-per-token", "4KiB", "--prefill-tokens-per-second")
+    stack = write_stack({"type": "memory"})
+    assert "set min_prefix_blocks: 1" in kv_tiering("bench", stack, *SHORT, *tokens, "10").out
+    assert "a load never beats the prefill" in kv_tiering("bench", stack, *SHORT, *tokens, "1e12").out
+
+
+def test_the_break_even_is_the_first_prefix_whose_load_is_faster() -> None:
+    # A block is 20 tokens, computed in 4 ms; alone it takes 30 ms, and 2 ms at the best bandwidth.
+    found = [measured(p50=0.030, speed=0.1e9), measured(depth=16, speed=1e9), measured("store", speed=9e9)]
+    (pay,) = break_evens(found, tokens_per_second=5000, bytes_per_token=100_000)
+    assert (pay.blocks, pay.tokens) == (14, 280)
+    load = [pay.first_block + (blocks - 1) * pay.block_bytes / pay.bytes_per_second for blocks in (13, 14)]
+    assert load[0] > 13 * 0.004
+    assert load[1] <= 14 * 0.004
+
+
+def test_a_load_that_is_slower_by_the_byte_never_pays() -> None:
+    (pay,) = break_evens([measured(speed=0.1e9)], tokens_per_second=5000, bytes_per_token=100_000)
+    assert (pay.blocks, pay.tokens) == (None, None)
+
+
+def test_the_bare_device_is_measured_and_its_file_removed(tmp_path: Path) -> None:
+    for load in (True, False):
+        speed = device_speed(tmp_path, 65536, 4, load=load, nbytes=1 << 20, seconds=0.05, direct=False)
+        assert speed is not None
+        assert speed > 0
+    assert [*tmp_path.iterdir()] == []
+
+
+FIO = """#!/bin/sh
+echo "$@" > "$(dirname "$0")/words"
+echo '{"jobs": [{"read": {"bw_bytes": 7000000000}, "write": {"bw_bytes": 2000000000}}]}'
+"""
+
+
+@pytest.mark.parametrize(("load", "speed", "word"), [(True, 7e9, "--rw=randread"), (False, 2e9, "--rw=randwrite")])
+def test_fio_measures_the_device_if_it_is_installed(
+    load: bool, speed: float, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fio = tmp_path / "fio"
+    fio.write_text(FIO)
+    fio.chmod(0o755)
+    which: Callable[[str], str] = lambda name: str(fio)  # noqa: E731
+    monkeypatch.setattr(shutil, "which", which)
+    (tmp_path / "disk").mkdir()
+    found = device_speed(tmp_path / "disk", 65536, 4, load=load, nbytes=1 << 20, seconds=1, direct=True)
+    assert found == speed
+    words = (tmp_path / "words").read_text().split()
+    assert {word, "--bs=65536", "--iodepth=4", "--direct=1"} <= set(words)
+
+
+def test_an_answer_of_fio_that_cannot_be_read_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/true")
+    assert device_speed(tmp_path, 65536, 1, load=True, nbytes=1 << 20, seconds=0.01, direct=False) is None
+
+
+def test_measurements_without_a_block_have_no_latency() -> None:
+    nothing = Measured("local", "load", 1, 1, 0, 3, 0.0, math.nan, math.nan, math.nan, math.nan)
+    assert break_evens([nothing], 1, 1) == []
+    assert "NaN" not in json.dumps(nothing.to_json())

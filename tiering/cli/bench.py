@@ -1,0 +1,222 @@
+"""``bench``: bandwidth, latency and cost of each tier, and the break-even with recomputing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import click
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tiering.api.units import format_bytes
+from tiering.cli.measure import Measured, Plan, measure_tier
+from tiering.cli.output import duration, print_json, rate, stderr, stdout
+from tiering.cli.parameters import DURATION, SIZE, admin_of, chosen_tiers, json_option, stack_argument, tier_options
+from tiering.cli.tiers import note
+from tiering.errors import TieringError
+from tiering.secondary.admin.contract import TierAdmin
+
+DEFAULT_SIZES = ("512KiB", "2MiB", "8MiB")
+DEFAULT_DEPTHS = (1, 4, 16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BreakEven:
+    """The shortest prefix of one size of blocks whose load is faster than its prefill."""
+
+    tier: str
+    """Name of the tier."""
+    block_bytes: int
+    """Bytes of a block."""
+    first_block: float
+    """Seconds until one block alone is loaded."""
+    bytes_per_second: float
+    """Best bandwidth of loads."""
+    blocks: int | None
+    """Blocks of the prefix, for ``min_prefix_blocks``; None: no load is faster than the prefill."""
+    tokens: int | None
+    """Tokens of these blocks."""
+
+
+@click.command()
+@stack_argument
+@click.option(
+    "--block-bytes",
+    "sizes",
+    type=SIZE,
+    multiple=True,
+    default=DEFAULT_SIZES,
+    show_default=True,
+    help="Size of a block; may be given again.",
+)
+@click.option(
+    "--depth",
+    "depths",
+    type=click.IntRange(1, 256),
+    multiple=True,
+    default=DEFAULT_DEPTHS,
+    show_default=True,
+    help="Blocks in flight; may be given again.",
+)
+@click.option("--bytes", "nbytes", type=SIZE, default="256MiB", show_default=True, help="Bytes of one measurement.")
+@click.option("--seconds", type=DURATION, default="3s", show_default=True, help="Longest time of one measurement.")
+@click.option("--prefill-tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Speed of recomputing.")
+@click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
+@click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
+@tier_options
+@json_option
+def bench(
+    stack: str,
+    sizes: tuple[int, ...],
+    depths: tuple[int, ...],
+    nbytes: int,
+    seconds: float,
+    prefill_tokens_per_second: float | None,
+    bytes_per_token: int | None,
+    no_device: bool,
+    tiers: tuple[str, ...],
+    replica: str | None,
+    as_json: bool,
+) -> int:
+    """Measure what each tier of STACK does on this machine.
+
+    Blocks are stored and loaded through all layers of the tier, at a scratch place that is removed afterwards. A local
+    directory that an engine uses is not measured. A bucket is charged for the requests. The limit is that of the bare
+    device with the same access: by fio if it is installed, else by threads.
+
+    With the two options about tokens, the break-even is the shortest prefix that is loaded faster than it is computed;
+    set min_prefix_blocks to its blocks.
+
+    \b
+    Examples:
+      kv-tiering bench stack.yaml
+      kv-tiering bench stack.yaml --tier local --block-bytes 2MiB --depth 8
+      kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB
+    """
+    if (prefill_tokens_per_second is None) != (bytes_per_token is None):
+        raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token need each other")
+    _, chosen = chosen_tiers(stack, tiers)
+    plan = Plan(sizes, depths, nbytes, seconds)
+    measured: list[Measured] = []
+    failed = False
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+        for options in chosen:
+            progress.update(task, description=options.tier_name)
+            try:
+                admin = admin_of(options, replica)
+                owner = admin.owner()
+                if owner is not None:
+                    failed = True
+                    note(admin.name, f"in use by {owner}, which a measurement would disturb; stop it first")
+                    continue
+                for found in measure_tier(admin, plan):
+                    limited = found if no_device else _with_limit(admin, found, plan)
+                    measured.append(limited)
+                    progress.update(task, description=f"{_line(limited)}")
+            except TieringError as error:
+                failed = True
+                note(options.tier_name, str(error))
+    pays: list[BreakEven] = []
+    if prefill_tokens_per_second is not None and bytes_per_token is not None:
+        pays = break_evens(measured, prefill_tokens_per_second, bytes_per_token)
+    if as_json:
+        print_json(
+            {
+                "measured": [found.to_json() for found in measured],
+                "break_even": [dataclasses.asdict(found) for found in pays],
+            }
+        )
+    else:
+        _print(measured, pays)
+    return int(failed)
+
+
+def _with_limit(admin: TierAdmin, found: Measured, plan: Plan) -> Measured:
+    limit = admin.device_limit(
+        found.block_bytes, found.depth, load=found.direction == "load", nbytes=plan.nbytes, seconds=plan.seconds
+    )
+    return dataclasses.replace(found, limit=limit)
+
+
+def break_evens(measured: Sequence[Measured], tokens_per_second: float, bytes_per_token: int) -> list[BreakEven]:
+    """Return the break-even of each tier and size of blocks.
+
+    n blocks are loaded in the time of one block alone, and n - 1 blocks at the best bandwidth. They are computed in the
+    time of their tokens at ``tokens_per_second``.
+
+    Args:
+        measured: the measurements.
+        tokens_per_second: speed of the prefill.
+        bytes_per_token: bytes of the KV of one token.
+    """
+    loads: dict[tuple[str, int], list[Measured]] = {}
+    for found in measured:
+        if found.direction == "load" and found.blocks:
+            loads.setdefault((found.tier, found.block_bytes), []).append(found)
+    pays: list[BreakEven] = []
+    for (tier, block_bytes), some in loads.items():
+        first = min(some, key=lambda found: found.depth).p50
+        best = max(found.bytes_per_second for found in some)
+        tokens = block_bytes / bytes_per_token
+        gain = tokens / tokens_per_second - block_bytes / best
+        needed = first - block_bytes / best
+        blocks = None if gain <= 0 else max(1, math.ceil(needed / gain))
+        pays.append(
+            BreakEven(tier, block_bytes, first, best, blocks, None if blocks is None else math.ceil(blocks * tokens))
+        )
+    return pays
+
+
+_HEADINGS = ("tier", "direction", "block", "depth", "GB/s", "limit", "p50", "p90", "p99", "CPU s/GB", "failed")
+
+
+def _cells(found: Measured) -> tuple[str, ...]:
+    return (
+        found.tier,
+        found.direction,
+        format_bytes(found.block_bytes),
+        str(found.depth),
+        f"{found.bytes_per_second / 1e9:.3f}",
+        "-" if found.limit is None else f"{found.limit / 1e9:.3f}",
+        *("-" if math.isnan(value) else duration(value) for value in (found.p50, found.p90, found.p99)),
+        "-" if math.isnan(found.cpu_seconds_per_gb) else f"{found.cpu_seconds_per_gb:.2f}",
+        str(found.failed),
+    )
+
+
+def _line(found: Measured) -> str:
+    block = format_bytes(found.block_bytes)
+    return f"{found.tier}: {found.direction} {block}, {found.depth} at a time: {rate(found.bytes_per_second)}"
+
+
+def _sentence(found: BreakEven) -> str:
+    block = format_bytes(found.block_bytes)
+    speed = f"first block {duration(found.first_block)}, then {rate(found.bytes_per_second)}"
+    if found.blocks is None:
+        return f"{found.tier}, blocks of {block}: a load never beats the prefill ({speed}); leave the tier out"
+    return (
+        f"{found.tier}, blocks of {block}: a load pays from {found.tokens:,} tokens on ({speed}); "
+        f"set min_prefix_blocks: {found.blocks}"
+    )
+
+
+def _print(measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
+    console = stdout()
+    if console.is_terminal:
+        table = Table()
+        for number, heading in enumerate(_HEADINGS):
+            table.add_column(heading, justify="left" if number < 2 else "right")
+        for found in measured:
+            table.add_row(*_cells(found))
+        console.print(table)
+    else:
+        click.echo("\t".join(_HEADINGS))
+        for found in measured:
+            click.echo("\t".join(_cells(found)))
+    for pay in pays:
+        click.echo(_sentence(pay))
