@@ -157,3 +157,18 @@ def test_measurements_without_a_block_have_no_latency() -> None:
     nothing = Measured("local", "load", 1, 1, 0, 3, 0.0, math.nan, math.nan, math.nan, math.nan)
     assert break_evens([nothing], 1, 1) == []
     assert "NaN" not in json.dumps(nothing.to_json())
+
+
+def test_the_page_has_plots_and_needs_no_network(write_stack: WriteStack, tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    assert kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--html", page).code == 0
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert "GB/s of loads" in text
+    assert "src=" not in text
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:
+    done = kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--html", tmp_path / "none" / "bench.html")
+    assert (done.code, done.err.count("\n")) == (2, 1)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tiering.api.units import format_bytes
+from tiering.cli.bench_page import bench_page
 from tiering.cli.measure import Measured, Plan, measure_tier
 from tiering.cli.output import duration, print_json, rate, stderr, stdout
 from tiering.cli.parameters import DURATION, SIZE, admin_of, chosen_tiers, json_option, stack_argument, tier_options
@@ -65,6 +67,9 @@ class BreakEven:
 @click.option("--prefill-tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Speed of recomputing.")
 @click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
 @click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with plots."
+)
 @tier_options
 @json_option
 def bench(
@@ -76,6 +81,7 @@ def bench(
     prefill_tokens_per_second: float | None,
     bytes_per_token: int | None,
     no_device: bool,
+    html: Path | None,
     tiers: tuple[str, ...],
     replica: str | None,
     as_json: bool,
@@ -93,10 +99,12 @@ def bench(
     Examples:
       kv-tiering bench stack.yaml
       kv-tiering bench stack.yaml --tier local --block-bytes 2MiB --depth 8
-      kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB
+      kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB --html bench.html
     """
     if (prefill_tokens_per_second is None) != (bytes_per_token is None):
         raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token need each other")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise click.BadParameter(f"{html.parent} is not a directory", param_hint="--html")
     _, chosen = chosen_tiers(stack, tiers)
     plan = Plan(sizes, depths, nbytes, seconds)
     measured: list[Measured] = []
@@ -124,6 +132,8 @@ def bench(
     pays: list[BreakEven] = []
     if prefill_tokens_per_second is not None and bytes_per_token is not None:
         pays = break_evens(measured, prefill_tokens_per_second, bytes_per_token)
+    if html is not None:
+        _write_page(html, stack, measured, pays)
     if as_json:
         print_json(
             {
@@ -220,3 +230,11 @@ def _print(measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
             click.echo("\t".join(_cells(found)))
     for pay in pays:
         click.echo(_sentence(pay))
+
+
+def _write_page(path: Path, stack: str, measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
+    page = bench_page(stack, measured, [_sentence(pay) for pay in pays], _HEADINGS, list(map(_cells, measured)))
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--html") from error
