@@ -17,7 +17,6 @@ import pytest
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.secondary.files import Files
-from tiering.secondary.service import service as service_module
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import Geometry, LocalStore, inspections, new_segments, read_checkpoint
@@ -173,23 +172,6 @@ def test_an_owner_whose_lock_was_taken_stops_writing(tmp_path: Path, caplog: pyt
         rig.wait(lambda: rig.store(K[12:16]) == K[12:16])
         assert rig.held(K[:4]) == K[:4]
     assert "lost its lock file, and is in use by" in caplog.text
-
-
-def test_a_waiting_owner_asks_at_short_intervals_however_long_it_has_waited(tmp_path: Path) -> None:
-    """With the tier's own back-off, 30 s at most, it would take over long after the owner's end."""
-    second = LocalRig(tmp_path)
-    with opened(tmp_path) as first:
-        first.store(K[:4])
-        assert not second.tier.open(second.context.clock() + 20)
-        service = second.tier._life._service
-        for _ in range(12):
-            service._backoff.failed(0.0, service_module.IN_USE_SECONDS)
-        assert service._backoff.due <= 2 * service_module.IN_USE_SECONDS
-        service._backoff.due = 0.0
-        second.wait(lambda: not service.attempting and service._backoff.due > 0.0)
-        assert service._backoff.due - second.context.clock() <= 2 * service_module.IN_USE_SECONDS
-    second.wait(lambda: second.lookup(K[:4]) == 4)
-    second.close()
 
 
 # --------------------------------------------------------------------------------------------- what a file system lacks
