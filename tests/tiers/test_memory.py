@@ -9,7 +9,7 @@ import pytest
 
 from tiering.block_store import Place
 from tiering.errors import ConfigError
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import REQUEST, TierRig
 from tiering.testing.tier_tests import K, TierTests
@@ -48,7 +48,7 @@ class TestMemoryTier(_Raw, TierTests):
         yield
         forget_medium("test")
 
-    def make_tier(self, context: TierContext) -> MemoryTier:
+    def make_tier(self, context: TierContext) -> SecondaryTierManager:
         return MEMORY_TIER.build(MemoryOptions(type="memory", capacity="16MiB", share="test"), context)
 
     def raw_places(self) -> Sequence[Place]:

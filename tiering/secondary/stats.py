@@ -95,6 +95,22 @@ class TierStats:
     """Blocks that were sent to the medium again after a temporary error."""
     requests: int = 0
     """Blocks requested of the medium: all attempts, probes and deletions."""
+    requests_get: int = 0
+    """Requests to an object store that read an object."""
+    requests_head: int = 0
+    """Requests to an object store that ask whether an object is there."""
+    requests_put: int = 0
+    """Requests to an object store that write an object."""
+    requests_delete: int = 0
+    """Requests to an object store that delete objects."""
+    requests_list: int = 0
+    """Requests to an object store that list objects."""
+    answers_absent: int = 0
+    """Requests that the object store answered with 404, because there is no such object."""
+    answers_conflict: int = 0
+    """Requests that the object store answered with 409 or 412, mostly because the object is there already."""
+    refused_bytes: int = 0
+    """Bytes that were sent to the object store and not taken."""
     blocks: int = 0
     """Blocks held."""
     occupancy_bytes: int = 0

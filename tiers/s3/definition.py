@@ -16,6 +16,7 @@ from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.stats import TierStats
 from tiers.s3.credentials import import_boto3
 from tiers.s3.options import S3Options, small_block_warning
+from tiers.s3.verbs import Verb
 
 if TYPE_CHECKING:
     from tiers.s3.store import S3Store
@@ -62,8 +63,13 @@ class S3Tier(BlockTier):
             logger.warning("tier %s: %s", self.name, warning)
 
     def get_stats(self) -> TierStats:
-        stats = super().get_stats()
-        stats.requests = self._s3.requests.sent.total()
+        stats, requests = super().get_stats(), self._s3.requests
+        sent = requests.sent
+        stats.requests = sum(sent.values())
+        stats.requests_get, stats.requests_head, stats.requests_put = sent[Verb.GET], sent[Verb.HEAD], sent[Verb.PUT]
+        stats.requests_delete, stats.requests_list = sent[Verb.DELETE], sent[Verb.LIST]
+        stats.answers_absent, stats.answers_conflict = requests.absent, requests.conflicts
+        stats.refused_bytes = requests.refused_bytes
         return stats
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -18,6 +17,7 @@ from tiers.s3.client import connect
 from tiers.s3.credentials import CredentialSource
 from tiers.s3.faults import STORE_FAILURES, Cause, diagnose
 from tiers.s3.options import S3Options
+from tiers.s3.verbs import Verb
 
 logger = logging.getLogger("kv_tiering.s3")
 
@@ -25,16 +25,6 @@ T = TypeVar("T")
 
 KEYS_SECONDS = 10.0
 """Seconds after refused credentials have turned out to be unchanged until they are looked up again."""
-
-
-class Verb(enum.Enum):
-    """Kind of a request, as services charge for it."""
-
-    GET = "get"
-    HEAD = "head"
-    PUT = "put"
-    DELETE = "delete"
-    LIST = "list"
 
 
 class Requests:
@@ -59,7 +49,7 @@ class Requests:
         """Requests sent so far, by kind."""
         self.absent = 0
         """Answers that there is no such object (404)."""
-        self.present = 0
+        self.conflicts = 0
         """Puts and deletions that the service refused because of their condition (409, 412)."""
         self.refused_bytes = 0
         """Bytes of puts that the service did not take."""
@@ -118,7 +108,7 @@ class Requests:
     def _note(self, error: Exception, size: int) -> None:
         with self._lock:
             self.absent += isinstance(error, FileNotFoundError)
-            self.present += isinstance(error, (AlreadyExistsError, PreconditionError))
+            self.conflicts += isinstance(error, (AlreadyExistsError, PreconditionError))
             self.refused_bytes += size
 
     def _has_new_keys(self, client: ObjectClient) -> bool:

@@ -27,8 +27,9 @@ from tiers.s3.client import check_token, connect
 from tiers.s3.credentials import CredentialSource
 from tiers.s3.faults import STORE_FAILURES, diagnose, http_status, translate
 from tiers.s3.options import S3Options
-from tiers.s3.requests import Requests, Verb
+from tiers.s3.requests import Requests
 from tiers.s3.runtime import start_runtime
+from tiers.s3.verbs import Verb
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

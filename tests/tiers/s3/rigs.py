@@ -8,8 +8,10 @@ from typing import TypeAlias
 import pytest
 
 from tests.fake_s3 import FakeS3
+from tiering.api.namespace import Namespace
 from tiering.testing.tier_rig import TierRig
 from tiers.s3 import S3_TIER, S3Options
+from tiers.s3.definition import S3Tier
 
 BLOCK_BYTES = 64 << 10
 FAST: Mapping[str, object] = {
@@ -27,6 +29,26 @@ def make_rig(fake: FakeS3, kind: type[TierRig] = TierRig, **words: object) -> Ti
     """A tier on the fake server that is not open yet; ``words`` are options."""
     chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", **FAST, **words}
     return kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
+
+
+def tier_of(rig: TierRig) -> S3Tier:
+    """The rig's tier."""
+    if not isinstance(rig.tier, S3Tier):
+        raise TypeError(f"{rig.tier} is no object store tier")
+    return rig.tier
+
+
+def namespace_of(rig: TierRig) -> Namespace:
+    """The namespace in the epoch that the rig's tier is in."""
+    namespace = tier_of(rig).namespace
+    if namespace is None:
+        raise RuntimeError("the tier is in no epoch")
+    return namespace
+
+
+def look_for_epoch(rig: TierRig) -> None:
+    """Let the time of the tier's next look for a new common epoch come."""
+    tier_of(rig)._life._watch._due = 0.0
 
 
 def block_names(fake: FakeS3) -> list[str]:

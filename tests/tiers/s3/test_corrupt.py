@@ -15,8 +15,8 @@ from tiering.secondary.service.corrupt import BUDGET
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.s3.requests import Verb
 from tiers.s3.store import S3Store
+from tiers.s3.verbs import Verb
 
 
 def damage(fake: FakeS3, names: list[str]) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
+from tests.tiers.s3.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Collected, Limits
 from tiering.secondary.service.epoch import lease_document
@@ -160,7 +161,7 @@ def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_
     reset(private)
     for rig in (common, private, named):
         rig.store(OBJECTS[:4])
-    named.wait(lambda: any(lease_document(named.tier.namespace) in name for name in fake.objects))
+    named.wait(lambda: any(lease_document(namespace_of(named)) in name for name in fake.objects))
     private.wait(lambda: sum("documents/lease-" in name for name in fake.objects) == 2)
     assert collect(fake, LATER - datetime.timedelta(hours=2)).removed_blocks == 0, "nothing is old enough"
     assert collect(fake, LATER, dry_run=True).removed_blocks == 8
@@ -194,9 +195,9 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
 
 def follow(rig: TierRig) -> None:
     """Let the time of a look for a new common epoch come, and wait until the tier has moved."""
-    before = rig.tier.namespace
-    rig.tier._life._watch._due = 0.0
-    rig.wait(lambda: rig.tier.namespace not in {None, before})
+    before = namespace_of(rig)
+    look_for_epoch(rig)
+    rig.wait(lambda: tier_of(rig).namespace not in {None, before})
 
 
 def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_start(
@@ -208,7 +209,7 @@ def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_sta
     for rig in (one, two):
         follow(rig)
         assert rig.load(OBJECTS[:4]) == []
-    assert one.tier.namespace.epoch == begun.epoch
+    assert namespace_of(one).epoch == begun.epoch
     assert one.store(OBJECTS[:6]) == OBJECTS[:6]
     for rig in (two, make(lookup_deadline="10s")):
         assert rig.lookup(OBJECTS) == 6
@@ -222,7 +223,7 @@ def test_a_running_machine_looks_for_a_new_common_epoch_within_a_minute(
 ) -> None:
     rig = make()
     begin_epochs(open_store())
-    assert 0 < rig.tier._life._watch._due - time.monotonic() <= 60
+    assert 0 < tier_of(rig)._life._watch._due - time.monotonic() <= 60
     looked = len(fake.asked("GET", "documents/epoch-"))
     rig.wait(lambda: rig.tier.get_stats().available)
     assert len(fake.asked("GET", "documents/epoch-")) == looked
@@ -233,11 +234,11 @@ def test_machines_in_an_epoch_of_their_own_stay_there(make: Make, open_store: Op
     reset(private)
     for rig in (private, named):
         rig.store(OBJECTS[:2])
-        before = rig.tier.namespace
+        before = namespace_of(rig)
         begin_epochs(open_store())
-        rig.tier._life._watch._due = 0.0
+        look_for_epoch(rig)
         assert rig.load(OBJECTS[:2]) == OBJECTS[:2]
-        assert rig.tier.namespace == before
+        assert namespace_of(rig) == before
 
 
 def test_commands_that_begin_an_epoch_at_once_agree(make: Make, fake: FakeS3) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +15,8 @@ from tests.tiers.s3.blocks import HEADER_BYTES, block, content, empty
 from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiers.s3.options import S3Options
-from tiers.s3.requests import Verb
 from tiers.s3.store import S3Store
+from tiers.s3.verbs import Verb
 
 Open = Callable[..., S3Store]
 NAME = "prod/blocks/ns/ab/abcd"
@@ -261,6 +263,30 @@ class TestProbe:
         fake.fail(Trouble.HANG, method="HEAD", times=1000)
         assert store.probe([f"ns/{at}" for at in range(4)]).held == (None,) * 4
         assert len(fake.asked("HEAD")) == 4
+
+    def test_that_hang_do_not_hold_up_the_end_of_the_process(self, fake: FakeS3) -> None:
+        fake.fail(Trouble.HANG, method="HEAD", times=1 << 30)
+        program = (
+            "import sys, threading\n"
+            "from tiers.s3.options import S3Options\n"
+            "from tiers.s3.store import S3Store\n"
+            f"store = S3Store(S3Options(bucket={fake.bucket!r}, endpoint_url={fake.endpoint!r}, request_timeout=600.0,"
+            " deadline=600.0))\n"
+            "store.open()\n"
+            "places = [f'ns/{at}' for at in range(8)]\n"
+            "threading.Thread(target=store.probe, args=(places,), daemon=True).start()\n"
+            "sys.stdin.readline()\n"
+            "store.close()\n"
+        )
+        child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+        try:
+            for _ in range(8):
+                assert fake.hanging.acquire(timeout=60)
+            child.communicate(b"\n", timeout=60)
+            assert child.returncode == 0
+        finally:
+            child.kill()
+            child.communicate()
 
     def test_of_nothing_is_nothing(self, open_store: Open) -> None:
         assert open_store().probe([]).held == ()

@@ -167,7 +167,25 @@ class TestAccounting:
         rig.store(K[:3])
         rig.load(K[:4])
         rig.lookup(K[:8])
-        assert rig.tier.get_stats().requests == len(fake.seen)
+        stats = rig.tier.get_stats()
+        assert stats.requests == len(fake.seen)
+        sent = {method: len(fake.asked(method)) for method in ("HEAD", "PUT")}
+        assert (stats.requests_head, stats.requests_put) == (sent["HEAD"], sent["PUT"])
+        assert stats.requests_list == len([seen for seen in fake.asked("GET") if not seen.name])
+        assert stats.requests_get == len([seen for seen in fake.asked("GET") if seen.name])
+        assert stats.requests_delete == 0
+
+    def test_refused_and_absent_objects_are_counted(self, fake: FakeS3, make: Make) -> None:
+        rig = make(check_existing=False, retries={"attempts": 1}).open()
+        absent = rig.tier.get_stats().answers_absent
+        rig.load(K[:2])
+        assert rig.tier.get_stats().answers_absent == absent + 2
+        fake.fail(412, method="PUT", part="/blocks/")
+        assert rig.store(K[:1]) == K[:1]
+        fake.fail(507, method="PUT", part="/blocks/")
+        assert rig.store(K[1:2]) == []
+        stats = rig.tier.get_stats()
+        assert (stats.answers_conflict, stats.refused_bytes) == (1, 2 * (BLOCK_BYTES + 128))
 
     def test_small_blocks_are_warned_about_once(self, make: Make, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.WARNING)
