@@ -74,7 +74,11 @@ class TierJobs:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._ids = count(1)
-        self._awaited: dict[Request, dict[OffloadKey, None]] = {}
+        self.awaited: dict[Request, dict[OffloadKey, None]] = {}
+        """Per request, the blocks that it needs and other requests are writing.
+
+        Only the methods of this class change the dictionary.
+        """
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -186,15 +190,11 @@ class TierJobs:
             others = [key for key in keys if key in pending]
             awaited = dict.fromkeys(set(others).difference(own))
             if awaited:
-                self._awaited.setdefault(request, {}).update((key, None) for key in others if key in awaited)
-
-    def awaits(self, request: Request) -> bool:
-        """Return True if a block that ``request`` needs is being written by another request."""
-        return request in self._awaited
+                self.awaited.setdefault(request, {}).update((key, None) for key in others if key in awaited)
 
     def forget(self, request: Request) -> None:
         """Stop waiting for blocks of ``request``."""
-        self._awaited.pop(request, None)
+        self.awaited.pop(request, None)
 
     def cascade_awaited(self) -> list[Request]:
         """Cascade the awaited blocks that are readable now.
@@ -204,17 +204,15 @@ class TierJobs:
         Returns:
             The finished requests that a block was decided for.
         """
-        if not self._awaited:
-            return []
         decided = []
-        for request, keys in list(self._awaited.items()):
+        for request, keys in list(self.awaited.items()):
             left = {key: None for key in keys if key in self._pending}
             if len(left) == len(keys):
                 continue
             if left:
-                self._awaited[request] = left
+                self.awaited[request] = left
             else:
-                del self._awaited[request]
+                del self.awaited[request]
             self.cascade_held(request.wants_all, [key for key in keys if key not in left], request.ctx)
             if request.finished:
                 decided.append(request)

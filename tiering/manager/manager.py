@@ -199,7 +199,8 @@ class TieringOffloadingManager(OffloadingManager):
             self.news.announce()  # Lookups that wait for these blocks may be repeated.
             self._jobs.note_refilled(rows)
             self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
-        self._cascade_awaited()
+        if self._jobs.awaited:
+            self._cascade_awaited()
         if request is not None and request.finished and self._known.get(req_context.req_id) is request:
             self._close_if_done(request)
 
@@ -229,7 +230,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._close_if_done(request)
 
     def _close_if_done(self, request: Request) -> None:
-        if not self.primary_tier.has_open_stores(request.ctx.req_id) and not self._jobs.awaits(request):
+        if not self.primary_tier.has_open_stores(request.ctx.req_id) and request not in self._jobs.awaited:
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -271,7 +272,8 @@ class TieringOffloadingManager(OffloadingManager):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._jobs.collect()
-        self._cascade_awaited()
+        if self._jobs.awaited:
+            self._cascade_awaited()
         if self._promotions.queued:
             self._jobs.submit_promotions()
         for state in self._states:
@@ -279,7 +281,9 @@ class TieringOffloadingManager(OffloadingManager):
                 wanted = self._call(state, state.tier.take_wanted_keys)
                 if wanted:
                     self._jobs.cascade_held((state,), wanted, NOBODY)
-            self._tiers.end_step(state)
+                self._call(state, state.tier.on_schedule_end)
+            elif state.resetting:
+                self._tiers.end_reset(state)
         self._jobs.collected = False
 
     def has_pending_work(self) -> bool:

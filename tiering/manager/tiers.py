@@ -129,14 +129,12 @@ class SecondaryTiers:
             _log.error("tier %s is out of service until a restart: %s", state.tier.name, reason, exc_info=exc_info)
             self._on_retired(state)
 
-    def end_step(self, state: TierState) -> None:
-        """Tell a tier that the step has ended.
+    def end_reset(self, state: TierState) -> None:
+        """Return a tier to service if its medium has confirmed the reset by the end of this step.
 
-        A tier out of service for a reset returns to service when its medium has confirmed the reset. Such a tier may
-        need steps for that, for example to find that its directory is gone.
+        The tier may need steps to complete its reset, for example to find that its directory is gone.
         """
-        if state.in_service or state.resetting:
-            self.call(state, state.tier.on_schedule_end)
+        self.call(state, state.tier.on_schedule_end)
         if state.resetting and self.call(state, state.tier.reset_done):
             state.in_service, state.resetting = True, False
             _log.warning("tier %s has completed its reset and is in service again", state.tier.name)
