@@ -198,7 +198,7 @@ class EventWalk:
     def start(self) -> None:
         """Begin with an empty engine, of which a router knows nothing yet."""
         self.index = RouterIndex(self.texts)
-        view = memoryview(np.zeros((ROWS, BLOCK_BYTES), np.uint8))
+        view = np.zeros((ROWS, BLOCK_BYTES), np.uint8).data
         namespace = make_namespace(group_bytes=(BLOCK_BYTES,) * len(self.windows))
         self.ios: list[LateIo] = []
         self.disk = self._tier(view, namespace, "disk", SlotIndex(SLOTS), self.media.disk)

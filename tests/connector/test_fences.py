@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +63,8 @@ class TestTable:
 
     @given(st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(1, 12)), st.sets(st.integers(1, 12)))))
     def test_agrees_with_a_table_of_sets(self, steps: list[tuple[int, set[int], set[int]]]) -> None:
-        fences, model = BlockFences(), {}
+        fences = BlockFences()
+        model: dict[int, set[int]] = {}
         for job, blocks, asked in steps:
             if job in model:
                 fences.release(job)
@@ -72,6 +74,76 @@ class TestTable:
                 model[job] = blocks
             assert fences.conflicts(sorted(asked)) == {name for name, held in model.items() if held & asked}
             assert fences.is_written(sorted(asked)) == any(held & asked for name, held in model.items() if name % 2)
+
+
+class TestBorders:
+    def test_a_write_ends_with_its_job(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3, 4]), writes=True)
+        fences.fence(2, as_rows([4]), writes=True)
+        fences.release(1)
+        assert not fences.is_written([3])
+        assert fences.is_written([4])
+        fences.release(2)
+        assert not fences.is_written([3, 4])
+
+    def test_the_end_of_a_read_ends_no_write(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3]), writes=True)
+        fences.fence(2, as_rows([3]), writes=False)
+        fences.release(2)
+        assert fences.is_written([3])
+        assert fences.written([3]) == {3}
+
+    def test_written_names_the_blocks_of_loads_only(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3, 5]), writes=True)
+        fences.fence(2, as_rows([4]), writes=False)
+        assert fences.written({3, 4, 6, 5_000_000}) == {3}
+        assert fences.written(()) == set()
+
+    @pytest.mark.parametrize("block", [0, 1022, 1023, 1024, 1025, 2047, 2048, 4096])
+    def test_every_block_id_up_to_the_largest_one_is_known(self, block: int) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([block]), writes=True)
+        for asked in range(max(0, block - 2), block + 3):
+            assert fences.conflicts([asked]) == ({1} if asked == block else set())
+            assert fences.is_written([asked]) is (asked == block)
+            assert fences.written([asked]) == ({block} if asked == block else set())
+
+    def test_fences_survive_the_growth_of_the_table(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3, 1000]), writes=True)
+        fences.fence(2, as_rows([1500]), writes=False)
+        fences.fence(3, as_rows([9000]), writes=True)
+        assert fences.conflicts([3, 1500, 9000]) == {1, 2, 3}
+        assert fences.written([3, 1000, 1500, 9000]) == {3, 1000, 9000}
+        for job in (1, 2, 3):
+            fences.release(job)
+        assert not fences.conflicts([3, 1000, 1500, 9000])
+        assert not fences.is_written([3, 1000, 1500, 9000])
+
+    def test_blocks_of_names_the_blocks_of_a_job_until_it_has_ended(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3, 9]), writes=False)
+        assert fences.blocks_of(1) == [3, 9]
+        assert fences.blocks_of(2) == []
+        fences.release(1)
+        assert fences.blocks_of(1) == []
+
+    def test_the_number_of_fenced_jobs(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3]), writes=False)
+        fences.fence(2, as_rows([3]), writes=True)
+        assert len(fences) == 2
+        fences.release(1)
+        assert len(fences) == 1
+
+    def test_asked_for_no_block_nothing_conflicts(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3]), writes=True)
+        assert fences.conflicts([]) == set()
+        assert not fences.is_written([])
 
 
 class TestFlush:

@@ -37,7 +37,7 @@ def test_the_simple_mode_names_a_block_anew_and_offers_it_again() -> None:
     hashes = chain_hashes(range(16), 4)
     request = SimpleNamespace(request_id="r1", block_hashes=hashes)
     needs = needs_of([KVCacheGroup(("layer",), 4)], 4)
-    state = RequestState(request, RequestPolicy(), [GroupState()])  # type: ignore[arg-type]
+    state = RequestState(request, RequestPolicy(), [GroupState()])
     state.extend_keys(needs)
     state.groups[0].cursor = 4
     hashes[3:] = chain_hashes([*range(15), 99, *range(4)], 4)[3:]

@@ -6,6 +6,8 @@ import pytest
 
 from tests.connector.fakes import (
     FakeBlocks,
+    FakeManager,
+    FakeRequest,
     FakeSchedulerOutput,
     finished,
     idle_step,
@@ -15,6 +17,8 @@ from tests.connector.fakes import (
     prompt,
     start_load,
 )
+from tiering.api.transfer import GPULoadStoreSpec
+from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 
 class TestShrunkHit:
@@ -82,7 +86,9 @@ class TestShrunkHit:
 
 
 class TestFailedLoad:
-    def fail(self, failed_block: int = 4, *, computed: int = 0, world_size: int = 1) -> tuple[object, ...]:
+    def fail(
+        self, failed_block: int = 4, *, computed: int = 0, world_size: int = 1
+    ) -> tuple[OffloadingConnectorScheduler, FakeManager, FakeRequest]:
         scheduler, manager = make_scheduler(world_size=world_size)
         request = prompt(40)
         manager.hold(request.keys()[:8])
@@ -108,7 +114,9 @@ class TestFailedLoad:
         manager.drop(*request.keys()[3:8])
         request.num_computed_tokens = 12
         meta = scheduler.build_connector_meta(FakeSchedulerOutput().new(request, 28, ids(10)))
-        assert meta.reqs_to_store["r1"].spec[0].block_ids.tolist() == ids(10)[3:]
+        source = meta.reqs_to_store["r1"].spec[0]
+        assert isinstance(source, GPULoadStoreSpec)
+        assert source.block_ids.tolist() == ids(10)[3:]
 
     def test_without_exact_blocks_all_of_it_counts_as_failed(self) -> None:
         scheduler, manager = make_scheduler()

@@ -27,7 +27,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 def blocks_of(meta: OffloadingConnectorMetadata, name: str = "r1") -> list[int]:
     source = meta.reqs_to_store[name].spec[0]
     assert isinstance(source, GPULoadStoreSpec)
-    return source.block_ids.tolist()
+    return [int(block) for block in source.block_ids]
 
 
 def idle(scheduler: OffloadingConnectorScheduler) -> OffloadingConnectorMetadata:

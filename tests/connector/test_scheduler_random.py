@@ -3,7 +3,7 @@ wrong."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -41,12 +41,18 @@ def test_the_walk_loads_and_flushes() -> None:
     assert sum(walk.flushed for walk in walks) > 20
 
 
+def run_all(walks: Iterable[Simulation]) -> None:
+    """Run each walk for 80 steps."""
+    for walk in walks:
+        walk.run(80)
+
+
 def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what the walk proves is due to the fences."""
     monkeypatch.setattr(BlockFences, "conflicts", lambda self, block_ids: NO_JOBS)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):
-        deque((walk.run(80) for walk in walks), maxlen=0)
+        run_all(walks)
 
 
 def test_without_suspects_the_walk_finds_kv_from_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +60,4 @@ def test_without_suspects_the_walk_finds_kv_from_before_a_reset(monkeypatch: pyt
     monkeypatch.setattr(SuspectBlocks, "reset", lambda self, pool: None)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):
-        deque((walk.run(80) for walk in walks), maxlen=0)
+        run_all(walks)

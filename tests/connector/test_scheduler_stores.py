@@ -7,6 +7,7 @@ import pytest
 
 from tests.connector.fakes import (
     FakeBlocks,
+    FakeManager,
     FakeRequest,
     FakeSchedulerOutput,
     finished,
@@ -21,6 +22,7 @@ from tests.connector.fakes import (
 )
 from tiering.api.request import OffloadPolicy
 from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 
 class TestWhichBlocks:
@@ -140,7 +142,7 @@ class TestWhichBlocks:
 
 
 class TestConfirmedTokensOnly:
-    def decoding(self) -> tuple[object, ...]:
+    def decoding(self) -> tuple[OffloadingConnectorScheduler, FakeManager, FakeRequest]:
         scheduler, manager = make_scheduler(offload_prompt_only=False)
         request = prompt(10)
         run_prompt(scheduler, request, ids(8))

@@ -48,7 +48,7 @@ class TestStored:
         tracker.record_store(request, group(), 1, key)
         assert tracker.take_events([stored(key)]) == [
             BlockStored(
-                block_hashes=request.block_hashes[2:4],
+                block_hashes=[*request.block_hashes[2:4]],
                 parent_block_hash=request.block_hashes[1],
                 token_ids=list(range(8, 16)),
                 block_size=4,
@@ -128,7 +128,7 @@ class TestRemoved:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
         tracker.record_store(request, group(), 0, request.key(1))
         assert tracker.take_events([stored(request.key(1)), removed(request.key(1))])[1] == BlockRemoved(
-            request.block_hashes[:2], "CPU", 0, "LOCAL"
+            [*request.block_hashes[:2]], "CPU", 0, "LOCAL"
         )
 
     def test_the_snapshot_stays_until_no_tier_holds_the_block(self) -> None:
@@ -138,7 +138,7 @@ class TestRemoved:
         tracker.take_events([stored(key), stored(key, tier="disk"), removed(key)])
         assert len(tracker) == 1
         assert tracker.take_events([removed(key, tier="disk")]) == [
-            BlockRemoved(request.block_hashes[:2], "STORAGE", 0, "LOCAL", "disk")
+            BlockRemoved([*request.block_hashes[:2]], "STORAGE", 0, "LOCAL", "disk")
         ]
         assert len(tracker) == 0
 
@@ -252,7 +252,7 @@ class TestBound:
         tracker.take_events([stored(request.key(1), tier="disk")])
         tracker.record_store(request, group(), 1, request.key(3))
         removal, placeholder = tracker.take_events([])
-        assert removal == BlockRemoved(request.block_hashes[:2], "STORAGE", 0, "LOCAL", "disk")
+        assert removal == BlockRemoved([*request.block_hashes[:2]], "STORAGE", 0, "LOCAL", "disk")
         assert (placeholder.block_hashes, getattr(placeholder, "block_size", None)) == ([request.block_hashes[1]], 0)
 
 

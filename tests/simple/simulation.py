@@ -290,10 +290,10 @@ class Simulation:
                     if position % BLOCK == 0:
                         worker.gpu[table[position // BLOCK]] = [None] * BLOCK
                     worker.gpu[table[position // BLOCK]][position % BLOCK] = (weights, group, digests[position + 1])
-            for block in range(start // BLOCK, end // BLOCK):
-                key = make_offload_key(request.block_hashes[block], group)
+            for index in range(start // BLOCK, end // BLOCK):
+                key = make_offload_key(request.block_hashes[index], group)
                 self._contents[key] = [
-                    (self.weights, group, digest) for digest in digests[block * BLOCK + 1 : (block + 1) * BLOCK + 1]
+                    (self.weights, group, digest) for digest in digests[index * BLOCK + 1 : (index + 1) * BLOCK + 1]
                 ]
 
 

@@ -24,7 +24,7 @@ def running(names: str, pool: MirroredPool) -> RequestState:
     """A request that has computed one block for each letter."""
     group = GroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
     request = SimpleNamespace(request_id=names, num_computed_tokens=BLOCK * len(names))
-    return RequestState(request, RequestPolicy(), [group])  # type: ignore[arg-type]
+    return RequestState(request, RequestPolicy(), [group])
 
 
 def stores() -> tuple[EagerStores, MirroredPool]:

@@ -4,18 +4,23 @@ what was loaded."""
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from examples.mini_engine import Request
+from examples.mini_engine.model import ModelConfig
 from examples.mini_engine.request import Status
 from examples.mini_engine.simple import SimpleEngine
 from examples.mini_engine.tiers import copy_nothing
 from tests.mini_engine.helpers import SMALL, WINDOWED, ask_all, options, prompt, reference, wrong_answers
-from tiering.copy.contract import OffloadingHandler
+from tiering.api.transfer import TransferSpec
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.errors import ConfigError
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
+from tiering.simple.worker import SimpleCPUOffloadWorker
 
 MODES = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 MODELS = pytest.mark.parametrize("model", [SMALL, WINDOWED], ids=["full", "windowed"])
@@ -27,16 +32,25 @@ def simple(lazy: bool, capacity: str = "8MiB", **changes: Any) -> Any:
     return options(**{"num_blocks": 44, "stack": stack, **changes})
 
 
+def halves(engine: SimpleEngine) -> tuple[SimpleCPUOffloadScheduler, SimpleCPUOffloadWorker]:
+    """Return the two halves of the engine's connector."""
+    tiers = engine.tiers
+    assert tiers is not None
+    assert isinstance(tiers.scheduler_half, SimpleCPUOffloadScheduler)
+    assert isinstance(tiers.worker_half, SimpleCPUOffloadWorker)
+    return tiers.scheduler_half, tiers.worker_half
+
+
 def check_nothing_is_held(engine: SimpleEngine) -> None:
     assert engine.settle()
     assert len(engine.kv.pool.free) == engine.options.num_blocks - 1
-    assert engine.tiers.scheduler_half.get_stats()["held_blocks"] == 0
+    assert halves(engine)[0].get_stats()["held_blocks"] == 0
 
 
 @MODES
 @MODELS
 @pytest.mark.parametrize("kv_first", [False, True], ids=["blocks first", "kv first"])
-def test_what_is_loaded_changes_no_bit_and_was_really_loaded(lazy, model, kv_first):
+def test_what_is_loaded_changes_no_bit_and_was_really_loaded(lazy: bool, model: ModelConfig, kv_first: bool) -> None:
     with SimpleEngine(simple(lazy, model=model, kv_first=kv_first)) as engine:
         assert wrong_answers(ask_all(engine, PROMPTS, "first"), PROMPTS, model=model) == []
         loaded = engine.loaded_bytes
@@ -49,7 +63,7 @@ def test_what_is_loaded_changes_no_bit_and_was_really_loaded(lazy, model, kv_fir
 
 @MODES
 @MODELS
-def test_loads_that_copy_nothing_are_noticed(lazy, model):
+def test_loads_that_copy_nothing_are_noticed(lazy: bool, model: ModelConfig) -> None:
     with SimpleEngine(simple(lazy, model=model), copy_nothing) as engine:
         ask_all(engine, PROMPTS, "first")
         again = ask_all(engine, PROMPTS, "again")
@@ -60,15 +74,17 @@ def test_loads_that_copy_nothing_are_noticed(lazy, model):
 
 
 @MODES
-def test_one_wrong_block_is_noticed(lazy):
+def test_one_wrong_block_is_noticed(lazy: bool) -> None:
     with SimpleEngine(simple(lazy)) as engine:
         ask_all(engine, PROMPTS, "first")
         assert engine.settle()
         request = Request("", PROMPTS[0])
         request.update_hashes(8)
-        pool = engine.tiers.scheduler_half.cpu_block_pool
+        pool = halves(engine)[0].cpu_block_pool
         key = next(key for key in pool.cached if key[:-4] == request.block_hashes[5])
-        rows = engine.tiers.worker_half._region.array.reshape(-1)
+        region = halves(engine)[1]._region
+        assert region is not None
+        rows = region.array.reshape(-1)
         size = len(rows) // 4096 * 4096 and engine.worker.cache.block_bytes
         rows[pool.cached[key] * size : (pool.cached[key] + 1) * size] = 0
         again = ask_all(engine, PROMPTS[:1], "again")
@@ -77,12 +93,12 @@ def test_one_wrong_block_is_noticed(lazy):
 
 
 @MODES
-def test_a_pool_that_is_too_small_only_costs_hits(lazy):
+def test_a_pool_that_is_too_small_only_costs_hits(lazy: bool) -> None:
     with SimpleEngine(simple(lazy, capacity="60KiB")) as engine:
         for turn in range(3):
             assert wrong_answers(ask_all(engine, PROMPTS, f"turn {turn}"), PROMPTS) == []
         check_nothing_is_held(engine)
-        assert engine.tiers.scheduler_half.get_stats()["evicted_blocks"] > 0
+        assert halves(engine)[0].get_stats()["evicted_blocks"] > 0
 
 
 class FailingLoads(OffloadingHandler):
@@ -91,24 +107,24 @@ class FailingLoads(OffloadingHandler):
     def __init__(self, inner: OffloadingHandler) -> None:
         self._inner, self._count, self.failed = inner, 0, 0
 
-    def transfer_async(self, job_id, spec):
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         self._count += 1
         self.failed += self._count % 2
         return self._count % 2 == 0 and self._inner.transfer_async(job_id, spec)
 
-    def get_finished(self):
+    def get_finished(self) -> list[TransferResult]:
         return self._inner.get_finished()
 
-    def wait(self, job_ids):
+    def wait(self, job_ids: Collection[int]) -> None:
         self._inner.wait(job_ids)
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         self._inner.shutdown()
 
 
 @MODES
 @MODELS
-def test_failed_loads_are_computed(lazy, model):
+def test_failed_loads_are_computed(lazy: bool, model: ModelConfig) -> None:
     made: list[FailingLoads] = []
 
     def failing(handler: OffloadingHandler) -> OffloadingHandler:
@@ -124,7 +140,7 @@ def test_failed_loads_are_computed(lazy, model):
 
 
 @MODES
-def test_after_new_weights_nothing_old_is_served(lazy):
+def test_after_new_weights_nothing_old_is_served(lazy: bool) -> None:
     with SimpleEngine(simple(lazy)) as engine:
         ask_all(engine, PROMPTS, "first")
         assert engine.load_weights(1)
@@ -147,7 +163,7 @@ def test_an_engine_without_the_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_answers_are_right(seed):
+def test_whatever_happens_answers_are_right(seed: int) -> None:
     dice = random.Random(seed)
     model = replace(SMALL, sliding_window=dice.choice([None, 12, 17, 33]))
     settings = simple(

@@ -39,7 +39,7 @@ def simulation(
     sim = Simulation(gpu_blocks=gpu_blocks, windows=windows, budget=budget)
     sim.half = half_of(sim, cpu_blocks)
     sim.half.bind_gpu_block_pool(sim.pool)
-    sim.scheduler.connector = sim.half  # type: ignore[assignment]
+    sim.scheduler.connector = sim.half
     return sim
 
 
@@ -53,7 +53,7 @@ def removed(events: list[KVCacheEvent]) -> list[bytes | int]:
 
 def check_described(events: list[KVCacheEvent], *requests: Request) -> None:
     """Each stored block tells the tokens, hash and parent of a block of one of ``requests``."""
-    known = {}
+    known: dict[bytes | int, tuple[bytes | None, list[int]]] = {}
     for request in requests:
         names = [name[:8] for name in request.block_hashes]
         for index, name in enumerate(names):
@@ -161,7 +161,7 @@ def test_nothing_is_kept_for_events_that_do_not_describe_themselves() -> None:
     sim = simulation()
     sim.half = half_of(sim, 32, described=False)
     sim.half.bind_gpu_block_pool(sim.pool)
-    sim.scheduler.connector = sim.half  # type: ignore[assignment]
+    sim.scheduler.connector = sim.half
     sim.run("a", tokens(1, 9), 1)
     assert snapshots(sim) == 0
     sim.settle()

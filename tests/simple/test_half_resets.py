@@ -30,7 +30,7 @@ def end(sim: Simulation) -> None:
 
 
 @LAZY
-def test_what_was_in_the_engines_cache_is_not_stored_nor_what_is_computed_on_top_of_it(lazy):
+def test_what_was_in_the_engines_cache_is_not_stored_nor_what_is_computed_on_top_of_it(lazy: bool) -> None:
     sim = beside_a_running_one(lazy)
     longer = sim.run("longer", [*tokens(1, 24), *tokens(3, 16)], 1)
     assert longer.gpu_hit_tokens == 24
@@ -39,7 +39,7 @@ def test_what_was_in_the_engines_cache_is_not_stored_nor_what_is_computed_on_top
 
 
 @LAZY
-def test_nor_what_the_running_request_has_computed_since(lazy):
+def test_nor_what_the_running_request_has_computed_since(lazy: bool) -> None:
     sim = beside_a_running_one(lazy)
     running = sim.scheduler.requests["running"]
     end(sim)
@@ -48,7 +48,7 @@ def test_nor_what_the_running_request_has_computed_since(lazy):
 
 
 @LAZY
-def test_what_is_computed_since_is_stored(lazy):
+def test_what_is_computed_since_is_stored(lazy: bool) -> None:
     sim = beside_a_running_one(lazy)
     new = sim.run("new", tokens(4, 24), 1)
     also = sim.run("also", [*tokens(4, 24), *tokens(5, 16)], 1)
@@ -59,7 +59,7 @@ def test_what_is_computed_since_is_stored(lazy):
 
 
 @LAZY
-def test_old_blocks_are_stored_once_they_are_computed_anew(lazy):
+def test_old_blocks_are_stored_once_they_are_computed_anew(lazy: bool) -> None:
     sim = beside_a_running_one(lazy)
     end(sim)
     again = sim.run("again", tokens(1, 24), 1)

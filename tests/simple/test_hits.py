@@ -59,7 +59,7 @@ def test_the_last_token_is_left_by_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("window", "needed"), [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)])
-def test_a_window_needs_its_last_blocks(window, needed):
+def test_a_window_needs_its_last_blocks(window: int, needed: int) -> None:
     held = {b"0/%d" % block for block in range(8)} | {b"1/%d" % block for block in range(8 - needed, 8)}
     both = search(group(FULL, 4), group(WINDOW, 4, window))
     keys = [names(0, 8), names(1, 8)]
@@ -89,7 +89,7 @@ def test_a_computed_part_that_ends_within_a_block_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_mixture_finds_what_trying_every_length_finds(seed):
+def test_any_mixture_finds_what_trying_every_length_finds(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(60):
         groups = [group(FULL, dice.choice([2, 4]))]

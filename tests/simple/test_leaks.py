@@ -22,8 +22,14 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sim: Simulation | None = None
+        self.started: Simulation | None = None
         self.count = 0
+
+    @property
+    def sim(self) -> Simulation:
+        """The simulation, which every run starts first."""
+        assert self.started is not None
+        return self.started
 
     @initialize(
         windows=st.sampled_from(WINDOWS),
@@ -34,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 40]),
     )
     def start(self, **options: Any) -> None:
-        self.sim = Simulation(**options)
+        self.started = Simulation(**options)
 
     @rule(
         seed=st.integers(0, 3), length=st.integers(1, 30), shared=st.sampled_from([0, 8, 17]), answer=st.integers(1, 6)
@@ -74,11 +80,11 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_found_is_right(self) -> None:
-        if self.sim is not None:
+        if self.started is not None:
             self.sim.check_contents()
 
     def teardown(self) -> None:
-        if self.sim is not None:
+        if self.started is not None:
             self.sim.settle()
             self.sim.check_nothing_is_held()
 

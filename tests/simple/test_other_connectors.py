@@ -93,7 +93,7 @@ TEXT = tokens(1, 40)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_store_of_blocks_that_were_not_filled_never_becomes_visible(deferred):
+def test_a_store_of_blocks_that_were_not_filled_never_becomes_visible(deferred: bool) -> None:
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
     assert meta.store_gpu_blocks == engine.tables["a"][:FILLED]

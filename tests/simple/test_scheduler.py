@@ -13,6 +13,7 @@ from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import make_offload_key
 from tiering.errors import ConfigError
 from tiering.offload.event_types import BlockRemoved, BlockStored
+from tiering.offload.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor, derive_cpu_config
 from tiering.simple.lazy import LazyStores
@@ -81,7 +82,9 @@ def test_the_cpu_pool_has_at_least_one_block() -> None:
         ),
     ],
 )
-def test_an_engine_that_cannot_be_served_is_refused(groups, changes, capacity, said):
+def test_an_engine_that_cannot_be_served_is_refused(
+    groups: tuple[KVCacheGroup, ...], changes: dict[str, object], capacity: int, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         SimpleCPUOffloadScheduler(engine(groups, **changes), cache(groups), capacity)
 
@@ -97,7 +100,7 @@ def test_an_engine_that_cannot_be_served_is_refused(groups, changes, capacity, s
         "a later kind",
     ],
 )
-def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind):
+def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind: str) -> None:
     groups = (*groups_of((None,)), KVCacheGroup(("layer1",), BLOCK, None, kind))
     with pytest.raises(ConfigError, match=rf"{kind} \(group 1\).*it knows full_attention"):
         SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
@@ -106,7 +109,7 @@ def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind):
 @pytest.mark.parametrize(
     ("kind", "window"), [("mla_attention", None), ("sink_full_attention", None), ("full_attention", 8)]
 )
-def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind, window):
+def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind: str, window: int | None) -> None:
     groups = (KVCacheGroup(("layer0",), BLOCK, window, kind), KVCacheGroup(("layer1",), BLOCK, 5, "sliding_window_mla"))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
     assert half.full_attention_group == 0
@@ -138,7 +141,7 @@ def test_confirmed_blocks_are_stored_in_the_step_after_they_were_computed_and_on
     for expected in ([], [0, 1], [2, 3], []):
         sim.step()
         meta = sim.metadata[-1]
-        ids = [block.block_id for block in sim.kv._tables["a"].blocks[0]]  # type: ignore[attr-defined]
+        ids = [block.block_id for block in sim.kv._tables["a"].blocks[0]]
         assert meta.store_gpu_blocks == [ids[index] for index in expected]
 
 
@@ -347,7 +350,7 @@ def test_lazy_stores_what_was_given_back_and_once() -> None:
 @pytest.mark.parametrize(
     ("windows", "target"), [((None,), 2 * 4), ((None, 9), 2 * (4 + 4)), ((None, None, 4), 2 * (4 + 4 + 2))]
 )
-def test_the_target_covers_what_two_steps_can_use_up(windows, target):
+def test_the_target_covers_what_two_steps_can_use_up(windows: tuple[int | None, ...], target: int) -> None:
     assert make_scheduler(10, 10, windows, lazy=True, budget=16)._lazy.target == target
 
 
@@ -523,7 +526,7 @@ def evicted_from_the_gpu(sim: Simulation, length: int = 20) -> Request:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_what_has_left_the_gpu_is_loaded(windows, lazy):
+def test_what_has_left_the_gpu_is_loaded(windows: tuple[int | None, ...], lazy: bool) -> None:
     sim = Simulation(windows=windows, lazy=lazy, gpu_blocks=12 * len(windows), cpu_blocks=200)
     evicted_from_the_gpu(sim)
     again = sim.run("again", tokens(1, 20), 1)
@@ -561,12 +564,12 @@ def test_a_hit_that_has_shrunk_is_reported_block_by_block_and_computed() -> None
     pool = sim.half.cpu_block_pool
     ask = sim.half.get_num_new_matched_tokens
 
-    def ask_and_shrink(request: Request, computed: int) -> tuple[int | None, bool]:
+    def ask_and_shrink(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         answer = ask(request, computed)
         pool.cached.pop(make_offload_key(request.block_hashes[2], 0), None)
         return answer
 
-    sim.half.get_num_new_matched_tokens = ask_and_shrink  # type: ignore[method-assign]
+    sim.half.get_num_new_matched_tokens = ask_and_shrink  # type: ignore[method-assign, assignment]
     again = sim.add("again", tokens(1, 20), 1)
     sim.step()
     assert sim.metadata[-1].load_cpu_blocks.count(NOT_HELD) == 1
@@ -580,12 +583,12 @@ def test_of_a_request_that_is_aborted_while_it_loads_nothing_is_stored() -> None
     key = make_offload_key(request.block_hashes[2], 0)
     ask, pool = sim.half.get_num_new_matched_tokens, sim.half.cpu_block_pool
 
-    def ask_and_shrink(request: Request, computed: int) -> tuple[int | None, bool]:
+    def ask_and_shrink(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         answer = ask(request, computed)
         pool.cached.pop(key, None)
         return answer
 
-    sim.half.get_num_new_matched_tokens = ask_and_shrink  # type: ignore[method-assign]
+    sim.half.get_num_new_matched_tokens = ask_and_shrink  # type: ignore[method-assign, assignment]
     sim.add("again", tokens(1, 20), 1)
     sim.step()
     sim.scheduler.abort("again")  # it counts as computed what nothing has filled

@@ -29,11 +29,11 @@ def stack_file(path: Path, text: str) -> str:
         {"config": {"mode": "simple", "primary": PRIMARY, "secondary": []}, "lazy_offload": True},
     ],
 )
-def test_stack_and_extra_configuration_can_both_choose_it(extra):
+def test_stack_and_extra_configuration_can_both_choose_it(extra: dict[str, Any]) -> None:
     assert simple_options(extra) == SimpleOptions(1 << 20, True, False)
 
 
-def test_a_stack_file_can_choose_it(tmp_path):
+def test_a_stack_file_can_choose_it(tmp_path: Path) -> None:
     file = stack_file(tmp_path, "mode: simple\nevents: true\nprimary: {capacity: 2MiB}\n")
     assert simple_options({"config": file}) == SimpleOptions(2 << 20, False, True)
     assert simple_options({"config": file, "lazy_offload": True}) == SimpleOptions(2 << 20, True, True)
@@ -55,7 +55,7 @@ def test_events_can_be_asked_to_describe_themselves() -> None:
     "extra",
     [{}, {"primary": PRIMARY}, {"config": {"primary": PRIMARY}}, {"config": {"mode": "tiering", "primary": PRIMARY}}],
 )
-def test_otherwise_it_is_the_tiering_mode(extra):
+def test_otherwise_it_is_the_tiering_mode(extra: dict[str, Any]) -> None:
     assert simple_options(extra) is None
 
 
@@ -73,7 +73,7 @@ def test_otherwise_it_is_the_tiering_mode(extra):
         ({"nonsense": 1}, "nonsense.*unknown"),
     ],
 )
-def test_what_it_cannot_do_is_refused(words: dict[str, Any], said: str):
+def test_what_it_cannot_do_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         simple_options({"mode": "simple", "primary": PRIMARY, **words})
 

@@ -62,7 +62,7 @@ def test_a_request_that_may_not_load_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_pool_is_told_with_the_bytes_of_all_workers(world_size):
+def test_the_pool_is_told_with_the_bytes_of_all_workers(world_size: int) -> None:
     sim = Simulation(cpu_blocks=3, world_size=world_size)
     sim.run("a", tokens(1, 9), 1)
     sim.settle()

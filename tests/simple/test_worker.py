@@ -22,15 +22,18 @@ BLOCKS = 8
 GROUPS = (KVCacheGroup(("a", "b"), 4), KVCacheGroup(("c",), 4, 8, "sliding_window"))
 ENGINE = EngineConfig((4, 4), 4, GROUPS)
 
+Caches = dict[str, torch.Tensor]
+"""KV-cache tensors by the names of their layers."""
 
-def caches(layout: str) -> dict[str, torch.Tensor]:
+
+def caches(layout: str) -> Caches:
     """Two tensors; layer c, of the other group, shares the first one's memory."""
     shape = (2, BLOCKS, 4, 6) if layout == "kv first" else (BLOCKS, 2, 4, 6)
     first, second = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     return {"a": first, "b": second, "c": first}
 
 
-def config(kv_caches: dict[str, torch.Tensor]) -> KVCacheConfig:
+def config(kv_caches: Caches) -> KVCacheConfig:
     size = kv_caches["a"].nbytes
     return KVCacheConfig(BLOCKS, (KVCacheTensor(size, ("a", "c")), KVCacheTensor(size, ("b",))), GROUPS)
 
@@ -67,12 +70,12 @@ class BrokenWorker(SimpleCPUOffloadWorker):
 
 
 @pytest.fixture(params=["kv first", "blocks first"])
-def kv_caches(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+def kv_caches(request: pytest.FixtureRequest) -> Caches:
     return caches(request.param)
 
 
 @pytest.fixture
-def worker(kv_caches: dict[str, torch.Tensor]) -> Iterator[SimpleCPUOffloadWorker]:
+def worker(kv_caches: Caches) -> Iterator[SimpleCPUOffloadWorker]:
     subject = SimpleCPUOffloadWorker(ENGINE, config(kv_caches), config(kv_caches).total_bytes)
     subject.register_kv_caches(kv_caches)
     yield subject
@@ -111,7 +114,9 @@ def finish_load(worker: SimpleCPUOffloadWorker) -> set[str]:
     return received
 
 
-def test_blocks_of_all_groups_come_back_in_other_places_byte_for_byte(worker, kv_caches):
+def test_blocks_of_all_groups_come_back_in_other_places_byte_for_byte(
+    worker: SimpleCPUOffloadWorker, kv_caches: Caches
+) -> None:
     blocks_at = 1 if kv_caches["a"].shape[0] == 2 else 0
     before = {name: tensor.clone() for name, tensor in kv_caches.items()}
     worker.prepare_store_kv(store(0, [3, 1, 6], [5, 0, 2]))
@@ -127,15 +132,16 @@ def test_blocks_of_all_groups_come_back_in_other_places_byte_for_byte(worker, kv
         assert not tensor.select(blocks_at, 1).any()
 
 
-def test_bytes_that_were_copied_are_counted(worker, kv_caches):
+def test_bytes_that_were_copied_are_counted(worker: SimpleCPUOffloadWorker, kv_caches: Caches) -> None:
     worker.prepare_store_kv(store(0, [3, 1], [0, 1]))
     finish_store(worker, 0)
     stats = worker.get_kv_connector_stats()
+    assert stats is not None
     assert stats.reduce()["gpu_to_cpu_total_bytes"] == 2 * config(kv_caches).block_bytes
     assert worker.get_kv_connector_stats() is None
 
 
-def test_the_same_metadata_again_does_nothing(worker):
+def test_the_same_metadata_again_does_nothing(worker: SimpleCPUOffloadWorker) -> None:
     metadata = store(0, [3], [0])
     worker.prepare_store_kv(metadata)
     worker.prepare_store_kv(metadata)
@@ -144,7 +150,7 @@ def test_the_same_metadata_again_does_nothing(worker):
     assert reported(worker) == {}
 
 
-def test_a_flush_waits_for_the_stores_that_run(worker):
+def test_a_flush_waits_for_the_stores_that_run(worker: SimpleCPUOffloadWorker) -> None:
     for event in range(5):
         worker.prepare_store_kv(store(event, [3, 1, 6], [0, 1, 2]))
     worker.handle_preemptions(SimpleCPUOffloadMetadata(need_flush=True))
@@ -152,7 +158,7 @@ def test_a_flush_waits_for_the_stores_that_run(worker):
     assert reported(worker) == dict.fromkeys(range(5), 1)
 
 
-def test_a_drain_waits_for_everything_that_runs(worker):
+def test_a_drain_waits_for_everything_that_runs(worker: SimpleCPUOffloadWorker) -> None:
     for event in range(5):
         worker.prepare_store_kv(store(event, [3, 1, 6], [0, 1, 2]))
     worker.start_kv_transfers(load(0, [7, 2], [2, 0], "r"))
@@ -161,7 +167,7 @@ def test_a_drain_waits_for_everything_that_runs(worker):
     assert reported(worker) == dict.fromkeys(range(5), 1)
 
 
-def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker):
+def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker: SimpleCPUOffloadWorker) -> None:
     worker.prepare_store_kv(store(0, [1], [0]))
     finish_store(worker, 0)
     worker.start_kv_transfers(load(0, [4, 5, 6], [NOT_HELD, 0, NOT_HELD], "r"))
@@ -170,14 +176,14 @@ def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker):
     assert worker.get_block_ids_with_load_errors() == set()
 
 
-def test_a_load_of_which_nothing_is_held_ends_at_once(worker):
+def test_a_load_of_which_nothing_is_held_ends_at_once(worker: SimpleCPUOffloadWorker) -> None:
     worker.start_kv_transfers(load(0, [4], [NOT_HELD], "r"))
     assert worker.get_finished(()) == (set(), {"r"})
     assert worker.get_block_ids_with_load_errors() == {4}
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_failed_copies_are_reported(starts):
+def test_failed_copies_are_reported(starts: bool) -> None:
     kv_caches = caches("blocks first")
     worker = BrokenWorker(ENGINE, config(kv_caches), config(kv_caches).total_bytes)
     worker.starts = starts
@@ -195,16 +201,17 @@ def test_reports_of_several_workers_add_up() -> None:
     assert one.aggregate(other).completed_store_events == {1: 1, 2: 2, failed(1): 1}
 
 
-def test_the_cpu_memory_is_no_larger_than_its_blocks(worker, kv_caches):
+def test_the_cpu_memory_is_no_larger_than_its_blocks(worker: SimpleCPUOffloadWorker, kv_caches: Caches) -> None:
+    assert worker._region is not None
     assert worker._region.row_bytes == config(kv_caches).total_bytes
 
 
-def test_caches_larger_than_the_configuration_says_are_refused(kv_caches):
+def test_caches_larger_than_the_configuration_says_are_refused(kv_caches: Caches) -> None:
     small = KVCacheConfig(BLOCKS, (KVCacheTensor(kv_caches["a"].nbytes, ("a", "b", "c")),), GROUPS)
     with pytest.raises(ConfigError, match="the engine's configuration says"):
         SimpleCPUOffloadWorker(ENGINE, small, 10_000).register_kv_caches(kv_caches)
 
 
-def test_caches_are_registered_once(worker, kv_caches):
+def test_caches_are_registered_once(worker: SimpleCPUOffloadWorker, kv_caches: Caches) -> None:
     with pytest.raises(ConfigError, match="already"):
         worker.register_kv_caches(kv_caches)
