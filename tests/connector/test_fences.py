@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -144,6 +146,18 @@ class TestBorders:
         fences.fence(1, as_rows([3]), writes=True)
         assert fences.conflicts([]) == set()
         assert not fences.is_written([])
+
+    def test_further_fences_of_known_blocks_take_no_memory(self) -> None:
+        fences = BlockFences()
+        fences.fence(0, as_rows([3, 1000]), writes=True)
+        tracemalloc.start()
+        try:
+            for job in range(1, 12):
+                fences.fence(job, as_rows([3, 1000]), writes=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 16
 
 
 class TestFlush:
