@@ -104,7 +104,7 @@ class TestBorders:
         assert fences.written({3, 4, 6, 5_000_000}) == {3}
         assert fences.written(()) == set()
 
-    @pytest.mark.parametrize("block", [0, 1022, 1023, 1024, 1025, 2047, 2048, 4096])
+    @pytest.mark.parametrize("block", [0, 1022, 1023, 1024, 1025, 2047, 2048, 4096, 4097])
     def test_every_block_id_up_to_the_largest_one_is_known(self, block: int) -> None:
         fences = BlockFences()
         fences.fence(1, as_rows([block]), writes=True)
