@@ -89,7 +89,6 @@ def test_outcomes_are_per_block_and_co_indexed_with_the_keys() -> None:
         (result,) = finish(host)
     assert outcome_names(result.outcomes) == ["ABSENT", "DONE", "FrameError", "DONE"]
     assert result.transfer_bytes == 2 * primary.size
-    assert host.stats.corrupt == 1
 
 
 def test_a_job_without_blocks_is_reported() -> None:
@@ -278,7 +277,6 @@ def test_an_overdue_job_ends_although_every_thread_hangs() -> None:
         assert result.job.job_id == 1
         assert outcome_names(result.outcomes) == ["OverdueError"] * 2
         assert host.in_flight == 2
-        assert host.stats.overdue == 2
         store.gate.set()
         assert sorted(result.job.job_id for result in finish(host, 2)) == [0, 2]
 

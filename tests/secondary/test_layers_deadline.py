@@ -5,24 +5,22 @@ from __future__ import annotations
 from tests.secondary.io_fakes import make_blocks, outcome_names
 from tiering.block_store import BlockIO, BlockStore, Done, StoreTraits
 from tiering.secondary.io.layers.attempts import DeadlineLayer
-from tiering.secondary.io.stats import IoStats
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore
 
 
 def test_overdue_blocks_are_not_attempted_and_the_others_are() -> None:
-    clock, store, stats = FakeClock(), DictStore(), IoStats()
+    clock, store = FakeClock(), DictStore()
     blocks = make_blocks(4, deadline=clock() + 1)
     blocks[0].deadline = blocks[2].deadline = clock()
-    outcomes = DeadlineLayer(store, stats, clock=clock).put(blocks)
+    outcomes = DeadlineLayer(store, clock=clock).put(blocks)
     assert outcome_names(outcomes) == ["OverdueError", "DONE", "OverdueError", "DONE"]
     assert store.calls == [("put", (1, 3))]
-    assert stats.overdue == 2
 
 
 def test_a_medium_is_left_alone_when_everything_is_overdue() -> None:
     clock, store = FakeClock(), DictStore()
-    layer = DeadlineLayer(store, IoStats(), clock=clock)
+    layer = DeadlineLayer(store, clock=clock)
     assert outcome_names(layer.get(make_blocks(2, deadline=clock() - 1))) == ["OverdueError"] * 2
     assert store.calls == []
 
@@ -45,6 +43,6 @@ class _Slow(BlockStore):
 
 def test_the_clock_is_read_between_blocks_that_move_one_after_the_other() -> None:
     clock = FakeClock()
-    layer = DeadlineLayer(_Slow(clock), IoStats(), clock=clock)
+    layer = DeadlineLayer(_Slow(clock), clock=clock)
     outcomes = layer.get(make_blocks(4, deadline=clock() + 1.5))
     assert outcome_names(outcomes) == ["DONE", "DONE", "OverdueError", "OverdueError"]

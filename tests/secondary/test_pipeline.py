@@ -134,9 +134,7 @@ def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(
     first, second = load_refusals(pipeline, primary, 2)
     assert first is Done.DONE
     assert primary.block(0) == blocks[0]
-    if isinstance(second, CorruptReason):
-        assert pipeline.stats.corrupt == 1
-    else:
+    if not isinstance(second, CorruptReason):
         # A bit of a zstd frame may mean nothing: then the block is right all the same.
         assert variable
         assert compress
@@ -203,7 +201,6 @@ def test_silent_faults_of_a_medium_are_refused(fault: Fault, when: str, seed: in
     store_all(pipeline, primary, 1)
     outcomes = load_refusals(pipeline, primary, 3)
     assert any(isinstance(outcome, CorruptReason) for outcome in outcomes)
-    assert pipeline.stats.corrupt == sum(isinstance(outcome, CorruptReason) for outcome in outcomes)
 
 
 def test_refused_blocks_are_logged_once_and_not_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -289,7 +286,6 @@ def test_an_overdue_job_is_not_framed_and_not_attempted() -> None:
     pipeline = pipeline_of(store, primary, clock=clock)
     outcomes = pipeline.run(make_job(primary, IoKind.STORE, range(2), deadline=clock()), range(2))
     assert outcome_names(outcomes) == ["OverdueError"] * 2
-    assert pipeline.stats.overdue == 2
     assert store.calls == []
 
 

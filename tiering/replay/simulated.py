@@ -158,7 +158,6 @@ class SimulatedIo:
             if start >= job.deadline:
                 overdue = OverdueError("the load waited longer than the tier's deadline")
                 heapq.heappush(self._jobs, (max(job.deadline, now), next(self._order), job, overdue))
-                self.stats.overdue += len(job.keys)
                 return
             seconds = max(model.latency + moved / model.read_bytes_per_second, waves * model.latency)
             end = self.reads_free_at = start + seconds

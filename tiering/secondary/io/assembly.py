@@ -44,7 +44,7 @@ def build_io_host(
     stats = IoStats()
     breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
     metered = MeterLayer(store, stats, clock=clock)
-    guarded = BreakerLayer(DeadlineLayer(metered, stats, clock=clock), breakers)
+    guarded = BreakerLayer(DeadlineLayer(metered, clock=clock), breakers)
     layered = RetryLayer(
         guarded,
         options.retries,

@@ -275,8 +275,6 @@ class IoHost:
         now = self._clock()
         for queue in (self._queues.loads, self._queues.stores):
             while (unit := self._take_overdue(queue, now)) is not None:
-                with self.stats.lock:
-                    self.stats.overdue += unit.stop - unit.start
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
         self._threads.replace_stuck()
 

@@ -82,7 +82,7 @@ class Pipeline:
         primary_view: writable memoryview of the primary rows: uint8, shape (num_rows, row_stride_bytes).
         name: name of the tier.
         breakers: circuit breakers of the tier.
-        stats: counters to update.
+        stats: counters of the layers, which the pipeline passes on.
         clock: function that returns monotonic seconds.
         compress: compress stores, where the store takes blocks of any size; loads are always decoded. Default False.
         element_size: bytes of one KV element; default 2.
@@ -152,8 +152,6 @@ class Pipeline:
         if not self.breakers.allows(job.kind):
             return [BreakerOpenError(f"the tier takes no {job.kind.value}s for the time being")] * len(positions)
         if job.deadline <= self._clock():
-            with self.stats.lock:
-                self.stats.overdue += len(positions)
             return [OverdueError("the deadline passed while the job was waiting")] * len(positions)
         rows = [job.rows[position] for position in positions]
         sizes = [job.sizes[position] for position in positions]
@@ -252,16 +250,13 @@ class Pipeline:
                 outcomes[at] = error
                 if isinstance(error, CorruptBlockError):
                     refused.append(error)
-        if refused:
-            with self.stats.lock:
-                self.stats.corrupt += len(refused)
-            if count := self._refused.admit(len(refused)):
-                _log.warning(
-                    "tier %s: %d block(s) on the medium were refused and count as misses; the last: %s",
-                    self.name,
-                    count,
-                    refused[-1],
-                )
+        if refused and (count := self._refused.admit(len(refused))):
+            _log.warning(
+                "tier %s: %d block(s) on the medium were refused and count as misses; the last: %s",
+                self.name,
+                count,
+                refused[-1],
+            )
         return outcomes
 
     def _verify(self, block: BlockIO, size: int, fingerprint: bytes) -> StoreError | None:

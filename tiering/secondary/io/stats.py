@@ -22,9 +22,5 @@ class IoStats:
     """Blocks requested of the medium, including failed attempts, probes and deletions."""
     retries: int = 0
     """Blocks that were sent again."""
-    corrupt: int = 0
-    """Blocks refused as corrupt."""
-    overdue: int = 0
-    """Blocks whose deadline passed before an attempt."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     """Lock to hold for writing, never for reading."""

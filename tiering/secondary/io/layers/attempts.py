@@ -75,9 +75,8 @@ class DeadlineLayer(StoreLayer):
     Attempts that have begun are not interrupted: their row is in use until they end.
     """
 
-    def __init__(self, inner: BlockStore, stats: IoStats, *, clock: Callable[[], float]) -> None:
+    def __init__(self, inner: BlockStore, *, clock: Callable[[], float]) -> None:
         super().__init__(inner)
-        self._stats = stats
         self._clock = clock
         self._one_by_one = not inner.traits.batches
 
@@ -96,8 +95,6 @@ class DeadlineLayer(StoreLayer):
         live = [block for block in blocks if block.deadline > now]
         if len(live) == len(blocks):
             return attempt(blocks)
-        with self._stats.lock:
-            self._stats.overdue += len(blocks) - len(live)
         done = iter(attempt(live)) if live else iter(())
         return [
             next(done) if block.deadline > now else OverdueError("the deadline passed before an attempt")
