@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -84,3 +85,10 @@ def test_the_library_is_imported_without_the_command_line() -> None:
     code = "import sys, tiering; print(*[m for m in ('tiering.cli', 'click', 'rich', 'aiofiles') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
+
+
+def test_the_document_shows_every_command_and_no_other() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    told = set(re.findall(r"kv-tiering (?:-v )?([a-z]+)\b", text + (ROOT / "README.md").read_text()))
+    assert told <= cli.commands.keys()
+    assert cli.commands.keys() - set(re.findall(r"`([a-z]+)[ `]", text)) == set()

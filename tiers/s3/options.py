@@ -20,7 +20,7 @@ SMALL_BLOCK_BYTES = 4 << 20
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9!_.*'()=-]+")
-_NO_EVICTION = "a bucket is shared, and no engine sees all accesses; bound it with ttl, or with gc"
+_NO_EVICTION = "a bucket is shared, and no engine sees all accesses; bound it with ttl, or with kv-tiering gc"
 _NO_SECRETS = "secrets are not written into a stack; use the environment, a profile, or a role (boto3's chain)"
 
 
