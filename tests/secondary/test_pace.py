@@ -70,6 +70,18 @@ def test_a_medium_that_became_faster_is_noticed_without_a_measurement() -> None:
     assert (medium.pace.bandwidth or 0.0) > 10 * known
 
 
+def test_an_outage_is_no_measurement_of_the_bandwidth() -> None:
+    medium = Medium(bandwidth=20_000.0)
+    medium.load(jobs=4)
+    known = medium.pace.bandwidth
+    for _ in range(4):
+        medium.pace.begin([SIZE] * 4)
+    for _ in range(4):
+        medium.clock.advance(30)
+        medium.pace.end([SIZE] * 4, 0)
+    assert medium.pace.bandwidth == known
+
+
 def test_the_latest_measurements_count_most() -> None:
     medium = Medium(bandwidth=20_000.0)
     medium.load(jobs=4)

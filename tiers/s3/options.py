@@ -65,12 +65,17 @@ class S3Options(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions)
     conditional_put: bool = True
     """Let the service refuse to replace an object (``If-None-Match: *``); default True.
 
-    A refused block counts as stored.
+    A block that is refused because it is there (412) counts as stored; after a conflict (409), a HEAD decides.
     """
     bulk_delete: bool = True
     """Delete up to 1,000 objects per request; default True.
 
     Set to false for services without DeleteObjects.
+    """
+    lookup_deadline: Duration = 0.25
+    """Seconds that a lookup may stay undecided before the answer is no (default: 0.25).
+
+    Each token at stake adds 50 µs, up to 5 s in all.
     """
     load_deadline: Duration | None = 2.0
     """Seconds that a request waits for a load (default: 2); stores have ``deadline``.

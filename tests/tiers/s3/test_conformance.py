@@ -11,12 +11,14 @@ import pytest
 
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, ceph_rgw, moto_server, rclone_server
+from tests.tiers.s3.rigs import namespace_of
 from tiering.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
 from tiers.s3 import S3_TIER, S3Options
+from tiers.s3.epochs import begin_epochs
 from tiers.s3.store import S3Store
 
 BUCKET = "kv-cache"
@@ -68,6 +70,19 @@ class _StoreSuite(_Served, BlockStoreTests):
 
 
 class _RealStoreSuite(_StoreSuite):
+    def test_only_the_version_that_was_read_is_deleted(self, store: S3Store) -> None:
+        self.raw_write("ns/1", b"bad")
+        found = store.read_again("ns/1", 10)
+        assert found is not None
+        assert found.content == b"bad"
+        self.raw_write("ns/1", b"good")
+        assert not store.delete_version("ns/1", found.version)
+        again = store.read_again("ns/1", 10)
+        assert again is not None
+        assert store.delete_version("ns/1", again.version)
+        assert self.raw_read("ns/1") is None
+        assert not store.delete_version("ns/1", again.version)
+
     def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: S3Store) -> None:
         for number in range(1005):
             self.raw_write(f"many/{number:04}", b"x")
@@ -110,6 +125,23 @@ class _TierSuite(_Served, TierTests):
         # The scheduler's thread learns of the deletion a step later; until then the block is left alone.
         rig.wait(lambda: rig.store(K[:1]) == K[:1])
         assert rig.load(K[:1]) == K[:1]
+
+    def test_a_new_common_epoch_is_entered_by_engines_that_start(self) -> None:
+        one = self.make_rig().open()
+        store = S3Store(self.options)
+        try:
+            one.store(K[:2])
+            store.open()
+            (begun,) = begin_epochs(store)
+            two = self.make_rig().open()
+            try:
+                assert namespace_of(two).epoch == begun.epoch
+                assert two.load(K[:2]) == []
+            finally:
+                two.close()
+        finally:
+            store.close()
+            one.close()
 
 
 class TestStoreOnMoto(_StoreSuite):

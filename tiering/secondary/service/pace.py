@@ -82,7 +82,9 @@ class LoadPace:
             self._window_bytes += arrived
             elapsed = now - self._window_begun
             if elapsed >= WINDOW:
-                self._measure(self._window_bytes / elapsed)
+                if self._window_bytes:
+                    # A window without a block tells of an outage, which is the breaker's affair.
+                    self._measure(self._window_bytes / elapsed)
                 self._window_begun, self._window_bytes = now, 0
         self._blocks -= len(sizes)
         self._bytes -= sum(sizes)
