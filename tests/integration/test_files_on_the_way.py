@@ -41,7 +41,7 @@ ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close"}
 
 FROM_THE_MANAGER = ("tiering/manager", "tiering/primary", "tiering/table", "tiering/secondary", "tiers/")
 MOST_FROM_THE_MANAGER = 26
-MOST = 41
+MOST = 38
 
 
 class Walk:

@@ -72,6 +72,8 @@ class StorePlanner:
         self._jobs = jobs
         self._fences = fences
         self._events = events
+        self._described = [events.captures(group) for group in groups]
+        """By KV-cache group: True if KV events describe the blocks of the group."""
         self._largest_block = max(group.offloaded_block_size for group in groups)
         self._warn_full = LimitedWarning(logger, clock)
         self._holds_back = any(group.volatile_tokens for group in groups)
@@ -205,13 +207,13 @@ class StorePlanner:
             wanted, destination, chosen = _in_offered_order(offers, offered, wanted, destination)
         runs: list[Rows] = []
         firsts: list[int] = []
-        for group, offer, mask in zip(self._groups, offers, chosen, strict=True):
+        for group, offer, mask, described in zip(self._groups, offers, chosen, self._described, strict=True):
             factor = group.block_size_factor
             positions = offer.positions if mask is None else offer.positions[mask]
             ids = offer.block_ids if mask is None else offer.block_ids.reshape(-1, factor)[mask].reshape(-1)
             runs.append(ids)
             firsts.append(int(positions[0]) * factor if len(positions) else 0)
-            if self._events.captures(group):
+            if described:
                 keys = offer.keys if mask is None else [offer.keys[index] for index in np.flatnonzero(mask)]
                 self._events.record_stores(state.request, group, positions.tolist(), keys)
         block_ids = np.concatenate(runs)
