@@ -71,11 +71,17 @@ class TestSpread:
 
     def test_forgets_these_tables_when_no_step_is_in_flight_any_more(self) -> None:
         blocks = suspects()
+        blocks.give_up([[1, 2, 3]], 100)
+        blocks.give_up([[4, 5]], 101)
+        assert blocks.spread({1, 4}, [], 101 + STEPS_IN_FLIGHT) == {1, 4, 5}
+        blocks.give_up([[1, 6]], 140)
+        assert blocks.spread({1}, [], 141) == {1, 6}
+
+    def test_covers_all_tables_that_were_given_up_in_these_steps(self) -> None:
+        blocks = suspects()
         blocks.give_up([[1, 2, 3]], 5)
         blocks.give_up([[4, 5]], 6)
-        assert blocks.spread({1, 4}, [], 6 + STEPS_IN_FLIGHT) == {1, 4, 5}
-        blocks.give_up([[1, 6]], 40)
-        assert blocks.spread({1}, [], 41) == {1, 6}
+        assert blocks.spread({1, 4}, [], 7) == {1, 2, 3, 4, 5}
 
 
 class TestFirstToken:
@@ -183,6 +189,16 @@ class TestAssigned:
         blocks = suspects(1)
         assert blocks.assigned([[1, 2]], [[1]], 0, None) == 0, "a table that shrinks is a new one"
 
+    @pytest.mark.parametrize("other", [3, 1000])
+    def test_another_block_in_the_place_of_a_known_one_makes_the_table_a_new_one(self, other: int) -> None:
+        blocks = suspects(other)
+        assert blocks.assigned([[1, 500]], [[1, other]], 0, None) == 4
+
+    def test_equal_ids_are_the_same_block(self) -> None:
+        blocks = suspects(1000)
+        known, table = [int("1000")], [int("1000"), 7]
+        assert blocks.assigned([known], [table], 8, None) is None, "the request filled the block itself"
+
     def test_a_null_block_in_the_place_of_one_that_a_window_has_passed_is_no_other_block(self) -> None:
         blocks = suspects(3)
         assert blocks.assigned([[1, 2]], [[0, 2, 3]], 8, None) is None
@@ -206,6 +222,11 @@ class TestRecomputed:
         assert blocks.recomputed([[1, 2, 3, 4]], 4, 14) == 14
         assert among(blocks, 1, 2, 3, 4) == {4}
         assert blocks.recomputed([[1, 2, 3, 4]], 14, 16) is None
+        assert not blocks
+
+    def test_a_block_is_trusted_from_any_of_its_tokens_on(self) -> None:
+        blocks = suspects(2)
+        assert blocks.recomputed([[1, 2, 3]], 6, 8) is None
         assert not blocks
 
     def test_other_suspects_than_the_request_s_do_not_matter(self) -> None:
