@@ -22,6 +22,10 @@ class InertManager:
         """Return False."""
         return False
 
+    def still_pending(self, req_context: ReqContext) -> bool:
+        """Return False: no lookup is pending."""
+        return False
+
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         """Return no hits."""
         return PrefixMatch(0, False)
