@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 
+import click
 import pytest
 
 import tiering
 from tests.cli.runner import ROOT, command, kv_tiering, process
 from tiering.cli.app import FINDINGS, INTERRUPTED, USAGE, cli
+from tiering.cli.parameters import DURATION
 from tiering.errors import PermanentStoreError
 
 
@@ -46,6 +48,7 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: tuple[str, ...]) -> 
         (KeyboardInterrupt(), INTERRUPTED, "kv-tiering: interrupted\n"),
         (PermanentStoreError("the medium is on fire"), FINDINGS, "kv-tiering: the medium is on fire\n"),
         (BrokenPipeError(), 0, ""),
+        (OSError(28, "No space left on device"), FINDINGS, "kv-tiering: the output: No space left on device\n"),
     ],
 )
 def test_what_ends_a_command_has_a_code_and_no_traceback(
@@ -92,3 +95,12 @@ def test_the_document_shows_every_command_and_no_other() -> None:
     told = set(re.findall(r"kv-tiering (?:-v )?([a-z]+)\b", text + (ROOT / "README.md").read_text()))
     assert told <= cli.commands.keys()
     assert cli.commands.keys() - set(re.findall(r"`([a-z]+)[ `]", text)) == set()
+
+
+@pytest.mark.parametrize(("text", "good"), [("300", True), ("2.5", True), ("7d", True), ("0", False), ("-3d", False)])
+def test_durations_are_written_as_in_a_stack(text: str, good: bool) -> None:
+    try:
+        assert DURATION.convert(text, None, None) > 0
+        assert good
+    except click.BadParameter:
+        assert not good

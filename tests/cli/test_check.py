@@ -237,9 +237,12 @@ def test_a_damaged_block_of_a_directory_in_use_is_found(
 
 
 def test_scratch_places_of_checks_that_were_killed_are_swept(write_stack: WriteStack, tmp_path: Path) -> None:
-    (tmp_path / "kv" / ".kv-tiering-scratch-0badcafe").mkdir(parents=True)
+    old, young = (tmp_path / "kv" / f".kv-tiering-scratch-{name}" for name in ("old", "young"))
+    for path in (old, young):
+        (path / "documents").mkdir(parents=True)
+    os.utime(old, (0, 0))
     check(write_stack(local(tmp_path / "kv")))
-    assert [*(tmp_path / "kv").iterdir()] == []
+    assert [*(tmp_path / "kv").iterdir()] == [young], "another command may be using it"
 
 
 # --------------------------------------------------------------------------------------------------------------- bucket

@@ -94,6 +94,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough. Python would report the closed pipe again at exit.
         sys.stdout = None
         return OK
+    except OSError as error:
+        return _fail(f"{error.filename or 'the output'}: {error.strerror or error}", FINDINGS)
     return code if isinstance(code, int) else OK
 
 

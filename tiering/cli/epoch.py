@@ -10,14 +10,17 @@ from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
 from tiering.secondary.admin.contract import TierAdmin
 
 
-@click.group()
-def epoch() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def epoch(context: click.Context) -> None:
     """Begin new epochs.
 
     \b
     Example:
       kv-tiering epoch new stack.yaml --tier s3 --namespace 5f0c2d1e
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @epoch.command()

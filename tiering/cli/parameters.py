@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -15,6 +16,8 @@ from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.options import TierOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_NUMBER = re.compile(r"\d{1,30}(\.\d{1,30})?")
 
 DEFAULT_BLOCK_BYTES = "2MiB"
 """Size of a block if the user names none: 16 tokens of an 8B model in bf16."""
@@ -50,9 +53,12 @@ class DurationType(_DurationBase):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
-            return parse_duration(value)
+            seconds = parse_duration(float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if seconds <= 0:
+            self.fail(f"{value!r} is not above 0", param, ctx)
+        return seconds
 
 
 SIZE = SizeType()

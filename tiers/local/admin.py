@@ -45,6 +45,9 @@ from tiers.local.probes import probe_directory
 SCRATCH = ".kv-tiering-scratch-"
 """Begins the names of scratch directories. A later command removes those of commands that were killed."""
 
+SCRATCH_SECONDS = 3600.0
+"""Age in seconds from which on a scratch directory without an owner counts as left behind."""
+
 _DOCUMENT_BYTES = 1 << 20
 
 
@@ -98,9 +101,7 @@ class LocalAdmin(TierAdmin):
         parent = self.directory
         while not parent.is_dir():
             parent = parent.parent
-        for left in parent.glob(f"{SCRATCH}*"):
-            if owner_of(left) is None:
-                shutil.rmtree(left, ignore_errors=True)
+        self._sweep(parent)
         scratch = parent / f"{SCRATCH}{secrets.token_hex(4)}"
         try:
             scratch.mkdir(mode=DIRECTORY_MODE)
@@ -123,6 +124,13 @@ class LocalAdmin(TierAdmin):
             return device_speed(
                 directory, block_bytes + PAGE, depth, load=load, nbytes=nbytes, seconds=seconds, direct=direct
             )
+
+    def _sweep(self, parent: Path) -> None:
+        """Remove scratch directories of commands that were killed; younger ones may be in use."""
+        for left in parent.glob(f"{SCRATCH}*"):
+            with contextlib.suppress(OSError):
+                if self.clock() - left.lstat().st_mtime > SCRATCH_SECONDS and owner_of(left) is None:
+                    shutil.rmtree(left, ignore_errors=True)
 
     # --------------------------------------------------------------------------------------------------------- contents
 
