@@ -47,21 +47,27 @@ def run(bench: Bench) -> None:
         found, late = held_prefixes(server, rounds=1 if bench.quick else 12)
     bench.table(
         f"a load of {LOAD_BLOCKS} blocks, in ms",
-        ("lookups beside it", "median", "longest", "loads"),
+        ("lookups beside it", "median", "99th percentile", "longest", "loads"),
         [
             (f"{PROMPTS_PER_SECOND} new prompts/s, p50 25 ms", *times(busy)),
             (f"{PROMPTS_PER_SECOND} new prompts/s, HEADs of 2 s", *times(hung)),
         ],
     )
-    bench.target("load beside lookups, longest", max(busy), 0.3, "max", "s")
-    bench.target("load beside lookups that hang, longest", max(hung), 2.0, "max", "s")
+    bench.target("load beside lookups, 99th percentile", percentile(busy), 0.3, "max", "s")
+    bench.target("load beside lookups that hang, 99th percentile", percentile(hung), 0.3, "max", "s")
     bench.target("held prefixes found at p50 60 ms, 8 at a time", found, 0.95, "min", "")
     bench.note(f"lookups answered with no because the bucket was late: {late}")
 
 
-def times(seconds: Sequence[float]) -> tuple[str, str, str]:
-    """Median, longest, count."""
-    return f"{statistics.median(seconds) * 1e3:.0f}", f"{max(seconds) * 1e3:.0f}", str(len(seconds))
+def times(seconds: Sequence[float]) -> tuple[str, str, str, str]:
+    """Median, 99th percentile, longest, count."""
+    median, longest = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+    return f"{median:.0f}", f"{percentile(seconds) * 1e3:.0f}", f"{longest:.0f}", str(len(seconds))
+
+
+def percentile(seconds: Sequence[float]) -> float:
+    """The 99th percentile: other work on the machine makes the longest of all meaningless."""
+    return sorted(seconds)[int(len(seconds) * 0.99) - 1]
 
 
 def loads_beside_lookups(server: SlowS3, *, head: float, get: float, seconds: float) -> list[float]:

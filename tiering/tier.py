@@ -8,7 +8,7 @@ contains the conformance suites.
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Duration, Share, Size
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.admin.contract import (
     Collected,
     EpochState,
@@ -67,6 +67,7 @@ __all__ = [
     "Place",
     "PrefixAnswer",
     "Probe",
+    "RawBlock",
     "SecondaryTierManager",
     "Severity",
     "Share",
