@@ -93,6 +93,7 @@ class TestFirstToken:
         blocks = suspects(sizes=(4, 8))
         assert blocks.first_token([[1, 2, 3, 4], [11, 12]], {4, 12}) == 8
         assert blocks.first_token([[1, 2, 3, 4], [11, 12]], {2, 12}) == 4
+        assert blocks.first_token([[1, 2, 3, 4], [11, 12]], {12}) == 8
 
     def test_the_null_block_is_none(self) -> None:
         assert suspects().first_token([[0, 0, 3]], {0, 3}) == 8
