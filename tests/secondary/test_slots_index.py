@@ -462,3 +462,38 @@ def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None
     assert (index.slots, index.free, index.retired_for_errors) == (8, 8, 0), (
         "a new segment lies elsewhere on the device"
     )
+
+
+# ------------------------------------------------------------------------------------------------------- growing media
+
+
+def test_a_growing_medium_declines_the_tail_instead_of_evicting() -> None:
+    index = SlotIndex(8)
+    index.add_free(np.arange(4))
+    store(index, K[:3])
+    index.growing = True
+    assert index.missing_places(K[2:6]) == 2
+    plan = index.plan_store(K[2:6], NOW)
+    assert (plan.positions, plan.already_held, plan.evicted) == ([1], [0], [])
+    index.growing = False
+    assert index.missing_places(K[4:6]) == 0
+    assert len(index.plan_store(K[4:6], NOW).evicted) == 2
+
+
+def test_a_growing_medium_uses_foreign_slots() -> None:
+    index = SlotIndex(8)
+    index.states.add_foreign(np.arange(4))
+    index.growing = True
+    assert index.missing_places(K[:4]) == 0
+    assert len(index.plan_store(K[:4], NOW).positions) == 4
+
+
+def test_the_watermarks_of_a_growing_medium_are_shares_of_all_slots_that_it_will_have() -> None:
+    index = SlotIndex(16, high_watermark=0.5, low_watermark=0.5)
+    index.add_free(np.arange(8))
+    index.growing = True
+    store(index, K[:8])
+    assert index.blocks == 8
+    index.growing = False
+    index.add_free(np.arange(8, 16))
+    assert len(index.plan_store(K[8:10], NOW).evicted) == 2

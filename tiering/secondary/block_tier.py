@@ -128,6 +128,11 @@ class BlockTier(TierHooks, SecondaryTierManager):
         """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
         return self._life.failed_attempts
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Number of blocks of stores that wait for places that the medium prepares."""
+        return self._jobs.waiting_blocks
+
     def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
         self._events.removed(keys)

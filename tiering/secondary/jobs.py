@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -28,6 +29,12 @@ from tiering.secondary.service.pace import LoadPace
 
 logger = logging.getLogger("kv_tiering.tier")
 
+ROOM_WAIT_SECONDS = 1.0
+"""Seconds that a store waits for places that the medium prepares, at most.
+
+Its primary rows are pinned so long. Then its head takes the places that are free, and its tail is dropped.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
@@ -41,6 +48,22 @@ class RunningJob:
     """Bytes of the job that count against the store budget; 0 for loads."""
     epochs: int
     """Number of epochs that the tier had left when the job was submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingStore:
+    """Store that waits for places that the medium prepares."""
+
+    job: TransferJob
+    """The job as the manager submitted it."""
+    positions: list[int]
+    """Positions of the keys to store."""
+    keys: Sequence[OffloadKey]
+    """Keys to store, co-indexed with ``positions``."""
+    waiting_bytes: int
+    """Bytes that count against the store budget while the store waits."""
+    until: float
+    """Time in monotonic seconds at which the store stops waiting."""
 
 
 class OverdueLoads:
@@ -130,6 +153,7 @@ class TierJobs:
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
+        self._waiting: deque[WaitingStore] = deque()
         self._finished: list[JobResult] = []
 
     # ------------------------------------------------------------------------------------------------------- submission
@@ -143,6 +167,16 @@ class TierJobs:
         if fitting < len(keys):
             self._stats.stores_dropped += len(keys) - fitting
             keys, positions = keys[:fitting], positions[:fitting]
+        if self._waiting or self._index.missing_places(keys):
+            waiting_bytes = sum(self._budget.sizes(keys))
+            self._budget.used += waiting_bytes
+            until = self._clock() + ROOM_WAIT_SECONDS
+            self._waiting.append(WaitingStore(job, positions, keys, waiting_bytes, until))
+        else:
+            self._begin_store(job, positions, keys)
+
+    def _begin_store(self, job: TransferJob, positions: list[int], keys: Sequence[OffloadKey]) -> None:
+        """Submit a store of ``keys``, at ``positions`` of the job, as far as the index has places."""
         plan = self._index.plan_store(keys, self._clock())
         self._stats.evictions += len(plan.evicted)
         self._events.removed(plan.evicted)
@@ -163,6 +197,38 @@ class TierJobs:
         self._budget.used += stored_bytes
         self._stats.cascades_active += len(keys)
         self._submit(RunningJob(job, held, stored_bytes, self._epochs), IoKind.STORE, keys, rows, plan.places, sizes)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Number of blocks of stores that wait for places."""
+        return sum(len(store.keys) for store in self._waiting)
+
+    def begin_waiting(self) -> bool:
+        """Begin the stores for which there are places now, or that have waited long enough.
+
+        Returns:
+            True if no store waits any more.
+        """
+        while self._waiting:
+            store = self._waiting[0]
+            keys = store.keys
+            if missing := self._index.missing_places(keys):
+                if self._clock() < store.until:
+                    return False
+                self._stats.stores_dropped += missing
+                keys = keys[: len(keys) - missing]
+            self._waiting.popleft()
+            self._budget.used -= store.waiting_bytes
+            self._begin_store(store.job, store.positions[: len(keys)], keys)
+        return True
+
+    def drop_waiting(self) -> None:
+        """End the stores that wait for places: they are dropped."""
+        while self._waiting:
+            store = self._waiting.popleft()
+            self._budget.used -= store.waiting_bytes
+            self._stats.stores_dropped += len(store.keys)
+            self._finish(store.job, ())
 
     def drop_store(self, job: TransferJob) -> None:
         """End a store at once, because the tier takes no stores."""
@@ -228,7 +294,7 @@ class TierJobs:
     @property
     def unreported(self) -> bool:
         """True if there are jobs that :meth:`take_finished` has not returned."""
-        return bool(self._running or self._finished)
+        return bool(self._running or self._waiting or self._finished)
 
     def take_finished(self) -> list[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
@@ -236,9 +302,11 @@ class TierJobs:
         return finished
 
     def poll(self) -> None:
-        """Process the jobs and tasks that the I/O side has ended."""
+        """Process the jobs and tasks that the I/O side has ended, and begin stores that have waited."""
         for result in self._io.poll():
             self._end(result)
+        if self._waiting:
+            self.begin_waiting()
 
     def expire(self, now: float) -> None:
         """Count the loads that are overdue at ``now`` as failures of the medium."""
@@ -263,6 +331,7 @@ class TierJobs:
         """Leave the present epoch: no result, also of jobs that run, counts for it any more."""
         self._epochs += 1
         self._fingerprint = b""
+        self.drop_waiting()
         self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
 
     def _finish(

@@ -130,9 +130,10 @@ class TierLife:
 
     def drain(self, deadline: float) -> bool:
         """Wait at most until ``deadline`` for all jobs to end, and return True if none runs."""
+        self.wait(self._jobs.begin_waiting, deadline)
         self._io.drain(deadline)
         self._jobs.poll()
-        return not self._jobs.running
+        return not self._jobs.running and self._jobs.waiting_blocks == 0
 
     def reset(self, deadline: float, revision: str | None) -> bool:
         """Begin a new epoch, and return True if the invalidation of all older blocks is certain.
@@ -176,6 +177,7 @@ class TierLife:
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
+        self._jobs.drop_waiting()
         if first:
             try:
                 self._hooks.before_close(now + (deadline - now) * _PREPARE_SHARE)

@@ -33,6 +33,7 @@ class Growth:
         clock: Returns monotonic seconds.
         examine: Receives the comparison of the directory that precedes each new segment. It returns True if the
             directory is still the opened one.
+        waiting_blocks: Returns the number of blocks of stores that wait for slots.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Growth:
         io: IoSide,
         clock: Callable[[], float],
         examine: Callable[[Inspection], bool],
+        waiting_blocks: Callable[[], int],
     ) -> None:
         self._name = name
         self._store = store
@@ -50,6 +52,7 @@ class Growth:
         self._io = io
         self._clock = clock
         self._examine = examine
+        self._waiting_blocks = waiting_blocks
         self._per_segment = store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
@@ -87,6 +90,7 @@ class Growth:
     def stop(self) -> None:
         """Add no more segments, because the tier shuts down."""
         self._stopped = True
+        self._tell_index()
         if self._pace is not None:
             self._pace.abandon()
 
@@ -95,6 +99,7 @@ class Growth:
         self._seen.clear()
         self._complete = False
         self._no_space_until = float("-inf")
+        self._tell_index()
         if self._pace is not None:
             self._pace.abandon()
 
@@ -102,6 +107,7 @@ class Growth:
         """Forget a damaged segment; it is replaced."""
         self._seen.discard(number)
         self._complete = False
+        self._tell_index()
 
     def out_of_space(self, reason: str) -> None:
         """Wait before the next segment, because the disk is full.
@@ -114,14 +120,20 @@ class Growth:
         if now >= self._no_space_until:
             logger.warning("tier %s: %s; trying again in %.0f s", self._name, reason, RETRY_SPACE_SECONDS)
         self._no_space_until = now + RETRY_SPACE_SECONDS
+        self._tell_index()
+
+    def _tell_index(self) -> None:
+        """Keep the index from evicting blocks while a part of the capacity is unused."""
+        self._index.growing = not (self._complete or self._stopped or self._clock() < self._no_space_until)
 
     def _grow(self) -> None:
-        free = self._index.free
+        self._tell_index()
+        free, waiting = self._index.free, self._waiting_blocks()
         if self._pace is not None:
-            if not free:
+            if not free or waiting:
                 self._pace.hurry()
             return
-        if self._complete or free >= self._per_segment or self._stopped or self._clock() < self._no_space_until:
+        if not self._index.growing or free >= max(self._per_segment, waiting):
             return
         if self._index.states.full:
             self._index.states.restore_full()
@@ -145,8 +157,11 @@ class Growth:
             return
         if number is not None:
             self._add(number)
+            if self._waiting_blocks():
+                self._grow()
         elif not inspection.damaged:
             self._complete = not self._index.states.full
+            self._tell_index()
 
     def _add(self, number: int) -> None:
         self._seen.add(number)

@@ -96,7 +96,9 @@ class LocalTier(BlockTier):
             self.announce_stored,
             self._recovered,
         )
-        self._growth = Growth(context.name, store, index, self.io, context.clock, self._examine_between)
+        self._growth = Growth(
+            context.name, store, index, self.io, context.clock, self._examine_between, lambda: self.waiting_blocks
+        )
         self._inspections = Inspections(context.name, store, self.io, context.clock, self._examine)
         self._checkpoints = Checkpoints(
             context.name,

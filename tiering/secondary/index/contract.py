@@ -104,6 +104,13 @@ class TierIndex(ABC):
         A key is undecided while a probe of it is under way.
         """
 
+    def missing_places(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of ``keys`` have no place yet because the medium is preparing more places.
+
+        A store of these keys should wait for a while: planned now, as many of them would be declined.
+        """
+        return 0
+
     @abstractmethod
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         """Reserve places for those of ``keys`` that are not held.

@@ -90,6 +90,8 @@ class SlotIndex(TierIndex):
         self._high = high_watermark
         self._low = low_watermark
         self._shrinking = False
+        self.growing = False
+        """True while the medium prepares more slots: blocks beyond the free slots are declined, and none is evicted."""
         self._used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._tick = 0
         self._sequences: Sequences | None = None
@@ -137,6 +139,11 @@ class SlotIndex(TierIndex):
 
     # ----------------------------------------------------------------------------------------------------------- stores
 
+    def missing_places(self, keys: Sequence[OffloadKey]) -> int:
+        if not self.growing or self.free >= len(keys):
+            return 0
+        return max(0, len(self._table.unknown(keys)) - self.free)
+
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         table = self._table
         already_held: list[int] = []
@@ -149,7 +156,7 @@ class SlotIndex(TierIndex):
         held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
         if len(held):
             table.pin(held)
-        del positions[table.room + len(self.states.foreign_queue) :]
+        del positions[self.free if self.growing else table.room + len(self.states.foreign_queue) :]
         evicted = self._make_room(len(positions))
         chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
         allocated = table.allocate(chosen)
@@ -187,8 +194,10 @@ class SlotIndex(TierIndex):
     def _make_room(self, count: int) -> list[OffloadKey]:
         """Free ``count`` slots as far as possible, keep the high watermark, and return the evicted keys."""
         table = self._table
-        slots, foreign = self.states.in_use, len(self.states.foreign_queue)
-        occupied = slots - table.free - foreign
+        foreign = len(self.states.foreign_queue)
+        occupied = self.states.in_use - table.free - foreign
+        # The watermarks are shares of all slots that the medium will have.
+        slots = self.num_slots if self.growing else self.states.in_use
         if occupied + count > self._high * slots:
             self._shrinking = True
         excess = occupied + count - int(self._low * slots) if self._shrinking else 0

@@ -1,0 +1,196 @@
+"""A tier that grows: stores wait for slots that are being prepared, and evict nothing while capacity is unused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened
+from tiering.secondary import jobs
+from tiering.testing.device import FaultyDevice
+from tiering.testing.frames import key_of
+from tiers.local import new_segments
+from tiers.local.layout import PAGE
+
+K = [key_of(number) for number in range(64)]
+SLOTS = 4
+"""Slots of a segment."""
+
+
+class SlowDisk(FaultyDevice):
+    """A disk that reserves the space of all but some first segments only once ``ready`` is set."""
+
+    def __init__(self, quick: int = 1) -> None:
+        super().__init__()
+        self.ready = threading.Event()
+        self.fail = self._wait
+        self._quick = quick
+
+    def _wait(self, operation: str, path: Path) -> None:
+        if operation != "allocate":
+            return
+        self._quick -= 1
+        if self._quick < 0:
+            self.ready.wait(20)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    """A slow disk for a tier that has one segment when it begins to serve; nobody waits for it in the end."""
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
+    device = SlowDisk()
+    yield device
+    device.ready.set()
+
+
+def slow_rig(path: Path, disk: SlowDisk, *, queued_blocks: int = 1000) -> LocalRig:
+    """Return a tier with one segment, whose second one is being prepared."""
+    segment_size, max_queued = SLOTS * (BLOCK_BYTES + PAGE), queued_blocks * BLOCK_BYTES
+    return LocalRig(path, files=disk, segment_size=segment_size, max_queued=max_queued).open()
+
+
+def test_stores_wait_for_slots_that_are_being_prepared(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    rig = slow_rig(tmp_path, disk)
+    assert rig.store(K[:SLOTS]) == K[:SLOTS]
+    waiting = [rig.submit_store(K[start : start + 6], first_row=start) for start in range(SLOTS, 40, 6)]
+    for _ in range(20):
+        rig.wait(lambda: True)
+    assert rig.tier.has_pending_work()
+    assert rig.tier.waiting_blocks == 36
+    assert rig.reports().keys().isdisjoint(waiting)
+    disk.ready.set()
+    assert all(rig.result(job).success for job in waiting)
+    assert rig.held(K[:40]) == K[:40]
+    stats = rig.tier.get_stats()
+    assert (stats.evictions, stats.stores_dropped, rig.tier.waiting_blocks) == (0, 0, 0)
+    assert set(rig.reports().values()) == {1}
+    assert rig.close()
+
+
+def test_a_store_that_waited_long_enough_takes_the_free_slots_and_its_tail_is_dropped(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 0.0)
+    rig = slow_rig(tmp_path, disk)
+    assert rig.store(K[:2]) == K[:2]
+    assert rig.store(K[2:10]) == K[2:SLOTS]
+    stats = rig.tier.get_stats()
+    assert (stats.evictions, stats.stores_dropped, stats.stores_declined) == (0, 6, 0)
+    assert rig.load(K[:SLOTS]) == K[:SLOTS]
+    disk.ready.set()
+    assert rig.close()
+
+
+def test_waiting_stores_count_against_the_bytes_that_may_be_queued(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    rig = slow_rig(tmp_path, disk, queued_blocks=8)
+    rig.store(K[:SLOTS])
+    first, second = rig.submit_store(K[4:10], first_row=4), rig.submit_store(K[10:20], first_row=10)
+    assert (rig.tier.waiting_blocks, rig.tier.get_stats().stores_dropped) == (8, 8)
+    disk.ready.set()
+    assert rig.result(first).success
+    assert rig.result(second).successful_keys == K[10:12]
+    assert rig.store(K[20:28]) == K[20:28], "the bytes are given back"
+    assert rig.close()
+
+
+def test_nothing_that_was_stored_before_a_kill_is_evicted_for_stores_after_it(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = slow_rig(tmp_path, disk)
+    assert rig.store(K[:SLOTS]) == K[:SLOTS]
+    disk.ready.set()
+    rig.abandon()
+    again = SlowDisk(quick=0)
+    survivor = slow_rig(tmp_path, again)
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 0.05)
+    before = survivor.held(K[:SLOTS])
+    assert before == K[:SLOTS]
+    for start in range(SLOTS, 40, 6):
+        survivor.store(K[start : start + 6])
+    assert survivor.held(K[:SLOTS]) == before
+    assert survivor.tier.get_stats().evictions == 0
+    again.ready.set()
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    assert survivor.store(K[40:46]) == K[40:46]
+    assert survivor.held(K[:SLOTS]) == before
+    assert survivor.close()
+
+
+def test_a_disk_without_space_for_more_makes_room_by_eviction(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    rig = slow_rig(tmp_path, disk)
+    rig.store(K[:SLOTS])
+    job = rig.submit_store(K[SLOTS : 2 * SLOTS], first_row=SLOTS)
+    rig.wait(lambda: rig.tier.waiting_blocks == SLOTS)
+    disk.fail = lambda operation, path: None
+    monkeypatch.setattr(disk, "sync_directory", refuse)
+    disk.ready.set()
+    assert rig.result(job).success
+    assert rig.held(K[: 2 * SLOTS]) == K[SLOTS : 2 * SLOTS]
+    assert rig.tier.get_stats().evictions == SLOTS
+    monkeypatch.undo()
+    assert rig.close()
+
+
+def refuse(path: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_tier_evicts_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    with opened(tmp_path) as rig:
+        keys = [key_of(number) for number in range(2 * rig.tier.store.geometry.num_slots)]
+        for start in range(0, len(keys), 32):
+            rig.store(keys[start : start + 32])
+        assert rig.tier.get_stats().evictions > 0
+        assert rig.held(keys[-32:]) == keys[-32:]
+
+
+@pytest.mark.parametrize("ending", ["reset", "shutdown"])
+def test_stores_that_wait_are_reported_once_as_failed_when_the_tier_is_reset_or_shut_down(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    rig = slow_rig(tmp_path, disk)
+    rig.store(K[:SLOTS])
+    job = rig.submit_store(K[SLOTS:10], first_row=SLOTS)
+    assert rig.tier.waiting_blocks
+    if ending == "reset":
+        assert rig.tier.reset(rig.context.clock() + 20)
+    else:
+        assert not rig.tier.shutdown(rig.context.clock() + 0.1), "the preparation hangs"
+        disk.ready.set()
+        assert rig.close()
+    rig.results += rig.tier.get_finished()
+    (result,) = [result for result in rig.results if result.job_id == job]
+    assert (result.success, result.successful_keys) == (False, [])
+    assert rig.tier.waiting_blocks == 0
+    assert rig.tier.get_stats().stores_dropped == 6
+    disk.ready.set()
+    assert rig.close()
+
+
+def test_a_drain_waits_for_stores_that_wait_for_slots(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    rig = slow_rig(tmp_path, disk)
+    rig.store(K[:SLOTS])
+    job = rig.submit_store(K[SLOTS:20], first_row=SLOTS)
+    rig.wait(lambda: rig.tier.waiting_blocks)
+    assert not rig.tier.drain(rig.context.clock() + 0.01)
+    disk.ready.set()
+    assert rig.tier.drain(rig.context.clock() + 20)
+    assert rig.result(job).success
+    assert rig.close()
