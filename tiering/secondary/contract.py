@@ -48,6 +48,8 @@ class TransferJob:
     """Context of the request that caused the transfer."""
     submitted_at: float = field(default_factory=time.monotonic)
     """Time of submission on the tier's clock, in seconds; default: now."""
+    is_fill: bool = False
+    """True for a store of blocks that were just promoted from a slower tier; default False."""
 
 
 @dataclass(frozen=True, slots=True)

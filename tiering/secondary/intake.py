@@ -3,6 +3,7 @@
 - Admission policies decide if a tier stores a block that is offered to it. ``all`` admits every block, and ``none`` no
   block (a tier that is only read). ``second_touch`` admits blocks that were seen before, because a block that is used
   once is not worth a write. A fixed table of hashes remembers declined blocks, so it never grows and never stalls.
+  Blocks that come from a slower tier (*fills*) may have a stricter policy than other stores.
 - The store budget bounds the bytes of stores that may wait or run. A tier that cannot keep up drops stores instead of
   pinning rows of the primary tier.
 - Offers bring back blocks that are in use in the primary tier and that the tier lacks. A tier misses blocks that were
@@ -59,8 +60,14 @@ class Admission(ABC):
     """Admission policy, which decides for whole batches from memory, on the scheduler's thread."""
 
     @abstractmethod
-    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
-        """Return the positions of the keys to store, in order."""
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        """Return the positions of the keys to store, in order.
+
+        Args:
+            keys: keys that are offered.
+            req_id: request that the blocks are stored for; empty: no request.
+            fill: True if the blocks come from a slower tier; default False.
+        """
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
         """Record that request ``req_id`` used ``keys``."""
@@ -86,14 +93,14 @@ class Admission(ABC):
 class AdmitAll(Admission):
     """Policy that admits every block."""
 
-    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         return list(range(len(keys)))
 
 
 class AdmitNone(Admission):
     """Policy that admits no block: other processes fill the tier."""
 
-    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         return []
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -151,15 +158,18 @@ class AdmitSecondTouch(Admission):
     def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
         self._ghost = GhostFilter(slots)
         self._own_requests = own_requests
+        self._declined = False
+        """True if a block was declined since the policy was empty; without any, no key is hashed."""
         self._own: dict[str, set[int]] = {}
         self._wanted: dict[OffloadKey, None] = {}
 
-    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
         self._ghost.discard(hashes[known])
         new = hashes[~known]
         if len(new):
+            self._declined = True
             self._ghost.add(new)
             if req_id:
                 self._own.setdefault(req_id, set()).update(new.tolist())
@@ -168,7 +178,14 @@ class AdmitSecondTouch(Admission):
         admitted: list[int] = np.flatnonzero(known).tolist()
         return admitted
 
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget that ``keys`` were declined, because they are stored for another reason."""
+        if self._declined:
+            self._ghost.discard(self._ghost.hashes(keys))
+
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        if not self._declined:
+            return
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
         if not known.any() or len(self._wanted) >= MAX_WANTED:
@@ -188,6 +205,8 @@ class AdmitSecondTouch(Admission):
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys that do not wait for their second touch: another offer would count as one."""
+        if not self._declined:
+            return keys
         return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
 
     def on_request_finished(self, req_id: str) -> None:
@@ -195,15 +214,56 @@ class AdmitSecondTouch(Admission):
 
     def clear(self) -> None:
         self._ghost.clear()
+        self._declined = False
         self._own.clear()
         self._wanted.clear()
 
 
-def make_admission(word: Literal["all", "second_touch", "none"]) -> Admission:
-    """Return the admission policy that a stack file names."""
+class AdmitFillsApart(Admission):
+    """Policy that admits every store, and blocks from slower tiers at their second touch.
+
+    A block that a slower tier holds is not lost if this tier declines it. A write pays only if the block is used again.
+    """
+
+    def __init__(self, slots: int = GHOST_SLOTS) -> None:
+        self._fills = AdmitSecondTouch(slots)
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        if fill:
+            return self._fills.admit(keys, req_id)
+        self._fills.forget(keys)
+        return list(range(len(keys)))
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        self._fills.touch(keys, req_id)
+
+    def take_wanted(self) -> list[OffloadKey]:
+        return self._fills.take_wanted()
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return self._fills.may_be_offered(keys)
+
+    def on_request_finished(self, req_id: str) -> None:
+        self._fills.on_request_finished(req_id)
+
+    def clear(self) -> None:
+        self._fills.clear()
+
+
+def make_admission(
+    word: Literal["all", "second_touch", "none"], fill: Literal["all", "second_touch", "none"] = "all"
+) -> Admission:
+    """Return the admission policy that a stack file names.
+
+    Args:
+        word: policy for stores.
+        fill: policy for blocks from slower tiers, which is never more generous than ``word``; default "all".
+    """
     if word == "second_touch":
         return AdmitSecondTouch()
-    return AdmitAll() if word == "all" else AdmitNone()
+    if word == "none":
+        return AdmitNone()
+    return AdmitFillsApart() if fill == "second_touch" else AdmitAll()
 
 
 class StoreBudget:
@@ -325,7 +385,11 @@ class Intake:
 
     @classmethod
     def build(
-        cls, admission: Literal["all", "second_touch", "none"], group_bytes: tuple[int, ...], max_queued: int
+        cls,
+        admission: Literal["all", "second_touch", "none"],
+        group_bytes: tuple[int, ...],
+        max_queued: int,
+        fill: Literal["all", "second_touch", "none"] = "all",
     ) -> Self:
         """Return the intake of a tier.
 
@@ -333,8 +397,9 @@ class Intake:
             admission: name of the admission policy.
             group_bytes: bytes of one block of each KV-cache group.
             max_queued: maximum bytes of stores in flight.
+            fill: name of the admission policy for blocks from slower tiers; default "all".
         """
-        policy, budget = make_admission(admission), StoreBudget(group_bytes, max_queued)
+        policy, budget = make_admission(admission, fill), StoreBudget(group_bytes, max_queued)
         return cls(policy, budget, Offers(policy, budget))
 
     def clear(self) -> None:

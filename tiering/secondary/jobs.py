@@ -160,7 +160,7 @@ class TierJobs:
 
     def store(self, job: TransferJob) -> None:
         """Submit a store of the keys that are admitted, fit into the budget, and get a place."""
-        positions = self._admission.admit(job.keys, job.req_context.req_id)
+        positions = self._admission.admit(job.keys, job.req_context.req_id, fill=job.is_fill)
         self._stats.stores_declined += len(job.keys) - len(positions)
         keys = job.keys if len(positions) == len(job.keys) else [job.keys[position] for position in positions]
         fitting = self._budget.fitting(keys)

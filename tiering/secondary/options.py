@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from tiering.api.units import Duration, Share, Size, Strict
@@ -33,6 +33,11 @@ def known_policy(name: str) -> str:
     """
     load_policy(name)
     return name
+
+
+def _fill_word(value: Any) -> Any:
+    """Return the word for ``value``, which may be a bool."""
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class RetryOptions(Strict):
@@ -122,8 +127,12 @@ class BlockTierOptions(TierOptions):
 
     "second_touch" stores a block when it is used again; a tier with "none" is only read.
     """
-    fill: bool = True
-    """True (default) if blocks promoted from a slower tier are offered to this tier."""
+    fill: Annotated[Literal["second_touch", "all", "none"], BeforeValidator(_fill_word)] = "second_touch"
+    """Blocks from slower tiers that this tier stores: "second_touch" (default), "all" or "none".
+
+    "second_touch" stores a promoted block when it is used again, "all" at its first promotion. No tier stores more of
+    them than ``admission`` admits. ``true`` and ``false`` mean "all" and "none".
+    """
     deadline: Duration = 30.0
     """Deadline of one job in seconds; default 30."""
     load_deadline: Duration | None = None
