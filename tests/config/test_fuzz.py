@@ -185,7 +185,7 @@ durations = st.floats(1e-6, 1e8)
 shares = st.floats(0.01, 1.0)
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "admission": st.sampled_from(["all", "second_touch", "none"]),
-    "fill": st.booleans(),
+    "fill": st.sampled_from(["second_touch", "all", "none", True, False]),
     "deadline": durations,
     "retries": st.fixed_dictionaries({}, optional={"attempts": st.integers(1, 20), "backoff": durations}),
     "breaker": st.fixed_dictionaries({}, optional={"failures": st.integers(1, 99), "probe_after": durations}),

@@ -395,7 +395,7 @@ def test_what_comes_from_a_slower_tier_also_fills_faster_ones_that_want_it() -> 
     rig.step()
     slow.finish_all()
     rig.step()
-    assert [list(job.keys) for job in fast.stores] == [keys]
+    assert [(list(job.keys), job.is_fill) for job in fast.stores] == [(keys, True)]
     assert not opted_out.stores
     assert not slow.stores
 

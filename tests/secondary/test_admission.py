@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from tiering.secondary.intake import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
@@ -96,3 +98,44 @@ def test_the_ghost_filter_forgets_only_what_shares_a_slot() -> None:
 def test_hashes_are_never_the_mark_of_an_empty_slot() -> None:
     ghost = GhostFilter(slots=4)
     assert not ghost.contains(GhostFilter.hashes([b""])).any()
+
+
+# ---------------------------------------------------------------------------------------------------------------- fills
+
+
+def test_a_block_from_a_slower_tier_is_stored_when_it_is_promoted_again() -> None:
+    policy = make_admission("all", "second_touch")
+    assert policy.admit(K[:4], "a") == [0, 1, 2, 3], "a store is no fill"
+    assert policy.admit(K[4:8], "a", fill=True) == []
+    assert policy.admit(K[4:6], "b", fill=True) == [0, 1]
+
+
+def test_a_block_from_a_slower_tier_is_wanted_when_another_request_uses_it() -> None:
+    policy = make_admission("all", "second_touch")
+    policy.admit(K[:4], "a", fill=True)
+    policy.touch(K[:4], "a")
+    assert policy.take_wanted() == []
+    policy.touch(K[:2], "b")
+    assert policy.take_wanted() == K[:2]
+    assert policy.admit(K[:2], "", fill=False) == [0, 1]
+
+
+def test_a_declined_fill_is_not_offered_again_until_it_is_used_or_stored() -> None:
+    policy = make_admission("all", "second_touch")
+    policy.admit(K[:2], "a", fill=True)
+    assert policy.may_be_offered(K[:4]) == K[2:4]
+    policy.admit(K[:1], "b")
+    assert policy.may_be_offered(K[:4]) == [K[0], *K[2:4]]
+    policy.clear()
+    assert policy.may_be_offered(K[:4]) == K[:4]
+
+
+@pytest.mark.parametrize(("word", "fill"), [("second_touch", "all"), ("none", "all"), ("none", "second_touch")])
+def test_fills_are_never_admitted_more_generously_than_stores(
+    word: Literal["second_touch", "none"], fill: Literal["all", "second_touch"]
+) -> None:
+    assert make_admission(word, fill).admit(K[:4], "a", fill=True) == []
+
+
+def test_all_fills_are_stored_on_demand() -> None:
+    assert make_admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]

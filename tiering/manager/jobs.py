@@ -85,7 +85,15 @@ class TierJobs:
 
     # ----------------------------------------------------------------------------------------------------------- submit
 
-    def cascade(self, states: Iterable[TierState], keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext) -> None:
+    def cascade(
+        self,
+        states: Iterable[TierState],
+        keys: Sequence[OffloadKey],
+        rows: Rows,
+        ctx: ReqContext,
+        *,
+        is_fill: bool = False,
+    ) -> None:
         """Offer blocks to tiers, one job per tier; the rows are pinned until the jobs are reported.
 
         Args:
@@ -93,6 +101,7 @@ class TierJobs:
             keys: readable blocks.
             rows: rows of the blocks, co-indexed with ``keys``.
             ctx: the request that the blocks are stored for.
+            is_fill: True if the blocks were just promoted from a slower tier; default False.
         """
         serving = [state for state in states if state.in_service]
         if not serving:
@@ -102,7 +111,8 @@ class TierJobs:
             job_id = next(self._ids)
             now = self._clock()
             self._jobs[job_id] = _Job(state, rows, state.deadline(now, store=True))
-            self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, rows, False, ctx, now))
+            job = TransferJob(job_id, keys, rows, False, ctx, now, is_fill)
+            self._submit(state, state.tier.submit_store, job)
 
     def cascade_held(self, states: Iterable[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Offer those of ``keys`` that are readable to tiers, as :meth:`cascade` does."""
@@ -164,7 +174,7 @@ class TierJobs:
             owner = promotion.owner
             faster = [other for other in owner.tiers if other.rank < state.rank and other.tier.fill]
             # The tiers know that a finished request has no further cascades.
-            self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx)
+            self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx, is_fill=True)
 
     def running_promotions(self) -> list[Promotion]:
         """Return the promotions whose tier has not reported the load."""

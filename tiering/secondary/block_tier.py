@@ -92,12 +92,12 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.max_load_blocks = options.max_inflight if index.shared else None
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
-        self.fill = options.fill != "none"
+        self.fill = options.fill_policy != "none"
         self.announces_news = True
 
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
-        self._intake = Intake.build(options.admission, context.group_bytes, options.max_queued, options.fill)
+        self._intake = Intake.build(options.admission, context.group_bytes, options.max_queued, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = TierJobs(parts, self)

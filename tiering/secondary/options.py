@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from tiering.api.units import Duration, Share, Size, Strict
@@ -33,11 +33,6 @@ def known_policy(name: str) -> str:
     """
     load_policy(name)
     return name
-
-
-def _fill_word(value: Any) -> Any:
-    """Return the word for ``value``, which may be a bool."""
-    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class RetryOptions(Strict):
@@ -127,7 +122,7 @@ class BlockTierOptions(TierOptions):
 
     "second_touch" stores a block when it is used again; a tier with "none" is only read.
     """
-    fill: Annotated[Literal["second_touch", "all", "none"], BeforeValidator(_fill_word)] = "second_touch"
+    fill: Literal["second_touch", "all", "none"] | bool = "second_touch"
     """Blocks from slower tiers that this tier stores: "second_touch" (default), "all" or "none".
 
     "second_touch" stores a promoted block when it is used again, "all" at its first promotion. No tier stores more of
@@ -160,6 +155,13 @@ class BlockTierOptions(TierOptions):
     def longest_load(self) -> float:
         """Seconds that a request waits for a load."""
         return self.deadline if self.load_deadline is None else min(self.load_deadline, self.deadline)
+
+    @property
+    def fill_policy(self) -> Literal["second_touch", "all", "none"]:
+        """The admission policy that ``fill`` names."""
+        if isinstance(self.fill, bool):
+            return "all" if self.fill else "none"
+        return self.fill
 
 
 class CapacityOptions(TierOptions):
