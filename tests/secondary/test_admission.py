@@ -137,5 +137,15 @@ def test_fills_are_never_admitted_more_generously_than_stores(
     assert make_admission(word, fill).admit(K[:4], "a", fill=True) == []
 
 
+def test_fills_that_are_not_wanted_stay_out_however_often_they_are_used() -> None:
+    policy = make_admission("all", "none")
+    for name in "ab":
+        assert policy.admit(K[:4], name, fill=True) == []
+        policy.touch(K[:4], "c")
+    assert policy.take_wanted() == []
+    assert policy.may_be_offered(K[:5]) == [K[4]]
+    assert policy.admit(K[:4], "d") == [0, 1, 2, 3], "a store is no fill"
+
+
 def test_all_fills_are_stored_on_demand() -> None:
     assert make_admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]

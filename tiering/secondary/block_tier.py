@@ -92,7 +92,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.max_load_blocks = options.max_inflight if index.shared else None
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
-        self.fill = options.fill_policy != "none"
+        self.fill = options.admission != "none"
         self.announces_news = True
 
         self._clock = context.clock

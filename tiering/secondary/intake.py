@@ -220,22 +220,32 @@ class AdmitSecondTouch(Admission):
 
 
 class AdmitFillsApart(Admission):
-    """Policy that admits every store, and blocks from slower tiers at their second touch.
+    """Policy that admits every store, and blocks from slower tiers at their second touch or never.
 
     A block that a slower tier holds is not lost if this tier declines it. A write pays only if the block is used again.
+
+    Args:
+        never: True if blocks from slower tiers are never admitted; default False.
+        slots: number of declined blocks that are remembered.
     """
 
-    def __init__(self, slots: int = GHOST_SLOTS) -> None:
+    def __init__(self, *, never: bool = False, slots: int = GHOST_SLOTS) -> None:
         self._fills = AdmitSecondTouch(slots)
+        self._never = never
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
-        if fill:
-            return self._fills.admit(keys, req_id)
-        self._fills.forget(keys)
-        return list(range(len(keys)))
+        if not fill:
+            self._fills.forget(keys)
+            return list(range(len(keys)))
+        if self._never:
+            self._fills.forget(keys)
+            self._fills.admit(keys, req_id)
+            return []
+        return self._fills.admit(keys, req_id)
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
-        self._fills.touch(keys, req_id)
+        if not self._never:
+            self._fills.touch(keys, req_id)
 
     def take_wanted(self) -> list[OffloadKey]:
         return self._fills.take_wanted()
@@ -263,7 +273,7 @@ def make_admission(
         return AdmitSecondTouch()
     if word == "none":
         return AdmitNone()
-    return AdmitFillsApart() if fill == "second_touch" else AdmitAll()
+    return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
 class StoreBudget:
