@@ -91,7 +91,7 @@ class SlotIndex(TierIndex):
         self._low = low_watermark
         self._shrinking = False
         self.growing = False
-        """True while the medium prepares more slots: blocks beyond the free slots are declined, and none is evicted."""
+        """True while the medium prepares more slots: no block is evicted, and blocks without one are declined."""
         self._used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._tick = 0
         self._sequences: Sequences | None = None
