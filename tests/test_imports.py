@@ -57,7 +57,12 @@ def test_media_do_not_import_one_another() -> None:
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("vllm", ("tiering/engines/vllm/connector.py",)),
+        (
+            "vllm",
+            tuple(
+                f"tiering/engines/vllm/{name}.py" for name in ("connector", "worker_side", "scheduler_side", "stats")
+            ),
+        ),
         ("torch", ("tiering/engines/vllm", "tiering/connector/worker.py", "tiering/simple/worker.py", "tiering/copy/")),
         ("torch.cuda", ("tiering/copy/cudart.py",)),
         ("boto3", ("tiers/s3",)),

@@ -37,7 +37,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tiered(gemma: Path, expected: list[Answer], mode: str) -> Iterator[Engine]:
-    from tiering.engines.vllm.connector import TransferResults
+    from tiering.engines.vllm.worker_side import TransferResults
 
     if TransferResults is None:
         pytest.skip("this vLLM cannot be told which requests' loads failed: several groups are refused")

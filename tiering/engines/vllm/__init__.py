@@ -14,7 +14,7 @@ __all__ = ["TieringConnector"]
 def __getattr__(name: str) -> Any:
     """Return ``TieringConnector``.
 
-    Only this function imports vLLM; the other modules of the package work without it.
+    Only this function imports vLLM. The modules that it does not load work without vLLM.
     """
     if name == "TieringConnector":
         return getattr(importlib.import_module("tiering.engines.vllm.connector"), name)

@@ -8,7 +8,7 @@ the CPU tier's rows are shared memory named after vLLM's engine id. The name is 
 mapped the memory. With ``mode: simple`` in the stack, the halves are those of :mod:`tiering.simple`. Each worker then
 has its own CPU memory, and the scheduler half uses vLLM's block pool.
 
-This is the only module that imports vLLM, 0.29 to 0.33. The import raises
+This module imports vLLM, 0.29 to 0.33, and with it the two sides of the connector and its statistics. The import raises
 :class:`~tiering.engines.vllm.lookup.StartupError` if the installed vLLM has another connector interface. The import
 also registers the class with vLLM by name, because ``MultiConnector`` looks up its parts by name in every process.
 """
@@ -16,25 +16,22 @@ also registers the class with vLLM by name, because ``MultiConnector`` looks up 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import sys
-import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import vllm
 
-from tiering.api.keys import PRIMARY_TIER
 from tiering.api.namespace import ModelIdentity
 from tiering.config.registry import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.engines.vllm.events import EventConverter, engine_events
+from tiering.engines.vllm.events import engine_events
 from tiering.engines.vllm.geometry import (
     Geometry,
     check_supported,
@@ -45,19 +42,19 @@ from tiering.engines.vllm.geometry import (
 )
 from tiering.engines.vllm.identity import hash_seed, overrides
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
-from tiering.engines.vllm.loads import LoadLedger, ordered_loads
+from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard
 from tiering.engines.vllm.weights import draft_identity, weights_identity
 from tiering.errors import ConfigError, RegionError
-from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
-from tiering.offload.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
+from tiering.offload.prometheus import OffloadPromMetrics
+from tiering.offload.stats import OffloadingConnectorStats
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 from tiering.simple.selection import simple_options
 from tiering.simple.worker import SimpleCPUOffloadWorker
-from tiering.spec import TieringOffloadingSpec, read_stack
+from tiering.spec import TieringOffloadingSpec
 
 logger = logging.getLogger("kv_tiering.vllm")
 share_logging(logging.getLogger("vllm"))
@@ -65,9 +62,7 @@ share_logging(logging.getLogger("vllm"))
 check_version(vllm.__version__)
 check_names(vllm.__version__)
 
-from vllm.distributed import kv_events  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -75,26 +70,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM before 0.32 does not distinguish hits by source
-    CacheHitSource = None
-
-TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
-"""vLLM's class for reports of requests with failed loads; None before vLLM 0.30."""
-
-_HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
-"""Medium → name of vLLM's hit source. vLLM has no source for object stores."""
-
-_vllm_event = EventConverter(kv_events)
-
-STATS_INTERVAL = 0.5
-"""Time between two reports of the tiers' counters while requests run, in seconds."""
+from tiering.engines.vllm.scheduler_side import SchedulerSide  # noqa: E402
+from tiering.engines.vllm.stats import TieringConnectorStats, TierReports, prom_metrics  # noqa: E402
+from tiering.engines.vllm.worker_side import TransferResults, WorkerSide  # noqa: E402
 
 KVConnectorMetadata.register(OffloadingConnectorMetadata)
 KVConnectorMetadata.register(SimpleCPUOffloadMetadata)
@@ -109,22 +91,7 @@ Two connectors of one engine and role would take each other's shared memory.
 """
 
 
-class TieringConnectorStats(OffloadingConnectorStats, KVConnectorStats):  # type: ignore[misc]
-    """The connector's statistics in vLLM's class for statistics."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the data that vLLM sends to the front end."""
-        return self.data
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return the numbers for vLLM's log line: the transfers, and the most important counters of each tier."""
-        totals = super().reduce()
-        for tier, fields in self.data.get(TIERS, {}).items():
-            totals.update({f"{tier}_{word}": fields.get(word, 0) for word in ("hits", "blocks", "corrupt_blocks")})
-        return totals
-
-
-class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[misc]
     """The vLLM connector that stores KV in a stack of tiers and loads it back to the GPU.
 
     Raises:
@@ -145,13 +112,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
         self._several_groups = len(geometry.engine.groups) > 1
         self._ledger = LoadLedger()
-        self.worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
-        """The worker half, for the mode of the stack; None in the scheduler's connector."""
-        self.scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
-        """The scheduler half, for the mode of the stack; None in a worker's connector."""
         self._adapters = AdapterGuard()
-        self._next_stats_at = 0.0
-        self._tier_increments, self._increments = Increments(), Increments()
+        self._reports = TierReports()
         self._open_requests: set[str] = set()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
@@ -226,157 +188,6 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False: a lost store is only a later miss."""
         return False
 
-    # ------------------------------------------------------------------------------------------------------ worker side
-
-    @property
-    def _worker(self) -> OffloadingConnectorWorker | SimpleCPUOffloadWorker:
-        if self.worker_half is None:
-            raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
-        return self.worker_half
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
-        if not isinstance(self._worker, OffloadingConnectorWorker):
-            raise ConfigError(
-                "mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering"
-            )
-        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def unregister_kv_caches(self) -> None:
-        """End all copies before the engine sleeps; vLLM 0.33 and newer call this method.
-
-        The caches return at the same addresses, so nothing else needs to change.
-        """
-        self._worker.drain()
-
-    def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
-        self._worker.handle_preemptions(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        self._ledger.started(*ordered_loads(metadata))
-        self._worker.start_kv_transfers(metadata)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no request is scheduled before its whole load has ended."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: whole blocks are stored, from the next step on."""
-
-    def wait_for_save(self) -> None:
-        """Queue the step's stores without waiting. The blocks are fenced until the stores end."""
-        self._worker.prepare_store_kv(self._get_connector_metadata())
-
-    def clear_connector_metadata(self) -> None:
-        """End the step, and queue its stores if vLLM has not called :meth:`wait_for_save`.
-
-        vLLM before 0.31 skips that call in steps without tokens.
-        """
-        if self.worker_half is not None and self.has_connector_metadata():
-            self.worker_half.prepare_store_kv(self._get_connector_metadata())
-        super().clear_connector_metadata()
-
-    def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        sent, received = self._worker.get_finished(finished_req_ids)
-        self._ledger.ended(received)
-        return sent, received
-
-    def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
-        """Return the requests whose load has ended.
-
-        With several KV-cache groups, the result also names the requests whose load failed.
-        """
-        sent, received = self._worker.get_finished(finished_req_ids)
-        failed = set()
-        if self._several_groups:
-            failed = self._ledger.failed(received, self._worker.get_block_ids_with_load_errors())
-        self._ledger.ended(received)
-        if TransferResults is None:
-            raise ConfigError("this vLLM has no KVConnectorTransferResults; it should call get_finished")
-        return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that failed loads did not fill.
-
-        With several KV-cache groups the set is empty, because vLLM takes reports of requests instead.
-        """
-        return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
-
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
-        return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
-
-    # --------------------------------------------------------------------------------------------------- scheduler side
-
-    @property
-    def _scheduler(self) -> OffloadingConnectorScheduler | SimpleCPUOffloadScheduler:
-        if self.scheduler_half is None:
-            raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
-        return self.scheduler_half
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
-
-    def on_new_request(self, request: Any) -> None:
-        self._open_requests.add(request.request_id)
-        self._scheduler.on_new_request(self._adapters.admit(request))
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
-        return self._scheduler.build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update_connector_output(connector_output)
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of loaded tokens per vLLM hit source; vLLM 0.32 and newer call this method."""
-        if not isinstance(self.scheduler_half, OffloadingConnectorScheduler):
-            return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
-        found: dict[Any, int] = {}
-        for medium, tokens in self.scheduler_half.get_hit_sources(request, num_external_tokens).items():
-            source = getattr(CacheHitSource, _HIT_SOURCES.get(medium, "EXTERNAL_UNSPECIFIED"))
-            found[source] = found.get(source, 0) + tokens
-        return found
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._open_requests.discard(request.request_id)
-        return self._scheduler.request_finished(request, block_ids)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._open_requests.discard(request.request_id)
-        return self._scheduler.request_finished_all_groups(request, block_ids)
-
-    def has_pending_push_work(self) -> bool:
-        """Return True while copies or jobs of tiers run.
-
-        vLLM must then keep stepping, because the connector sees them end only in steps.
-        """
-        return self._scheduler.has_pending_work()
-
-    def take_events(self) -> Iterable[Any]:
-        return list(map(_vllm_event, self._scheduler.take_events()))
-
-    def reset_cache(self) -> bool | None:
-        """Drop all blocks and return True: this engine never again serves a block that was stored before.
-
-        vLLM treats False as a failure: a pause that clears caches would end with status 500 and leave the engine
-        paused. A tier whose medium has not confirmed the reset yet is no failure; the tier serves no blocks until then,
-        and logs that.
-        """
-        self._adapters.reset()
-        self._scheduler.reset_cache()
-        return True
-
-    # ------------------------------------------------------------------------------------------------------- both sides
-
     def get_kv_connector_stats(self) -> TieringConnectorStats | None:
         """Return new statistics, or None.
 
@@ -386,16 +197,8 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()
             return None if transfers is None else TieringConnectorStats(transfers.data)
-        now = time.monotonic()
-        if now < self._next_stats_at and (self._open_requests or self._scheduler.has_pending_work()):
-            return None
-        self._next_stats_at = now + STATS_INTERVAL
-        stats = TieringConnectorStats()
-        current = self._scheduler.get_stats()
-        stats.record_tiers(self._tier_increments.take(current.get("tiers", {})))
-        for name, fields in self._increments.take({name: current[name] for name in RECORDS if name in current}).items():
-            stats.record(name, fields)
-        return None if stats.is_empty() else stats
+        busy = bool(self._open_requests) or self._scheduler.has_pending_work()
+        return self._reports.take(self._scheduler.get_stats()) if self._reports.is_due(busy) else None
 
     def shutdown(self) -> None:
         """Wait for copies, drain the tiers, and release the memory. May be called twice."""
@@ -425,19 +228,7 @@ class TieringConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         The counters of all configured tiers exist from the start.
         """
-        unregister_tier_metrics()  # as vLLM does with its own metrics
-        by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
-        classes = MetricClasses(
-            counter=by_name["Counter"],
-            gauge=functools.partial(by_name["Gauge"], multiprocess_mode="mostrecent"),
-            histogram=by_name["Histogram"],
-        )
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        is_simple = simple_options(extra) is not None
-        tiers = () if is_simple else tuple(tier.tier_name for tier in read_stack(extra).secondary)
-        return OffloadPromMetrics(
-            classes, labelnames, per_engine_labelvalues, tiers=(PRIMARY_TIER, *tiers), has_manager=not is_simple
-        )
+        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:

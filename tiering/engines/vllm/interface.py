@@ -135,7 +135,9 @@ def _unfilled(connector: type) -> Iterator[str]:
 
 
 def _uncallable(connector: type, base: type) -> Iterator[str]:
-    for name, own in vars(connector).items():
+    own_classes = [owner for owner in connector.__mro__ if owner not in base.__mro__]
+    methods = {name: own for owner in reversed(own_classes) for name, own in vars(owner).items()}
+    for name, own in methods.items():
         expected = inspect.getattr_static(base, name, None)
         if name.startswith("_") or expected is None or isinstance(expected, property):
             continue

@@ -1,0 +1,105 @@
+"""The scheduler side of the connector: the methods that vLLM's scheduler calls.
+
+Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.engines.vllm.events import EventConverter
+from tiering.engines.vllm.lora import AdapterGuard
+from tiering.errors import ConfigError
+from tiering.simple.metadata import SimpleCPUOffloadMetadata
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM before 0.32 does not distinguish hits by source
+    CacheHitSource = None
+
+_HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
+"""Medium → name of vLLM's hit source. vLLM has no source for object stores."""
+
+_vllm_event = EventConverter(kv_events)
+
+
+class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
+    """The methods of the connector that vLLM's scheduler calls."""
+
+    scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
+    """The scheduler half, for the mode of the stack; None in a worker's connector."""
+    _adapters: AdapterGuard
+    _open_requests: set[str]
+
+    @property
+    def _scheduler(self) -> OffloadingConnectorScheduler | SimpleCPUOffloadScheduler:
+        if self.scheduler_half is None:
+            raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
+        return self.scheduler_half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self._open_requests.add(request.request_id)
+        self._scheduler.on_new_request(self._adapters.admit(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return the number of loaded tokens per vLLM hit source; vLLM 0.32 and newer call this method."""
+        if not isinstance(self.scheduler_half, OffloadingConnectorScheduler):
+            return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        found: dict[Any, int] = {}
+        for medium, tokens in self.scheduler_half.get_hit_sources(request, num_external_tokens).items():
+            source = getattr(CacheHitSource, _HIT_SOURCES.get(medium, "EXTERNAL_UNSPECIFIED"))
+            found[source] = found.get(source, 0) + tokens
+        return found
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._open_requests.discard(request.request_id)
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._open_requests.discard(request.request_id)
+        return self._scheduler.request_finished_all_groups(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while copies or jobs of tiers run.
+
+        vLLM must then keep stepping, because the connector sees them end only in steps.
+        """
+        return self._scheduler.has_pending_work()
+
+    def take_events(self) -> Iterable[Any]:
+        return list(map(_vllm_event, self._scheduler.take_events()))
+
+    def reset_cache(self) -> bool | None:
+        """Drop all blocks and return True: this engine never again serves a block that was stored before.
+
+        vLLM treats False as a failure: a pause that clears caches would end with status 500 and leave the engine
+        paused. A tier whose medium has not confirmed the reset yet is no failure; the tier serves no blocks until then,
+        and logs that.
+        """
+        self._adapters.reset()
+        self._scheduler.reset_cache()
+        return True

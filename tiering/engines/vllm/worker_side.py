@@ -1,0 +1,111 @@
+"""The worker side of the connector: the methods that vLLM's workers call.
+
+Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from tiering.connector.metadata import OffloadingWorkerMetadata
+from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.engines.vllm.loads import LoadLedger, ordered_loads
+from tiering.errors import ConfigError
+from tiering.simple.metadata import SimpleCPUOffloadWorkerMetadata
+from tiering.simple.worker import SimpleCPUOffloadWorker
+
+TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
+"""vLLM's class for reports of requests with failed loads; None before vLLM 0.30."""
+
+
+class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
+    """The methods of the connector that vLLM's workers call."""
+
+    worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
+    """The worker half, for the mode of the stack; None in the scheduler's connector."""
+    _several_groups: bool
+    _ledger: LoadLedger
+
+    @property
+    def _worker(self) -> OffloadingConnectorWorker | SimpleCPUOffloadWorker:
+        if self.worker_half is None:
+            raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
+        return self.worker_half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
+        if not isinstance(self._worker, OffloadingConnectorWorker):
+            raise ConfigError(
+                "mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering"
+            )
+        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def unregister_kv_caches(self) -> None:
+        """End all copies before the engine sleeps; vLLM 0.33 and newer call this method.
+
+        The caches return at the same addresses, so nothing else needs to change.
+        """
+        self._worker.drain()
+
+    def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
+        self._worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        self._ledger.started(*ordered_loads(metadata))
+        self._worker.start_kv_transfers(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no request is scheduled before its whole load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: whole blocks are stored, from the next step on."""
+
+    def wait_for_save(self) -> None:
+        """Queue the step's stores without waiting. The blocks are fenced until the stores end."""
+        self._worker.prepare_store_kv(self._get_connector_metadata())
+
+    def clear_connector_metadata(self) -> None:
+        """End the step, and queue its stores if vLLM has not called :meth:`wait_for_save`.
+
+        vLLM before 0.31 skips that call in steps without tokens.
+        """
+        if self.worker_half is not None and self.has_connector_metadata():
+            self.worker_half.prepare_store_kv(self._get_connector_metadata())
+        super().clear_connector_metadata()
+
+    def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
+        sent, received = self._worker.get_finished(finished_req_ids)
+        self._ledger.ended(received)
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
+        """Return the requests whose load has ended.
+
+        With several KV-cache groups, the result also names the requests whose load failed.
+        """
+        sent, received = self._worker.get_finished(finished_req_ids)
+        failed = set()
+        if self._several_groups:
+            failed = self._ledger.failed(received, self._worker.get_block_ids_with_load_errors())
+        self._ledger.ended(received)
+        if TransferResults is None:
+            raise ConfigError("this vLLM has no KVConnectorTransferResults; it should call get_finished")
+        return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that failed loads did not fill.
+
+        With several KV-cache groups the set is empty, because vLLM takes reports of requests instead.
+        """
+        return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
+        return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
