@@ -71,7 +71,7 @@ def identity(path: object, **words: Any) -> str:
     return weights_identity(model(path, **words), AUTO)
 
 
-def test_the_same_files_under_another_path_or_through_a_link_are_the_same_model(tmp_path):
+def test_the_same_files_under_another_path_or_through_a_link_are_the_same_model(tmp_path: Path) -> None:
     first = write_model(tmp_path / "first")
     shutil.copytree(first, tmp_path / "copy")
     (tmp_path / "link").symlink_to(first)
@@ -86,7 +86,9 @@ def test_the_same_files_under_another_path_or_through_a_link_are_the_same_model(
     assert len({identity(path) for path in paths}) == 1
 
 
-def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_and_through_a_link(tmp_path):
+def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_and_through_a_link(
+    tmp_path: Path,
+) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
     (tmp_path / "link").symlink_to(snapshot)
     by_name = identity("org/model", hf_config=known_commit(COMMIT))
@@ -94,7 +96,7 @@ def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_
     assert COMMIT in by_name
 
 
-def test_parts_of_one_commit_are_different_models(tmp_path):
+def test_parts_of_one_commit_are_different_models(tmp_path: Path) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
     link_to_blob(snapshot / "small" / "model.safetensors", b"small")
     link_to_blob(snapshot / "large" / "model.safetensors", b"large")
@@ -104,7 +106,7 @@ def test_parts_of_one_commit_are_different_models(tmp_path):
     assert len({identity(path) for path in parts}) == len(parts)
 
 
-def test_files_below_a_linked_directory_belong_to_the_model(tmp_path):
+def test_files_below_a_linked_directory_belong_to_the_model(tmp_path: Path) -> None:
     path, part = write_model(tmp_path / "model"), write_model(tmp_path / "part", b"part")
     (path / "part").symlink_to(part)
     (path / "loop").symlink_to(path)
@@ -113,12 +115,12 @@ def test_files_below_a_linked_directory_belong_to_the_model(tmp_path):
     assert identity(path) != before
 
 
-def test_a_path_that_only_looks_like_a_commit_is_known_by_its_files(tmp_path):
+def test_a_path_that_only_looks_like_a_commit_is_known_by_its_files(tmp_path: Path) -> None:
     mine = write_model(tmp_path / "snapshots" / COMMIT)
     assert identity(mine) == f"files {digest_of_files(mine)}"
 
 
-def test_other_weights_are_another_model_however_alike_the_files_are(tmp_path):
+def test_other_weights_are_another_model_however_alike_the_files_are(tmp_path: Path) -> None:
     first = write_model(tmp_path / "first", b"weights")
     others = [
         write_model(tmp_path / "one byte", b"weighty"),
@@ -129,7 +131,7 @@ def test_other_weights_are_another_model_however_alike_the_files_are(tmp_path):
     assert len({identity(path) for path in [first, *others]}) == 4
 
 
-def test_where_a_configuration_came_from_is_no_part_of_it(tmp_path):
+def test_where_a_configuration_came_from_is_no_part_of_it(tmp_path: Path) -> None:
     first = write_model(tmp_path / "first", text_config={"_name_or_path": "a", "hidden_size": 1})
     moved = write_model(
         tmp_path / "moved",
@@ -140,7 +142,7 @@ def test_where_a_configuration_came_from_is_no_part_of_it(tmp_path):
     assert identity(first) == identity(moved)
 
 
-def test_code_that_the_engine_runs_belongs_to_the_model(tmp_path):
+def test_code_that_the_engine_runs_belongs_to_the_model(tmp_path: Path) -> None:
     first, other = write_model(tmp_path / "first"), write_model(tmp_path / "other")
     (other / "modeling.py").write_text("changed")
     assert identity(first) == identity(other)
@@ -155,19 +157,19 @@ def test_code_that_the_engine_runs_belongs_to_the_model(tmp_path):
         ({"model_weights": "s3://bucket/model"}, "use a local copy"),
     ],
 )
-def test_weights_that_cannot_be_identified_are_refused(words, message):
+def test_weights_that_cannot_be_identified_are_refused(words: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         identity("org/model", **words)
 
 
-def test_a_directory_without_weights_is_refused(tmp_path):
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     empty = write_model(tmp_path / "model")
     (empty / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no weight files"):
         identity(empty)
 
 
-def test_a_loader_that_may_find_weights_elsewhere_is_refused(tmp_path):
+def test_a_loader_that_may_find_weights_elsewhere_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="load_format tensorizer may read weights from another place"):
         weights_identity(model(path), SimpleNamespace(load_format="tensorizer"))
@@ -180,7 +182,7 @@ def read_as(path: object, load_format: str = "auto", **words: Any) -> str:
     return weights_identity(model(path), SimpleNamespace(load_format=load_format, **words))
 
 
-def test_the_index_that_chooses_the_weight_files_belongs_to_the_model_without_its_sizes(tmp_path):
+def test_the_index_that_chooses_the_weight_files_belongs_to_the_model_without_its_sizes(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     (path / "tuned.safetensors").write_bytes(b"tuned")
     index = path / "model.safetensors.index.json"
@@ -197,7 +199,7 @@ def test_the_index_that_chooses_the_weight_files_belongs_to_the_model_without_it
     "name",
     ["consolidated.safetensors.index.json", "adapter_config.json", "quantization_config.json", "my_quant_config.json"],
 )
-def test_every_configuration_file_counts(tmp_path, name):
+def test_every_configuration_file_counts(tmp_path: Path, name: str) -> None:
     path = write_model(tmp_path / "model")
     found = {identity(path)}
     for content in ("[1]", "[2]"):
@@ -206,7 +208,7 @@ def test_every_configuration_file_counts(tmp_path, name):
     assert len(found) == 3
 
 
-def test_files_that_only_change_tokens_or_sampling_do_not_count(tmp_path):
+def test_files_that_only_change_tokens_or_sampling_do_not_count(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     before = identity(path)
     for name in ("generation_config.json", "tokenizer.json", "README.md"):
@@ -214,7 +216,7 @@ def test_files_that_only_change_tokens_or_sampling_do_not_count(tmp_path):
     assert identity(path) == before
 
 
-def test_load_formats_that_read_other_files_are_other_models(tmp_path):
+def test_load_formats_that_read_other_files_are_other_models(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     for name in ("pytorch_model.bin", "model.pt"):
         (path / name).write_bytes(b"other")
@@ -224,20 +226,20 @@ def test_load_formats_that_read_other_files_are_other_models(tmp_path):
     assert len({read_as(path, each) for each in same}) == 1
 
 
-def test_auto_prefers_the_files_of_the_mistral_format(tmp_path):
+def test_auto_prefers_the_files_of_the_mistral_format(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     (path / "consolidated.safetensors").write_bytes(b"mistral")
     assert read_as(path, "auto") == read_as(path, "mistral") != read_as(path, "safetensors")
     assert read_as(path, "hf") == read_as(path, "safetensors")
 
 
-def test_a_format_of_one_commit_is_the_same_by_name_and_by_path(tmp_path):
+def test_a_format_of_one_commit_is_the_same_by_name_and_by_path(tmp_path: Path) -> None:
     snapshot = write_snapshot(tmp_path)
     by_name = weights_identity(model("org/model", revision=COMMIT), SimpleNamespace(load_format="pt"))
     assert by_name == read_as(snapshot, "pt") != read_as(snapshot, "auto")
 
 
-def test_the_copies_that_npcache_reads_count_for_it_alone(tmp_path):
+def test_the_copies_that_npcache_reads_count_for_it_alone(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     (path / "pytorch_model.bin").write_bytes(b"weights")
     auto, cached = read_as(path), read_as(path, "npcache")
@@ -248,7 +250,7 @@ def test_the_copies_that_npcache_reads_count_for_it_alone(tmp_path):
     assert read_as(path, "npcache") != cached
 
 
-def test_settings_of_the_loader_that_choose_files_count_and_its_speed_does_not(tmp_path):
+def test_settings_of_the_loader_that_choose_files_count_and_its_speed_does_not(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
 
     def sharded(**extra: Any) -> str:
@@ -263,20 +265,20 @@ def test_settings_of_the_loader_that_choose_files_count_and_its_speed_does_not(t
 
 
 @pytest.mark.parametrize("pattern", ["/other/{rank}-{part}.safetensors", "../{rank}.safetensors", "{rank}-{part}.st"])
-def test_a_pattern_of_files_that_are_not_identified_is_refused(tmp_path, pattern):
+def test_a_pattern_of_files_that_are_not_identified_is_refused(tmp_path: Path, pattern: str) -> None:
     path = write_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="pattern"):
         read_as(path, "sharded_state", model_loader_extra_config={"pattern": pattern})
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
-def test_weights_that_another_process_holds_are_refused(tmp_path, load_format):
+def test_weights_that_another_process_holds_are_refused(tmp_path: Path, load_format: str) -> None:
     with pytest.raises(ConfigError, match="another place"):
         read_as(write_model(tmp_path / "model"), load_format)
 
 
 @pytest.mark.parametrize("by_link", [False, True])
-def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path, by_link):
+def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path: Path, by_link: bool) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
     assert identity(snapshot) == f"commit {COMMIT}"
     weights = snapshot / "model.safetensors"
@@ -293,7 +295,7 @@ def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path,
 # ----------------------------------------------------------------------------------------------------- draft, overrides
 
 
-def test_a_draft_is_known_by_its_weights_too_and_by_its_name_if_need_be(tmp_path):
+def test_a_draft_is_known_by_its_weights_too_and_by_its_name_if_need_be(tmp_path: Path) -> None:
     target = model(write_model(tmp_path / "target"))
     draft = write_model(tmp_path / "draft", b"draft")
     (tmp_path / "link").symlink_to(draft)
@@ -313,7 +315,7 @@ def said(path: str, dictionary: dict[str, Any], **words: Any) -> dict[str, Any]:
     return overrides(SimpleNamespace(model_config=model(path, hf_config=config), **words), "0.33")
 
 
-def test_a_configuration_says_the_same_by_name_and_by_path():
+def test_a_configuration_says_the_same_by_name_and_by_path() -> None:
     by_name = {**CONFIG, "auto_map": {"AutoModel": "org/model--modeling.Model"}, "text_config": {"_name_or_path": "x"}}
     by_path = {
         **CONFIG,
@@ -324,8 +326,8 @@ def test_a_configuration_says_the_same_by_name_and_by_path():
     assert said("org/model", by_name) == said("/a", by_path)
 
 
-def test_what_changes_results_is_in_the_overrides():
-    changed = [
+def test_what_changes_results_is_in_the_overrides() -> None:
+    changed: list[dict[str, Any]] = [
         {},
         {"rope_theta": 20000},
         {"auto_map": {"AutoModel": "other/model--modeling.Model"}},
@@ -338,7 +340,7 @@ def test_what_changes_results_is_in_the_overrides():
     )
 
 
-def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path):
+def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
 
     def with_file(content: str) -> dict[str, Any]:

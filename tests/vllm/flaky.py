@@ -21,7 +21,7 @@ PARAMETER = "flaky"
 
 
 @dataclass
-class FlakyMetadata(KVConnectorMetadata):
+class FlakyMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The first block that each request was promised, and the requests that wait for it."""
 
     unfilled: list[int] = field(default_factory=list)

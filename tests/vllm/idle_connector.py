@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 
-class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Does nothing, in all the methods that a connector must have."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.vllm.models import VOCABULARY
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.contract import OffloadingHandler
+
+Handler = TypeVar("Handler", bound=OffloadingHandler)
 
 BLOCK = 32
 NUM_BLOCKS = 40
@@ -142,7 +144,7 @@ class Engine:
         return self.sources == (tokens if asks else {})
 
     @contextmanager
-    def loads_through(self, replace: Callable[[OffloadingHandler], OffloadingHandler]) -> Iterator[OffloadingHandler]:
+    def loads_through(self, replace: Callable[[OffloadingHandler], Handler]) -> Iterator[Handler]:
         """Put another handler in front of the one that loads."""
         copies = self.worker.worker_half._worker
         real = copies._handlers[CPULoadStoreSpec, GPULoadStoreSpec]

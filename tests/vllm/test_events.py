@@ -120,7 +120,7 @@ def blocks_of(
         parents = [event.parent_block_hash, *event.block_hashes]
         for number, (parent, block) in enumerate(zip(parents, event.block_hashes, strict=False)):
             known[parent, tuple(event.token_ids[number * BLOCK : (number + 1) * BLOCK])] = block
-    found = {}
+    found: dict[Any, Any] = {}
     for tokens in prompts:
         parent = None
         for start in range(0, len(tokens) - size + 1, size):
@@ -132,7 +132,9 @@ def blocks_of(
     return found
 
 
-def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(published):
+def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(
+    published: tuple[Engine, Subscriber, int],
+) -> None:
     running, subscriber, size = published
     running.ask(PROMPTS)
     running.settle()
@@ -151,7 +153,7 @@ def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(published
             assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) in kinds
 
 
-def test_who_applies_the_events_knows_what_each_tier_holds(published):
+def test_who_applies_the_events_knows_what_each_tier_holds(published: tuple[Engine, Subscriber, int]) -> None:
     running, subscriber, size = published
     for tokens in LATER:  # one at a time: what finds no room while its request runs is not stored
         running.ask([tokens], 1)
@@ -179,8 +181,8 @@ def test_who_applies_the_events_knows_what_each_tier_holds(published):
 
 
 def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_describe_themselves(
-    published, tmp_path
-):
+    published: tuple[Engine, Subscriber, int], tmp_path: Path
+) -> None:
     from vllm.lora.request import LoRARequest
 
     running, subscriber, size = published
@@ -202,7 +204,9 @@ def test_blocks_of_an_adapter_are_announced_with_its_name_and_number_where_they_
             assert (event.block_hashes, event.parent_block_hash, event.token_ids) == own[event.block_hashes[-1]]
 
 
-def test_salted_requests_are_announced_with_what_vllm_hashed_beside_their_tokens(published):
+def test_salted_requests_are_announced_with_what_vllm_hashed_beside_their_tokens(
+    published: tuple[Engine, Subscriber, int],
+) -> None:
     running, subscriber, size = published
     start = len(subscriber.heard)
     prompts = [prompt(seed) for seed in range(70, 72)]

@@ -62,7 +62,7 @@ def run_example(model: Path, stack: Path) -> tuple[list[tuple[int, int, int, int
     return numbers, [answer for *_, answer in found], done.stdout
 
 
-def test_the_second_question_and_the_second_run_find_the_document(tmp_path):
+def test_the_second_question_and_the_second_run_find_the_document(tmp_path: Path) -> None:
     model = write_readable_llama(tmp_path / "model")
     stack = tmp_path / "stack.yaml"
     disk = tmp_path / "disk"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ FULL_OF_KV = (100 + SPOKEN) // BLOCK - 1
 NEXT = [7, 9]
 """The next user's words."""
 CPU = {"primary": {"capacity": "64MiB"}}
-MODES = {
+MODES: dict[str, dict[str, Any] | None] = {
     "tiering": {**CPU, "offload_prompt_only": False},
     "eager": {**CPU, "mode": "simple"},
     "lazy": {**CPU, "mode": "simple", "lazy_offload": True},
@@ -115,8 +116,8 @@ class TestSpeculativeDecoding:
     """With a draft model, whose guesses are accepted now and rejected then."""
 
     def test_what_was_said_comes_back_without_what_was_rejected_and_with_the_drafters_own_kv(
-        self, drafting, expected, mode, monkeypatch
-    ):
+        self, drafting: Engine, expected: Expected, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         computed, finish = [], drafting.connector.request_finished_all_groups
 
         def finishing(request: Any, block_ids: Any) -> Any:
@@ -153,7 +154,7 @@ DATA_TYPES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(DATA_TYPES))
-def test_kv_of_another_type_is_as_good_from_a_tier_as_from_the_engines_own_cache(llama, name):
+def test_kv_of_another_type_is_as_good_from_a_tier_as_from_the_engines_own_cache(llama: Path, name: str) -> None:
     smaller, options = DATA_TYPES[name]
     with engine(llama, CPU, **options) as running:
 
@@ -181,29 +182,29 @@ def tiered(llama: Path, expected: Expected) -> Iterator[Engine]:
 class TestRequests:
     """What requests may say that changes what their KV is, or what may be used of it."""
 
-    def test_kv_is_shared_between_requests_of_one_salt_only(self, tiered, expected):
+    def test_kv_is_shared_between_requests_of_one_salt_only(self, tiered: Engine, expected: Expected) -> None:
         for salt, blocks in [("a", 0), ("b", 0), ("a", ALL), ("b", ALL)]:
             inputs = [{"prompt_token_ids": tokens, "cache_salt": salt} for tokens in PROMPTS]
-            outputs, loaded = tiered.loaded(lambda inputs=inputs: generate(tiered, inputs))
+            outputs, loaded = tiered.loaded(partial(generate, tiered, inputs))
             assert wrong(answers_of(outputs), expected.answers) == []
             assert loaded == blocks
             tiered.evict()
 
-    def test_prompts_given_as_embeddings_are_known_by_them(self, tiered, expected):
+    def test_prompts_given_as_embeddings_are_known_by_them(self, tiered: Engine, expected: Expected) -> None:
         first, second = [{"prompt_embeds": embeds(seed)} for seed in EMBEDS]
         for inputs, blocks, answers in [
             ([first], 0, expected.embedded[:1]),
             ([second], 0, expected.embedded[1:]),
             ([first, second], ALL, expected.embedded),
         ]:
-            outputs, loaded = tiered.loaded(lambda inputs=inputs: generate(tiered, inputs))
+            outputs, loaded = tiered.loaded(partial(generate, tiered, inputs))
             assert wrong(answers_of(outputs), answers) == []
             assert loaded == blocks
             tiered.evict()
 
     def test_a_prompt_whose_logprobs_are_asked_for_is_computed_and_its_kv_is_stored(
-        self, tiered, expected, monkeypatch
-    ):
+        self, tiered: Engine, expected: Expected, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         inputs = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
         promised, promise = [], tiered.connector.get_num_new_matched_tokens
 

@@ -46,11 +46,11 @@ def read(config: tuple[Any, Any], hash_block_size: int = 32) -> Geometry:
         (configuration("engine_dp1", data_parallel_index=1), "1"),
     ],
 )
-def test_data_parallel_engines_are_told_apart(config, replica):
+def test_data_parallel_engines_are_told_apart(config: Any, replica: Any) -> None:
     assert read(config).replica == replica
 
 
-def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context():
+def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context() -> None:
     geometry = read(configuration(decode_context_parallel_size=2), 64)
     assert geometry.engine.block_sizes == (64,)
     assert geometry.engine.groups[0].gpu_block_size == 64
@@ -58,11 +58,11 @@ def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context():
     assert not geometry.replicated
 
 
-def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_parallelism():
+def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_parallelism() -> None:
     assert read(configuration(sharded=False, decode_context_parallel_size=2)).engine.block_sizes == (32,)
 
 
-def test_the_simple_mode_refuses_context_parallelism():
+def test_the_simple_mode_refuses_context_parallelism() -> None:
     config, cache = configuration(decode_context_parallel_size=2)
     engine, simple = simple_cache(config, cache, read((config, cache), 64))
     with pytest.raises(ConfigError, match="context-parallel sizes of 2"):

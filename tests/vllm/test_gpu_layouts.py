@@ -107,7 +107,7 @@ class Model:
 
     def blocks(self, layer: str) -> torch.Tensor:
         """What attention sees of ``layer``: bytes of (block, ...)."""
-        cache = group_kernel_blocks(self.tensors[layer], BLOCKS)
+        cache: torch.Tensor = group_kernel_blocks(self.tensors[layer], BLOCKS)
         return cache.clone(memory_format=torch.contiguous_format).view(torch.uint8).reshape(BLOCKS, -1)
 
 

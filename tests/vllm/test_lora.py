@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,16 @@ def tiered(
         yield running
 
 
-def test_adapters_change_the_answers(expected):
+def test_adapters_change_the_answers(expected: dict[str, list[Answer]]) -> None:
     for first, second in [("base", "one"), ("base", "two"), ("one", "two")]:
         assert wrong(expected[first], expected[second]) == [0, 1, 2]
 
 
 def test_kv_of_the_base_model_and_of_adapters_is_never_mixed_and_adapters_leave_none_on_disk(
-    tiered, adapters, expected
-):
+    tiered: Engine, adapters: dict[str, Asked], expected: dict[str, list[Answer]]
+) -> None:
     for name, adapter in [("base", None), ("one", adapters["one"]), ("two", adapters["two"])]:
-        answers, loaded = tiered.loaded(lambda adapter=adapter: ask(tiered, adapter))
+        answers, loaded = tiered.loaded(partial(ask, tiered, adapter))
         assert wrong(answers, expected[name]) == []
         assert loaded == 0
         tiered.settle()
@@ -77,7 +78,9 @@ def test_kv_of_the_base_model_and_of_adapters_is_never_mixed_and_adapters_leave_
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_kv_of_an_adapter_comes_back_from_the_cpu_tier(tiered, adapters, expected, name):
+def test_kv_of_an_adapter_comes_back_from_the_cpu_tier(
+    tiered: Engine, adapters: dict[str, Asked], expected: dict[str, list[Answer]], name: str
+) -> None:
     ask(tiered, adapters[name])
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: ask(tiered, adapters[name]))
@@ -85,7 +88,9 @@ def test_kv_of_an_adapter_comes_back_from_the_cpu_tier(tiered, adapters, expecte
     assert loaded == ALL
 
 
-def test_another_adapter_under_a_name_that_was_used_gets_nothing_of_the_first_ones_kv(tiered, adapters, expected):
+def test_another_adapter_under_a_name_that_was_used_gets_nothing_of_the_first_ones_kv(
+    tiered: Engine, adapters: dict[str, Asked], expected: dict[str, list[Answer]]
+) -> None:
     ask(tiered, adapters["one"])
     tiered.evict()
     assert tiered.llm.llm_engine.remove_lora(adapters["one"].number)
@@ -94,14 +99,16 @@ def test_another_adapter_under_a_name_that_was_used_gets_nothing_of_the_first_on
     assert loaded == 0
 
 
-def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_a_reset(tiered, expected, tmp_path):
+def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_a_reset(
+    tiered: Engine, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
     path = write_adapter(tmp_path / "changing", 1)
     before, after = Asked("changing", 4, path), Asked("changing", 4, path, in_place=True)
     assert wrong(ask(tiered, before), expected["one"]) == []
     tiered.evict()
     write_adapter(path, 2)
     for adapter in (after, before):  # its blocks have the names of the first one's, and whoever has loaded it, it stays
-        answers, loaded = tiered.loaded(lambda adapter=adapter: ask(tiered, adapter))
+        answers, loaded = tiered.loaded(partial(ask, tiered, adapter))
         assert wrong(answers, expected["two"]) == []
         assert loaded == 0
         tiered.evict()

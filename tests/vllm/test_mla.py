@@ -3,6 +3,8 @@ them one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.vllm.models import write_deepseek
@@ -11,7 +13,7 @@ from tests.vllm.test_restarts import shutdown_left_overs
 from tiering.errors import ConfigError
 
 
-def test_a_model_whose_kernels_cannot_start_from_a_prefix_is_refused(tmp_path):
+def test_a_model_whose_kernels_cannot_start_from_a_prefix_is_refused(tmp_path: Path) -> None:
     model = write_deepseek(tmp_path / "deepseek", layers=2)
     options = {"block_size": 16, "num_gpu_blocks_override": 100, "attention_config": {"backend": "CPU_MLA"}}
     try:

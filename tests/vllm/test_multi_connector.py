@@ -27,7 +27,7 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield running
 
 
-def test_the_server_serves_and_reports_what_our_connector_did(server):
+def test_the_server_serves_and_reports_what_our_connector_did(server: Server) -> None:
     computed = server.ask(PROMPTS)
     until(lambda: server.stored() >= ALL, 30, "the store of all blocks")
     server.evict()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,11 @@ def expected(llama: Path) -> dict[str, list[Answer]]:
     return {**named, "many": many, "changed": changed}
 
 
-MODES = {"tiering": {}, "eager": {"mode": "simple"}, "lazy": {"mode": "simple", "lazy_offload": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "tiering": {},
+    "eager": {"mode": "simple"},
+    "lazy": {"mode": "simple", "lazy_offload": True},
+}
 
 
 @pytest.fixture(scope="module", params=list(MODES))
@@ -56,11 +61,11 @@ def tiered(llama: Path, expected: dict[str, list[Answer]], mode: str) -> Iterato
         assert running.free_blocks() == NUM_BLOCKS - 1
 
 
-def test_the_models_output_depends_on_its_whole_context(expected):
+def test_the_models_output_depends_on_its_whole_context(expected: dict[str, list[Answer]]) -> None:
     assert not expected["changed"][0].matches(expected["prompts"][0])
 
 
-def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered, expected):
+def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
@@ -69,7 +74,9 @@ def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered, expected):
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
-def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mode, lie):
+def test_negative_control_what_was_not_loaded_rightly_shows(
+    tiered: Engine, expected: dict[str, list[Answer]], mode: str, lie: Any
+) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(lie):
@@ -82,7 +89,7 @@ def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mo
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_a_prompt_that_is_held_whole(tiered, expected, mode):
+def test_a_prompt_that_is_held_whole(tiered: Engine, expected: dict[str, list[Answer]], mode: str) -> None:
     tiered.ask(WHOLE)
     tiered.evict()
     steps = len(tiered.scheduled)
@@ -93,7 +100,7 @@ def test_a_prompt_that_is_held_whole(tiered, expected, mode):
     assert max(tiered.scheduled[steps:]) == max(1, last * BLOCK)
 
 
-def test_prefill_in_chunks_is_stored_and_loaded(tiered, expected):
+def test_prefill_in_chunks_is_stored_and_loaded(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     steps = len(tiered.scheduled)
     assert wrong(tiered.ask(LONG), expected["long"]) == []
     assert tiered.scheduled[steps : steps + 3] == [256, 256, 48]
@@ -103,7 +110,7 @@ def test_prefill_in_chunks_is_stored_and_loaded(tiered, expected):
     assert loaded == whole_blocks(LONG) * BLOCK_BYTES
 
 
-def test_preempted_requests_store_and_load(tiered, expected):
+def test_preempted_requests_store_and_load(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     loaded = 0
     for _ in range(2):
         before = tiered.preempted
@@ -115,7 +122,7 @@ def test_preempted_requests_store_and_load(tiered, expected):
     assert loaded > whole_blocks(MANY) * BLOCK_BYTES // 2
 
 
-def test_a_copy_that_fails_is_recomputed(tiered, expected):
+def test_a_copy_that_fails_is_recomputed(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(FailEverySecond) as handler:
@@ -126,7 +133,9 @@ def test_a_copy_that_fails_is_recomputed(tiered, expected):
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tiered, expected, mode):
+def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(
+    tiered: Engine, expected: dict[str, list[Answer]], mode: str
+) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     tiered.scheduler.recompute_kv_load_failures = False
@@ -145,7 +154,7 @@ def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(tie
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_requests_aborted_while_they_load(tiered, expected):
+def test_requests_aborted_while_they_load(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     from vllm import SamplingParams
 
     tiered.ask(LATER)
@@ -189,7 +198,7 @@ def converse(running: Engine, chunks: Sequence[list[int]], max_tokens: int) -> l
     return prompt_tokens
 
 
-def test_all_of_a_streaming_session_is_stored(tiered, mode):
+def test_all_of_a_streaming_session_is_stored(tiered: Engine, mode: str) -> None:
     """Its last word is discarded with each chunk, here a token that had just filled a block."""
     words = [prompt(60, 3 * BLOCK - 4), prompt(61, 2 * BLOCK), prompt(62, 2 * BLOCK + 8)]
     whole = converse(tiered, words, 4)
@@ -203,7 +212,7 @@ def test_all_of_a_streaming_session_is_stored(tiered, mode):
     assert wrong(answers, tiered.ask([whole])) == []
 
 
-def test_requests_may_ask_for_no_tiers(tiered, expected):
+def test_requests_may_ask_for_no_tiers(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS, params={"kv_tiering": {"load": False}}))
@@ -211,7 +220,7 @@ def test_requests_may_ask_for_no_tiers(tiered, expected):
     assert loaded == 0
 
 
-def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered, expected):
+def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     assert tiered.llm.reset_prefix_cache()
@@ -225,7 +234,9 @@ def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered, expected):
     assert tiered.llm.reset_prefix_cache(reset_connector=True)
 
 
-def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(tiered, expected, monkeypatch):
+def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(
+    tiered: Engine, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM would leave the engine paused, and a sync of weights would fail because a cache is away."""
     half = tiered.connector.scheduler_half
     reset_cache = half.reset_cache
@@ -266,7 +277,7 @@ def ask_beside(running: Engine, prompts: Sequence[list[int]]) -> None:
         left -= len(ended)
 
 
-def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(tiered):
+def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(tiered: Engine) -> None:
     """A request runs: the tiers are reset, and the engine's own cache is not, in which others go on finding blocks
     of old weights."""
     from vllm import SamplingParams

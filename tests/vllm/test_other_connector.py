@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 from tests.vllm.flaky import PARAMETER, FlakyConnector
 from tests.vllm.rig import Answer, Engine, engine, prompt, transfer_config, wrong
 
-MODES = {"tiering": {}, "eager": {"mode": "simple"}, "lazy": {"mode": "simple", "lazy_offload": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "tiering": {},
+    "eager": {"mode": "simple"},
+    "lazy": {"mode": "simple", "lazy_offload": True},
+}
 PROMISED = 3
 """Blocks of each prompt that the other connector promises; it reports the first of them."""
 CASES = [(asynchronously, policy) for asynchronously in (False, True) for policy in ("recompute", "fail")]
@@ -88,7 +93,9 @@ class TestBesideAnother:
         with beside_a_flaky_one(llama, stack_of(mode, directory)) as both:
             yield both
 
-    def test_what_the_other_did_not_fill_is_not_stored(self, beside, mode, said):
+    def test_what_the_other_did_not_fill_is_not_stored(
+        self, beside: tuple[Engine, FlakyConnector], mode: str, said: dict[tuple[int, ...], Answer]
+    ) -> None:
         running, flaky = beside
         for asynchronously, policy in CASES:
             prompts = prompts_of(mode, asynchronously, policy)
@@ -104,7 +111,7 @@ class TestBesideAnother:
             assert flaky.failed == failed + len(prompts)
             assert wrong(answers, expected) == ([] if policy == "recompute" else [0, 1, 2])
         running.evict()
-        found = {case: running.loaded(lambda case=case: running.ask(prompts_of(mode, *case), TOKENS)) for case in CASES}
+        found = {case: running.loaded(partial(running.ask, prompts_of(mode, *case), TOKENS)) for case in CASES}
         assert {case: wrong(answers, right_of(mode, case, said)) for case, (answers, _) in found.items()} == {
             case: [] for case in CASES
         }
@@ -117,11 +124,13 @@ def right_of(mode: str, case: tuple[bool, str], said: dict[tuple[int, ...], Answ
     return [said[tuple(tokens)] for tokens in prompts_of(mode, *case)]
 
 
-def test_nor_does_a_later_process_read_it_from_a_disk(llama, directory, said):
+def test_nor_does_a_later_process_read_it_from_a_disk(
+    llama: Path, directory: Path, said: dict[tuple[int, ...], Answer]
+) -> None:
     """The prompts that the tiering mode has seen: with our connector alone, over the same directory."""
     with engine(llama, stack_of("tiering", directory)) as alone:
         for case in CASES:
-            answers, loaded = alone.loaded(lambda case=case: alone.ask(prompts_of("tiering", *case), TOKENS))
+            answers, loaded = alone.loaded(partial(alone.ask, prompts_of("tiering", *case), TOKENS))
             assert wrong(answers, right_of("tiering", case, said)) == []
             assert loaded > 0  # what the first engine has computed at last
         assert alone.tier("local")["read_bytes"] > 0

@@ -28,7 +28,7 @@ def check(config: tuple[Any, Any], reports_requests: bool = True) -> None:
     check_supported(*config, lambda spec: spec.kind, reports_requests)
 
 
-def test_what_is_supported_passes():
+def test_what_is_supported_passes() -> None:
     check(configuration())
     check(configuration(groups=2))
     check(configuration("sliding_window"))
@@ -47,12 +47,12 @@ def test_what_is_supported_passes():
         (configuration(groups=0), "no KV cache"),
     ],
 )
-def test_what_would_not_work_is_refused(config, message):
+def test_what_would_not_work_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(config)
 
 
-def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_prefix():
+def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_prefix() -> None:
     config, cache = configuration()
     config.device_config, config.model_config = SimpleNamespace(device_type="cpu"), SimpleNamespace(use_mla=True)
     config.cache_config = SimpleNamespace(enable_prefix_caching=False)
@@ -62,20 +62,22 @@ def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_pre
     check((config, cache))
 
 
-def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests():
+def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests() -> None:
     with pytest.raises(ConfigError, match=r"0\.30 or newer"):
         check(configuration(groups=2), reports_requests=False)
 
 
-def test_hash_seeds_that_change_with_the_process_are_known_as_random():
+def test_hash_seeds_that_change_with_the_process_are_known_as_random() -> None:
     assert hash_seed("sha256", None, "fixed") == "fixed"
     assert hash_seed("xxhash", None, "fixed") == "random"
     assert hash_seed("xxhash", "7", "fixed") == hash_seed("sha256", "7", "fixed") == "PYTHONHASHSEED=7"
 
 
-def test_lora_requests_use_no_tier_that_outlives_the_process():
+def test_lora_requests_use_no_tier_that_outlives_the_process() -> None:
     def tiers(params: Any) -> Any:
-        return without_persistent(params, ["memory"])["kv_tiering"]["tiers"]
+        without = without_persistent(params, ["memory"])
+        assert without is not None
+        return without["kv_tiering"]["tiers"]
 
     assert tiers(None) == ["memory"]
     assert tiers({"kv_tiering": {"tiers": ["s3"]}}) == []

@@ -43,7 +43,9 @@ def s3(server: S3Endpoint, bucket: RawBucket) -> dict[str, Any]:
     return {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint, "prefix": "kv/"}
 
 
-def test_back_from_the_local_disk_after_a_restart_under_another_path_in_larger_blocks_too(llama, expected, tmp_path):
+def test_back_from_the_local_disk_after_a_restart_under_another_path_in_larger_blocks_too(
+    llama: Path, expected: list[Answer], tmp_path: Path
+) -> None:
     link = tmp_path / "link"
     link.symlink_to(llama)
     for name, size in [("gpu blocks", BLOCK), ("two gpu blocks", LARGE)]:
@@ -64,9 +66,11 @@ def test_back_from_the_local_disk_after_a_restart_under_another_path_in_larger_b
             assert second.came_from(disk=whole_blocks(PROMPTS, size) * BLOCK)
 
 
-def test_a_new_machine_is_warm_from_the_bucket(llama, expected, tmp_path, endpoint):
+def test_a_new_machine_is_warm_from_the_bucket(
+    llama: Path, expected: list[Answer], tmp_path: Path, endpoint: S3Endpoint
+) -> None:
     bucket = endpoint.make_bucket("kv-cache")
-    stack = {"primary": CPU, "secondary": [local(tmp_path / "old machine"), s3(endpoint, bucket)]}
+    stack: dict[str, Any] = {"primary": CPU, "secondary": [local(tmp_path / "old machine"), s3(endpoint, bucket)]}
     with engine(llama, stack, disable_log_stats=False) as old:
         assert wrong(old.ask(PROMPTS), expected) == []
         old.settle()
@@ -81,7 +85,9 @@ def test_a_new_machine_is_warm_from_the_bucket(llama, expected, tmp_path, endpoi
         assert new.tier("local")["read_bytes"] == 0
 
 
-def test_a_bucket_that_dies_in_the_middle_changes_no_answer(llama, expected, monkeypatch):
+def test_a_bucket_that_dies_in_the_middle_changes_no_answer(
+    llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ExitStack() as opened:
         with rclone_server() as server:
             for name, value in server.environment().items():
@@ -103,7 +109,7 @@ def test_a_bucket_that_dies_in_the_middle_changes_no_answer(llama, expected, mon
         assert reader.tier("s3")["breaker_opened"] + reader.tier("s3")["promotions_failed"] > 0
 
 
-def test_blocks_damaged_on_disk_are_misses(llama, expected, tmp_path):
+def test_blocks_damaged_on_disk_are_misses(llama: Path, expected: list[Answer], tmp_path: Path) -> None:
     stack = {"primary": CPU, "secondary": [local(tmp_path / "disk")]}
     with engine(llama, stack) as first:
         assert wrong(first.ask(PROMPTS), expected) == []
@@ -133,7 +139,7 @@ def damage(directory: Path) -> int:
     return changed
 
 
-def test_new_weights_under_the_same_path_read_nothing_of_the_old_ones(tmp_path):
+def test_new_weights_under_the_same_path_read_nothing_of_the_old_ones(tmp_path: Path) -> None:
     model, stack = tmp_path / "model", {"primary": CPU, "secondary": [local(tmp_path / "disk")]}
     write_llama(model, seed=1)
     old = answers_without_tiers(model, PROMPTS)
@@ -155,7 +161,7 @@ def test_new_weights_under_the_same_path_read_nothing_of_the_old_ones(tmp_path):
         assert loaded == whole_blocks(PROMPTS) * BLOCK_BYTES
 
 
-def test_weights_replaced_in_a_running_engine_and_a_reset(tmp_path):
+def test_weights_replaced_in_a_running_engine_and_a_reset(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model, other = write_llama(tmp_path / "model", seed=1), write_llama(tmp_path / "other", seed=2)
@@ -174,7 +180,9 @@ def test_weights_replaced_in_a_running_engine_and_a_reset(tmp_path):
         assert loaded == 0
 
 
-def test_hashes_with_a_random_seed_are_refused_for_tiers_that_outlive_the_process(llama, tmp_path, monkeypatch):
+def test_hashes_with_a_random_seed_are_refused_for_tiers_that_outlive_the_process(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with (
         pytest.raises(ConfigError, match="PYTHONHASHSEED"),

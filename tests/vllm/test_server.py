@@ -62,7 +62,9 @@ def loaded(server: Server) -> float:
     return server.loaded()
 
 
-def test_what_leaves_the_workers_comes_back_from_the_cpu_until_a_reset(two_workers, expected):
+def test_what_leaves_the_workers_comes_back_from_the_cpu_until_a_reset(
+    two_workers: Server, expected: list[Answer]
+) -> None:
     server = two_workers
     assert wrong(server.ask(PROMPTS), expected) == []
     until(lambda: server.stored() >= ALL, 30, "the store of all blocks")
@@ -116,7 +118,9 @@ def interrupted(server: Server, stop: str, resume: str, **params: bool) -> list[
     pytest.fail("all requests ended before they could be stopped")
 
 
-def test_a_pause_that_clears_nothing_changes_nothing(two_workers, expected, expected_of_many):
+def test_a_pause_that_clears_nothing_changes_nothing(
+    two_workers: Server, expected: list[Answer], expected_of_many: list[Answer]
+) -> None:
     server = two_workers
     assert wrong(interrupted(server, "/pause?mode=keep&clear_cache=false", "/resume"), expected_of_many) == []
     server.evict()
@@ -125,7 +129,9 @@ def test_a_pause_that_clears_nothing_changes_nothing(two_workers, expected, expe
     assert loaded(server) == before + ALL
 
 
-def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(two_workers, expected, expected_of_many):
+def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(
+    two_workers: Server, expected: list[Answer], expected_of_many: list[Answer]
+) -> None:
     server = two_workers
     # vLLM refuses to clear what a request that waits for a load holds
     answers = interrupted(server, "/sleep?mode=keep&level=1", "/wake_up", load=False)
@@ -136,7 +142,9 @@ def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(two_workers, exp
     assert loaded(server) == before
 
 
-def test_a_pause_that_aborts_what_runs_and_loads_empties_the_tiers(two_workers, expected, expected_of_many):
+def test_a_pause_that_aborts_what_runs_and_loads_empties_the_tiers(
+    two_workers: Server, expected: list[Answer], expected_of_many: list[Answer]
+) -> None:
     server = two_workers
     server.ask(MANY, 1)
     cut = interrupted(server, "/pause?mode=abort", "/resume")
@@ -147,18 +155,18 @@ def test_a_pause_that_aborts_what_runs_and_loads_empties_the_tiers(two_workers, 
     assert loaded(server) == before
 
 
-def test_data_parallel_engines_have_tiers_of_their_own(llama, expected, tmp_path):
+def test_data_parallel_engines_have_tiers_of_their_own(llama: Path, expected: list[Answer], tmp_path: Path) -> None:
     tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
     stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier], "keep_secondary": True}
     replicas = range(2)
     with serve(llama, stack, tmp_path / "log", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert shared_memory() == []
-        for replica in map(str, replicas):  # alerts need the counters before anything happens
-            for tier in ("cpu", "local"):
-                assert server.series("kv_tiering_corrupt_blocks_total", engine=replica, tier=tier) == [0.0]
-                assert server.series("kv_tiering_device_errors_total", engine=replica, tier=tier) == [0.0]
-            assert server.series("kv_tiering_stores_without_room_total", engine=replica) == [0.0]
-            assert server.series("kv_tiering_tiers_out_of_service_total", engine=replica) == [0.0]
+        for number in map(str, replicas):  # alerts need the counters before anything happens
+            for name in ("cpu", "local"):
+                assert server.series("kv_tiering_corrupt_blocks_total", engine=number, tier=name) == [0.0]
+                assert server.series("kv_tiering_device_errors_total", engine=number, tier=name) == [0.0]
+            assert server.series("kv_tiering_stores_without_room_total", engine=number) == [0.0]
+            assert server.series("kv_tiering_tiers_out_of_service_total", engine=number) == [0.0]
 
         def local(name: str, replica: int) -> float:
             server.ask([prompt(0, 8)], 1, replica=replica)

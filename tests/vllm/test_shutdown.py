@@ -160,7 +160,9 @@ def shared_memory() -> list[str]:
     return [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
 
 
-def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(after_a_kill, expected):
+def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(
+    after_a_kill: Server, expected: Expected
+) -> None:
     server = after_a_kill
     until(lambda: known(server) >= whole_blocks(PROMPTS), 30, "the recovery of the local tier")
     assert wrong(server.ask(PROMPTS), expected.prompts) == []
@@ -169,7 +171,9 @@ def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(after_a_
     assert server.loaded() >= ALL
 
 
-def test_nothing_from_before_a_reset_is_served_after_a_kill_and_a_restart(after_a_reset, expected):
+def test_nothing_from_before_a_reset_is_served_after_a_kill_and_a_restart(
+    after_a_reset: Server, expected: Expected
+) -> None:
     server = after_a_reset
     assert wrong(server.ask(PROMPTS), expected.prompts) == []
     assert wrong(server.ask(MORE), expected.more) == []
@@ -177,7 +181,9 @@ def test_nothing_from_before_a_reset_is_served_after_a_kill_and_a_restart(after_
     assert read(server) == server.loaded() == 0
 
 
-def test_sigterm_drains_requests_and_stores_and_what_was_stored_is_there_after_a_restart(after_a_drain, expected):
+def test_sigterm_drains_requests_and_stores_and_what_was_stored_is_there_after_a_restart(
+    after_a_drain: Drained, expected: Expected
+) -> None:
     server = after_a_drain.server
     assert after_a_drain.return_code == 0
     assert [answer.tokens for answer in after_a_drain.answers] == [answer.tokens for answer in expected.last]
@@ -189,7 +195,9 @@ def test_sigterm_drains_requests_and_stores_and_what_was_stored_is_there_after_a
     assert server.loaded() - loaded_before >= whole_blocks(LAST) * BLOCK_BYTES
 
 
-def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_was_written(after_a_drain, row, expected):
+def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_was_written(
+    after_a_drain: Drained, row: Row, expected: Expected
+) -> None:
     server = after_a_drain.server
     # vLLM's front end, its engine gone, may wait for clients that wait for it
     asking = Asking(server, [prompt(seed, 400) for seed in range(80, 86)], 200, timeout=8)

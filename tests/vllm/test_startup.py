@@ -46,7 +46,9 @@ def several(*stacks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_wrong_stack_is_the_last_line_of_a_server_that_has_no_weights_to_load(no_weights, tmp_path):
+def test_a_wrong_stack_is_the_last_line_of_a_server_that_has_no_weights_to_load(
+    no_weights: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     command = [
         sys.executable,
@@ -76,7 +78,7 @@ def test_a_wrong_stack_is_the_last_line_of_a_server_that_has_no_weights_to_load(
         (several(RIGHT, RIGHT), "names TieringConnector more than once"),
     ],
 )
-def test_vllm_refuses_its_configuration(no_weights, transfer, message):
+def test_vllm_refuses_its_configuration(no_weights: Path, transfer: Any, message: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(model=str(no_weights), skip_tokenizer_init=True, kv_transfer_config=transfer)
@@ -85,7 +87,7 @@ def test_vllm_refuses_its_configuration(no_weights, transfer, message):
 
 
 @pytest.mark.parametrize("transfer", [transfer_config(RIGHT), several(RIGHT)])
-def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights, transfer):
+def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights: Path, transfer: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
 
@@ -96,7 +98,7 @@ def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights, 
     assert KVConnectorFactory.get_connector_class_by_name("TieringConnector").__name__ == "TieringConnector"
 
 
-def test_each_configuration_is_checked_once(tmp_path):
+def test_each_configuration_is_checked_once(tmp_path: Path) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text("primary: {capacity: 8MiB}")
     lookups = LookupCheck()
@@ -111,7 +113,7 @@ def test_each_configuration_is_checked_once(tmp_path):
     look_up()
 
 
-def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama):
+def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama: Path) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
@@ -143,27 +145,27 @@ def warnings() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.32.0", "0.33.1rc1"])
-def test_tested_versions_need_no_words(version, warnings):
+def test_tested_versions_need_no_words(version: str, warnings: list[str]) -> None:
     check_version(version)
     assert warnings == []
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "dev", "0.0.0"])
-def test_versions_that_are_newer_or_have_no_number_are_tried_with_a_warning(version, warnings):
+def test_versions_that_are_newer_or_have_no_number_are_tried_with_a_warning(version: str, warnings: list[str]) -> None:
     check_version(version)
     assert len(warnings) == 1
 
 
-def test_an_old_version_is_refused():
+def test_an_old_version_is_refused() -> None:
     with pytest.raises(StartupError, match="too old"):
         check_version("0.28.3")
 
 
-def test_this_vllm_has_every_name_that_is_imported():
+def test_this_vllm_has_every_name_that_is_imported() -> None:
     check_names("0.99.0")
 
 
-def test_a_name_or_module_that_vllm_has_lost_is_told(monkeypatch):
+def test_a_name_or_module_that_vllm_has_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = (("vllm.platforms", "current_platform lost"), ("vllm.no_such_module", "anything"))
     monkeypatch.setattr(vllm_interface, "NEEDED", needed)
     with pytest.raises(
@@ -197,7 +199,7 @@ class Connector(Base):
         return
 
 
-def test_methods_are_compared_with_those_that_vllm_calls(monkeypatch):
+def test_methods_are_compared_with_those_that_vllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_interface, "HOOKS", ("handle", "build"))
     check_methods("0.99.0", Connector, Base)
     with pytest.raises(StartupError, match="handle: too many positional arguments"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,11 +48,13 @@ def tiered(gemma: Path, expected: list[Answer], mode: str) -> Iterator[Engine]:
         assert running.free_blocks() == 79
 
 
-def test_the_models_output_depends_on_what_is_outside_the_window(expected):
+def test_the_models_output_depends_on_what_is_outside_the_window(expected: list[Answer]) -> None:
     assert not expected[4].matches(expected[0])
 
 
-def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_window(tiered, expected):
+def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_window(
+    tiered: Engine, expected: list[Answer]
+) -> None:
     assert len(tiered.scheduler.kv_cache_config.kv_cache_groups) == 2
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
     tiered.evict()
@@ -61,7 +64,9 @@ def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_windo
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
-def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mode, lie):
+def test_negative_control_what_was_not_loaded_rightly_shows(
+    tiered: Engine, expected: list[Answer], mode: str, lie: Any
+) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(lie):
@@ -75,7 +80,9 @@ def test_negative_control_what_was_not_loaded_rightly_shows(tiered, expected, mo
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_failed_load_is_told_by_its_request(tiered, expected, mode, recompute):
+def test_a_failed_load_is_told_by_its_request(
+    tiered: Engine, expected: list[Answer], mode: str, recompute: Any
+) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     tiered.scheduler.recompute_kv_load_failures = recompute

@@ -75,7 +75,10 @@ def prom_metrics(
     labelnames: Sequence[str],
     per_engine_labelvalues: Mapping[int, Sequence[object]],
 ) -> OffloadPromMetrics:
-    """Return the connector's metrics for the front end; the counters of all configured tiers exist from the start."""
+    """Return the connector's metrics for the front end.
+
+    The counters of all configured tiers exist from the start.
+    """
     unregister_tier_metrics()  # as vLLM does with its own metrics
     by_name = {kind.__name__: metric for kind, metric in metric_types.items()}
     classes = MetricClasses(
