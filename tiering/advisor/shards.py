@@ -66,6 +66,18 @@ class Shards:
         self._largest: list[int] = []
         """Sampled hashes, negated, as a heap."""
 
+    def halve(self) -> None:
+        """Let all accesses so far count half, so that the estimate follows a workload that changes."""
+        self._weights = [weight / 2 for weight in self._weights]
+        self.weight /= 2
+        self.accesses //= 2
+
+    def clear(self) -> None:
+        """Forget all keys; the counts stay."""
+        self._last.clear()
+        self._times.clear()
+        self._largest.clear()
+
     @property
     def rate(self) -> float:
         """Present sampling rate, at most 1."""

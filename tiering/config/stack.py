@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 
+from tiering.advisor.advisor import SizeAdvisor
+from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, mask_text, safe_cause
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.units import format_bytes
@@ -103,6 +105,7 @@ def open_manager(
             shutdown_deadline=stack.shutdown_deadline,
             news=news,
             one_thread=one_thread,
+            advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
         undo.pop_all()
         undo.callback(manager.shutdown)
@@ -113,6 +116,13 @@ def open_manager(
         _log.warning("%s", problem)
     _log.info("%s", _summary(stack, rows, opened, namespace))
     return manager
+
+
+def _advisor(stack: StackConfig, rows: int, block_bytes: int) -> SizeAdvisor:
+    """Return the size advisor for the tiers that have a capacity."""
+    sizes = {options.tier_name: options.capacity_bytes for options in stack.secondary}
+    blocks = {name: max(1, size // block_bytes) for name, size in sizes.items() if size is not None}
+    return SizeAdvisor({PRIMARY_TIER: rows, **blocks})
 
 
 def _group_bytes(block_bytes: int | Sequence[int]) -> tuple[int, ...]:

@@ -107,6 +107,11 @@ class StackConfig(Strict):
 
     Right only if the weights never change at a reset.
     """
+    advisor: bool = True
+    """True (default) to estimate the hit rates that other capacities of the tiers would have.
+
+    The statistics of each tier show the estimates, from a quarter to sixteen times its capacity.
+    """
     events: bool = False
     """True to announce stored and removed blocks; default False. An engine can also ask for events itself."""
     mode: Literal["tiering", "simple"] = "tiering"

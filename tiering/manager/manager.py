@@ -16,8 +16,9 @@ from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
+from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.inert_manager import InertManager
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -61,6 +62,7 @@ class TieringOffloadingManager(OffloadingManager):
         keep_secondary: bool = False,
         news: News | None = None,
         one_thread: bool = True,
+        advisor: SizeAdvisor | None = None,
     ) -> None:
         """Create the manager; the tiers are opened by :meth:`open_tier`.
 
@@ -78,6 +80,7 @@ class TieringOffloadingManager(OffloadingManager):
             one_thread: the first thread that uses the manager owns it. Other threads get a :class:`WrongThreadError`
                 until :meth:`hand_over`. If False, the caller ensures that no two threads use the manager at the same
                 time.
+            advisor: estimates the hit rates at other capacities of the tiers; default: none.
         """
         self.news = news or News()
         """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
@@ -104,6 +107,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests = Requests(self._tiers)
         self._known = self._requests.known
         self._shut_down = False
+        self._advisor = advisor
         inert_in_children(self, InertManager)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -121,6 +125,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.load:
             return PrefixMatch(0, False)
+        if self._advisor is not None:
+            self._advisor.looked_up(request.advised, keys)
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
             return PrefixMatch(hits, False)
@@ -197,6 +203,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._known.get(req_context.req_id)
         if stored:
             self.news.announce()  # Lookups that wait for these blocks may be repeated.
+            if self._advisor is not None:
+                self._advisor.stored(stored)
             self._jobs.note_refilled(rows)
             self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
         if self._jobs.awaited:
@@ -312,9 +320,14 @@ class TieringOffloadingManager(OffloadingManager):
         stats.jobs_in_flight = len(self._jobs)
         stats.rows, stats.rows_free, stats.rows_evictable = rows.rows, rows.free, rows.evictable
         stats.rows_reserved, stats.rows_quarantined = self._promotions.rows_reserved, rows.quarantined
-        return {"manager": stats.as_dict(), "primary": self._primary_fields(), "tiers": self._tiers.stats()}
+        primary, tiers = self._primary_fields(), self._tiers.stats()
+        if self._advisor is not None:
+            primary |= self._advisor.estimates(PRIMARY_TIER)
+            for name, fields in tiers.items():
+                fields |= self._advisor.estimates(name)
+        return {"manager": stats.as_dict(), "primary": primary, "tiers": tiers}
 
-    def _primary_fields(self) -> dict[str, int]:
+    def _primary_fields(self) -> dict[str, int | float]:
         """Return the fields of :class:`tiering.secondary.stats.TierStats` that apply to the primary tier."""
         buffer, blocks = self.primary_tier.get_kv_memoryview(), len(self._readable)
         return {
@@ -338,6 +351,8 @@ class TieringOffloadingManager(OffloadingManager):
         if revision is not None:
             revision_digest(revision)
         self._stats.resets += 1
+        if self._advisor is not None:
+            self._advisor.forget()
         self.primary_tier.reset_cache()
         return self._keep_secondary or self._tiers.reset(self._reset_deadline, revision)
 

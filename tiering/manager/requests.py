@@ -38,6 +38,8 @@ class Request:
     """Key → row of the promoted blocks that are pinned for the request."""
     brought: dict[OffloadKey, str] = field(default_factory=dict)
     """Key → medium from which a block was promoted for the request."""
+    advised: dict[int, int] = field(default_factory=dict)
+    """Per KV-cache group, the number of looked-up keys that the size advisor has counted."""
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tiering.advisor.advisor import FIELDS
 from tiering.offload.stats import CONNECTOR, MANAGER, TIERS
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
@@ -135,6 +136,16 @@ METRICS: tuple[Metric, ...] = (
     Metric(TIERS, GAUGE, "breaker_state", "state", "Circuit breaker: 0 closed, 1 half open, 2 open"),
     Metric(TIERS, GAUGE, "available", "flag", "1 if the tier is in service"),
     Metric(TIERS, GAUGE, "writable", "flag", "1 if the tier is in service and takes stores"),
+    *(
+        Metric(
+            TIERS,
+            GAUGE,
+            name,
+            "ratio",
+            f"Estimated hit rate of the tier and all faster ones with {factor:g} times the tier's capacity",
+        )
+        for factor, name in FIELDS.items()
+    ),
     Metric(
         TIERS,
         HISTOGRAM,

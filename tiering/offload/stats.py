@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from tiering.advisor.advisor import FIELDS
 from tiering.copy.contract import TransferType
 from tiering.manager.stats import MANAGER_GAUGES
 from tiering.secondary.stats import GAUGES
@@ -31,7 +32,7 @@ All keys except these and :data:`TIERS` are transfer types.
 StatsData = Mapping[str, object]
 """Statistics as plain data, by name of the record."""
 
-_GAUGES = GAUGES | MANAGER_GAUGES | {"jobs_active", "requests_active"}
+_GAUGES = GAUGES | MANAGER_GAUGES | {"jobs_active", "requests_active"} | frozenset(FIELDS.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,159 @@
+"""The size advisor: close to the exact curve, cheap, each request counted once, and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from tiering import ModelIdentity, ReqContext, load_stack, open_manager
+from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor
+from tiering.advisor.shards import HASHES, Shards
+from tiering.offload.metrics import METRICS
+from tiering.offload.stats import Increments
+from tiering.replay.generate import generate
+from tiering.replay.ideal import Bounds
+from tiering.replay.trace import keys_of, mixed
+from tiering.testing.keys import keys_of as small_keys
+
+MODEL = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="test")
+
+
+def zipf(count: int, distinct: int, seed: int = 0) -> list[int]:
+    chosen = (np.random.default_rng(seed).pareto(0.6, count) * 20).astype(np.uint64) % np.uint64(distinct)
+    return (mixed(chosen) >> np.uint64(32)).tolist()
+
+
+def test_the_estimate_is_exact_while_every_key_is_sampled() -> None:
+    shards = Shards([1, 2, 3])
+    for key in [1, 2, 3, 1, 2, 2, 4]:
+        shards.access([key])
+        shards.accesses += 1
+    # Distances: 1 after 2 and 3 is 3; 2 after 3 and 1 is 3; 2 again is 1.
+    assert [shards.hit_rate(size) for size in (1, 2, 3)] == [pytest.approx(hits / 7) for hits in (1, 1, 3)]
+
+
+def test_the_sample_keeps_its_size_and_its_threshold_falls() -> None:
+    shards = Shards([100, 1000], sample=500)
+    shards.access(zipf(50_000, 20_000))
+    assert shards.keys == 500
+    assert shards.threshold < HASHES // 5
+    keys = shards.keys
+    shards.access([shards.threshold, HASHES - 1])
+    assert shards.keys == keys
+
+
+@pytest.mark.parametrize("kind", ["chat", "documents", "agents", "system"])
+def test_the_mean_error_is_at_most_one_point(kind: str) -> None:
+    trace = list(generate({kind: 1.0}, 2500, 5.0, 128, seed=7))
+    capacity = 6000
+    advisor = SizeAdvisor({"cpu": capacity}, sample=8192)
+    sizes = [int(capacity * factor) for factor in FACTORS]
+    exact = Bounds(sizes)
+    for request in trace:
+        exact.add(request.hashes)
+        advisor.looked_up({}, keys_of(request.hashes))
+    estimates = advisor.estimates("cpu")
+    errors = [abs(estimates[name] - exact.lru(size)) for name, size in zip(FIELDS.values(), sizes, strict=True)]
+    assert exact.distinct > 8192
+    assert sum(errors) / len(errors) <= 0.01
+    assert max(errors) <= 0.03
+
+
+def test_a_request_that_asks_again_is_counted_once_and_what_grew_is_added() -> None:
+    advisor, counted = SizeAdvisor({"cpu": 100}), dict[int, int]()
+    keys = small_keys(*range(10))
+    for _ in range(5):
+        advisor.looked_up(counted, keys[:6])
+    assert advisor.accesses == 6
+    advisor.looked_up(counted, keys)
+    advisor.looked_up(counted, small_keys(*range(4), group=1))
+    advisor.looked_up(counted, [])
+    assert advisor.accesses == 14
+
+
+def test_stored_keys_are_recent_and_no_lookups() -> None:
+    advisor = SizeAdvisor({"cpu": 4})
+    keys = keys_of(mixed(np.arange(8, dtype=np.uint64)))
+    advisor.stored(keys)
+    assert (advisor.accesses, advisor.estimates("cpu")) == (0, {})
+    advisor.looked_up({}, keys[6:])
+    assert advisor.estimates("cpu")["estimated_hit_ratio_x1"] == 1.0
+
+
+def test_keys_of_odd_lengths_are_sampled_alike() -> None:
+    hashes = mixed(np.arange(4000, dtype=np.uint64))
+    even = keys_of(hashes)
+    results = []
+    for keys in (even, [key + b"x" for key in even]):
+        advisor = SizeAdvisor({"cpu": 1000}, sample=200)
+        for _ in range(3):
+            advisor.looked_up({}, keys)
+        results.append(advisor.estimates("cpu"))
+    assert results[0] == results[1]
+
+
+def test_the_window_lets_old_accesses_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.advisor.advisor.WINDOW", 1000)
+    advisor = SizeAdvisor({"cpu": 50})
+    hot = keys_of(mixed(np.arange(20, dtype=np.uint64)))
+    for _ in range(40):
+        advisor.looked_up({}, hot)
+    assert advisor.estimates("cpu")["estimated_hit_ratio_x1"] > 0.9
+    for number in range(100):
+        cold = keys_of(mixed(np.arange(1000 + 20 * number, 1020 + 20 * number, dtype=np.uint64)))
+        advisor.looked_up({}, cold)
+    assert advisor.estimates("cpu")["estimated_hit_ratio_x1"] < 0.25
+
+
+# ---------------------------------------------------------------------------------------------------------- the manager
+
+
+def prompts() -> Iterator[Sequence[bytes]]:
+    for turn in range(30):
+        yield small_keys(*range(turn % 6 * 10, turn % 6 * 10 + 8))
+
+
+def run(advisor: bool) -> dict[str, dict[str, float]]:
+    tiers = [{"type": "memory", "capacity": 32 * 5000}]
+    stack = load_stack({"primary": {"capacity": 24 * 4096}, "secondary": tiers, "advisor": advisor})
+    with open_manager(stack, 4096, MODEL) as manager:
+        for number, keys in enumerate(prompts()):
+            ctx = ReqContext(f"r{number}")
+            manager.on_new_request(ctx)
+            manager.match_prefix(keys, ctx)
+            output = manager.prepare_store(keys, ctx)
+            if output is not None and output.keys_to_store:
+                manager.complete_store(output.keys_to_store, ctx)
+            manager.on_request_finished(ctx)
+            manager.on_schedule_end()
+        stats = manager.get_stats()
+        before = stats["primary"].get("estimated_hit_ratio_x1")
+        manager.reset_cache()
+        assert manager.get_stats()["primary"].get("estimated_hit_ratio_x1") == before
+    return {"cpu": stats["primary"], **stats["tiers"]}
+
+
+def test_the_statistics_have_the_estimates_of_every_tier_with_a_capacity() -> None:
+    stats = run(advisor=True)
+    for tier in ("cpu", "memory"):
+        rates = [stats[tier][name] for name in FIELDS.values()]
+        assert rates == sorted(rates)
+    # 48 distinct blocks in turn: 24 rows hit nothing, twice as many hit all but the first round.
+    assert stats["cpu"]["estimated_hit_ratio_x1"] == 0.0
+    assert stats["cpu"]["estimated_hit_ratio_x2"] == pytest.approx(24 / 30)
+
+
+def test_the_advisor_can_be_switched_off() -> None:
+    stats = run(advisor=False)
+    assert not any(name in fields for fields in stats.values() for name in FIELDS.values())
+
+
+def test_the_estimates_are_gauges_and_metrics() -> None:
+    increments = Increments()
+    increments.take({"cpu": {"hits": 5, "estimated_hit_ratio_x2": 0.5}})
+    assert increments.take({"cpu": {"hits": 7, "estimated_hit_ratio_x2": 0.25}}) == {
+        "cpu": {"hits": 2, "estimated_hit_ratio_x2": 0.25}
+    }
+    assert set(FIELDS.values()) <= {metric.field for metric in METRICS}

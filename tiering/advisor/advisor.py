@@ -1,0 +1,121 @@
+"""The size advisor of one manager: hit rates at other capacities of its tiers, from the lookups that happen anyway.
+
+All tiers see the same lookups, and a tier holds what the faster ones hold. So one sample serves all tiers: LRU's hit
+rate at a tier's capacity estimates the hits of the tier and of all faster ones together. The estimate knows nothing of
+admission, of other eviction policies, or of stores that a slow medium drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tiering.advisor.shards import HASHES, SAMPLE, Shards
+from tiering.api.keys import OffloadKey
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Capacities of the estimates, as multiples of a tier's capacity."""
+
+FIELDS: Mapping[float, str] = {
+    factor: f"estimated_hit_ratio_x{format(factor, 'g').replace('.', '_')}" for factor in FACTORS
+}
+"""Factor → name of the estimate in a tier's statistics. All of them are gauges."""
+
+WINDOW = 1 << 24
+"""Number of accesses after which all earlier ones count half."""
+
+_HASH_BYTES = 4
+
+
+class SizeAdvisor:
+    """Estimates of the hit rate of each tier at a quarter to sixteen times its capacity.
+
+    The scheduler's thread calls all methods. A key's leading four bytes serve as its hash, because keys are hashes.
+
+    Args:
+        capacities: name of a tier → its capacity in blocks; tiers without a capacity are left out.
+        sample: largest number of keys in the sample; default :data:`tiering.advisor.shards.SAMPLE`.
+    """
+
+    __slots__ = ("_capacities", "_shards")
+
+    def __init__(self, capacities: Mapping[str, int], sample: int = SAMPLE) -> None:
+        self._capacities = {
+            name: [self._scaled(blocks, factor) for factor in FACTORS] for name, blocks in capacities.items()
+        }
+        sizes = [size for scaled in self._capacities.values() for size in scaled]
+        # More keys than the smallest capacity holds need not be sampled at the start, so that the start is cheap too.
+        rate = min(1.0, sample / min(sizes)) if sizes else 1.0
+        self._shards = Shards(sizes, sample, rate)
+
+    @staticmethod
+    def _scaled(blocks: int, factor: float) -> int:
+        return max(1, int(blocks * factor))
+
+    @property
+    def accesses(self) -> int:
+        """Number of blocks looked up, each once per request; the earlier ones count less."""
+        return self._shards.accesses
+
+    @property
+    def rate(self) -> float:
+        """Share of the keys that are sampled."""
+        return self._shards.rate
+
+    def looked_up(self, counted: dict[int, int], keys: Sequence[OffloadKey]) -> None:
+        """Record the lookup of a prefix.
+
+        A request that waits looks its prefix up at every step, and all but its first lookup are ignored.
+
+        Args:
+            counted: number of keys recorded for the request so far, by KV-cache group; updated.
+            keys: the prefix, of one group.
+        """
+        if not keys:
+            return
+        group = keys[0][-1]
+        known = counted.get(group, 0)
+        if len(keys) <= known:
+            return
+        counted[group] = len(keys)
+        new = keys[known:] if known else keys
+        self._shards.accesses += len(new)
+        chosen = self._sampled(new)
+        if chosen:
+            self._shards.access(chosen)
+        if self._shards.accesses >= WINDOW:
+            self._shards.halve()
+
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were stored: they are recent, and were not looked up by this."""
+        chosen = self._sampled(keys)
+        if chosen:
+            self._shards.access(chosen, counted=False)
+
+    def _sampled(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the hashes of the sampled ones of ``keys``; all keys have the same length."""
+        width = len(keys[0])
+        if width % _HASH_BYTES:
+            threshold = self._shards.threshold
+            hashes = [int.from_bytes(key[:_HASH_BYTES], "little") for key in keys]
+            return [value for value in hashes if value < threshold]
+        leading = np.frombuffer(b"".join(keys), "<u4")[:: width // _HASH_BYTES]
+        if self._shards.threshold == HASHES:
+            return leading.tolist()
+        chosen: list[int] = leading[leading < self._shards.threshold].tolist()
+        return chosen
+
+    def forget(self) -> None:
+        """Start over: a reset has emptied all tiers."""
+        self._shards.clear()
+
+    def estimates(self, tier: str) -> dict[str, float]:
+        """Return the estimated hit rates of ``tier`` and all faster ones, by the names in :data:`FIELDS`.
+
+        Empty for a tier without a capacity, and before the first lookup.
+        """
+        if not self._shards.accesses or tier not in self._capacities:
+            return {}
+        sizes = self._capacities[tier]
+        return {name: self._shards.hit_rate(size) for name, size in zip(FIELDS.values(), sizes, strict=True)}
