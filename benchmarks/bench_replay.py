@@ -88,7 +88,8 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
             cost = timed(feed, per=exact.total)
             estimates = made.estimates("cpu")
             errors = [
-                100 * abs(estimates[field] - truth.lru(size)) for field, size in zip(FIELDS.values(), sizes, strict=True)
+                100 * abs(estimates[field] - truth.lru(size))
+                for field, size in zip(FIELDS.values(), sizes, strict=True)
             ]
             rows.append((name, exact.distinct, capacity, sum(errors) / len(errors), max(errors), cost.cpu * 1e6))
     bench.table(
