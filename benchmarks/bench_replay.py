@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import Bench, Sample, timed
@@ -55,7 +56,7 @@ def run(bench: Bench) -> None:
         stats = bench.compare(
             f"replay: {name}",
             {
-                label: lambda trace=trace, tokens=tokens, tiers=tiers: replayed(trace, tokens, tiers)
+                label: partial(replayed, trace, tokens, tiers)
                 for label, tiers in (("CPU", 0), ("CPU and NVMe", 1), ("CPU, NVMe and bucket", 2))
             },
             repeats=3,
@@ -91,7 +92,8 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
                 100 * abs(estimates[field] - truth.lru(size))
                 for field, size in zip(FIELDS.values(), sizes, strict=True)
             ]
-            rows.append((name, exact.distinct, capacity, sum(errors) / len(errors), max(errors), cost.cpu * 1e6))
+            spent = (cost.cpu or 0.0) * 1e6
+            rows.append((name, exact.distinct, capacity, sum(errors) / len(errors), max(errors), spent))
     bench.table(
         "The advisor at 1/4 to 16 times a capacity",
         ("trace", "distinct blocks", "capacity", "mean error, points", "largest", "CPU µs per access"),

@@ -102,8 +102,9 @@ class SizeAdvisor:
             return [value for value in hashes if value < threshold]
         leading = np.frombuffer(b"".join(keys), "<u4")[:: width // _HASH_BYTES]
         if self._shards.threshold == HASHES:
-            return leading.tolist()
-        chosen: list[int] = leading[leading < self._shards.threshold].tolist()
+            chosen: list[int] = leading.tolist()
+        else:
+            chosen = leading[leading < self._shards.threshold].tolist()
         return chosen
 
     def forget(self) -> None:
