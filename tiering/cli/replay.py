@@ -59,8 +59,8 @@ def replay(
     """Replay traces of requests through the tiers of a stack, and say what they would serve.
 
     The manager, its policies and its indexes are the real ones; time and media are simulated. TRACE is a file in the
-    format of Mooncake's or Bailian's public traces, a file that an engine has recorded (record_trace in its stack), or
-    one of "kv-tiering trace generate". Several files are merged by time.
+    format of Mooncake's or Bailian's public traces, or one of "kv-tiering trace generate". Several files are merged by
+    time.
 
     \b
     Examples:

@@ -16,8 +16,6 @@ from tiering.replay.readers import own_lines
 def trace() -> None:
     """Make traces of requests for replays.
 
-    A running engine records one with record_trace in its stack.
-
     \b
     Example:
       kv-tiering trace generate --kind chat=3 --kind agents=1 -o trace.jsonl

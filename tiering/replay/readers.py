@@ -5,7 +5,7 @@ Three formats are recognised by the words of their first line:
 - Mooncake: ``timestamp`` in milliseconds, ``input_length``, ``output_length``, ``hash_ids``; 512 tokens a block.
 - Bailian (Qwen-Bailian usage traces): the same words, ``chat_id`` and others, ``timestamp`` in seconds; 16 tokens a
   block.
-- The project's own, as :mod:`tiering.replay.recorder` writes it: a line that describes the trace, then requests.
+- The project's own (:func:`own_lines`): a line that describes the trace, then requests.
 """
 
 from __future__ import annotations
