@@ -1,8 +1,9 @@
 """The size advisor of one manager: estimated hit rates at other capacities of its tiers.
 
-The estimates come from the lookups that happen anyway. All tiers see the same lookups, and a tier holds what the faster ones hold. So one sample serves all tiers: LRU's hit
-rate at a tier's capacity estimates the hits of the tier and of all faster ones together. The estimate knows nothing of
-admission, of other eviction policies, or of stores that a slow medium drops.
+The estimates come from the lookups that happen anyway. All tiers see the same lookups, and a tier holds what the faster
+ones hold. So one sample serves all tiers: LRU's hit rate at a tier's capacity estimates the hits of the tier and of all
+faster ones together. The estimate knows nothing of admission, of other eviction policies, or of stores that a slow
+medium drops.
 """
 
 from __future__ import annotations
