@@ -17,6 +17,7 @@ from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, rclone_server
 from tests.tiers.local.rig import LocalRig
 from tiering.cli import check as check_module
+from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
 from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
 from tiering.secondary.definition import TierDefinition
@@ -70,6 +71,22 @@ def test_a_sound_stack_passes_and_nothing_is_left_behind(write_stack: WriteStack
     assert "identical" in report.text("memory", "round trip")
     assert "identical" in report.text("local", "round trip")
     assert [path.name for path in tmp_path.iterdir()] == ["stack.yaml"]
+
+
+def test_blocks_that_come_back_with_other_bytes_are_an_error(
+    write_stack: WriteStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = TierDriver.move
+
+    def flipping(driver: TierDriver, keys: Any, rows: Any, *, load: bool, timeout: float) -> Any:
+        done = move(driver, keys, rows, load=load, timeout=timeout)
+        driver.rows[rows[0], 0] ^= load
+        return done
+
+    monkeypatch.setattr(TierDriver, "move", flipping)
+    report = check(write_stack({"type": "memory"}))
+    assert (report.code, report.severity("memory", "round trip")) == (1, "error")
+    assert "they differ" in report.text("memory", "round trip")
 
 
 def test_on_pipes_each_finding_is_a_line_of_words_between_tabs(write_stack: WriteStack, tmp_path: Path) -> None:

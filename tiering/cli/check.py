@@ -198,7 +198,11 @@ def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
         f"{count} blocks of {format_bytes(block_bytes)}: stored in {duration(between - began)}, "
         f"loaded in {duration(ended - between)}"
     )
-    if same:
+    if len(loaded) == count and not same:
+        yield Finding(
+            Severity.ERROR, "round trip", f"{text}, and they differ", "do not use this machine's memory and this tier"
+        )
+    elif same:
         yield Finding(Severity.OK, "round trip", f"{text}, identical")
     else:
         yield Finding(
