@@ -2,7 +2,8 @@
 
 The walk is the one of ``docs/design.md``: an engine stores a prompt through the connector into a CPU tier and a local
 tier. A file counts if one of its functions runs while a function of the walk is active. Ticks, which every step of the
-engine makes with or without blocks, do not count, nor does the end of the request.
+engine makes with or without blocks, do not count, nor does the end of the request. The size advisor does not count
+either: it watches the keys, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close"}
 """Names of functions that a step calls with or without blocks, or that end a request."""
 
 FROM_THE_MANAGER = ("tiering/manager", "tiering/primary", "tiering/table", "tiering/secondary", "tiers/")
-MOST_FROM_THE_MANAGER = 26
-MOST = 38
+MOST_FROM_THE_MANAGER = 23
+MOST = 37
 
 
 class Walk:
@@ -57,7 +58,7 @@ class Walk:
         if event not in {"call", "return"} or not frame.f_code.co_filename.startswith(str(ROOT)):
             return
         file = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
-        if not file.startswith(("tiering/", "tiers/")):
+        if not file.startswith(("tiering/", "tiers/")) or file.startswith("tiering/advisor/"):
             return
         active: list[FrameType] = self._threads.__dict__.setdefault("active", [])
         if event == "return":
