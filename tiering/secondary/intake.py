@@ -141,8 +141,8 @@ class GhostFilter:
         self._table[slots[self._table[slots] == hashes]] = 0
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._table.fill(0)
+        """Forget everything, without a write to each slot: a new table is zero until it is used."""
+        self._table = np.zeros(len(self._table), np.int64)
 
 
 class AdmitSecondTouch(Admission):
@@ -213,7 +213,8 @@ class AdmitSecondTouch(Admission):
         self._own.pop(req_id, None)
 
     def clear(self) -> None:
-        self._ghost.clear()
+        if self._declined:
+            self._ghost.clear()
         self._declined = False
         self._own.clear()
         self._wanted.clear()
