@@ -1,7 +1,7 @@
-"""A router's index, and an engine over tiers whose events it hears: at every step it must know what each tier holds.
+"""A router's index follows the KV events of an engine over tiers, and must always match each tier.
 
-The engine's scheduler is the mini engine's; the manager, the tiers and their indexes are real.  Only copies and media
-are doubles, which end late, out of order, and sometimes in failure.
+The engine's scheduler is the mini engine's; the manager, the tiers and their indexes are real. Copies and media are
+doubles that end late, out of order, and sometimes in failure.
 """
 
 from __future__ import annotations
@@ -50,11 +50,15 @@ BUCKET: TierName = ("STORAGE", "REMOTE", "bucket")
 
 
 class RouterIndex:
-    """Who applies all events in their order: references per KV-cache group and hash, for each tier.
+    """An index that applies all events in their order and counts references to each hash of each tier.
 
-    ``blocks``: the hashes that each block was announced with last, by its own hash; ``texts``: hash → (parent, tokens),
-    as prompts have them, which everything announced with tokens must agree with.  ``bare`` and ``described`` count
-    announcements per group.
+    Attributes:
+        blocks: own hash of a block → all hashes that its latest event announced.
+        bare: number of announcements without tokens, by KV-cache group.
+        described: number of announcements with tokens, by KV-cache group.
+
+    Args:
+        texts: hash → (parent, tokens) of the prompts. Every announcement with tokens must agree with them.
     """
 
     def __init__(self, texts: Mapping[bytes, tuple[bytes | None, list[int]]]) -> None:
@@ -95,7 +99,7 @@ class RouterIndex:
             parent = name
 
     def check(self, tier: TierName, held: set[OffloadKey]) -> None:
-        """Whether this is what the tier holds: the same blocks, and of hashes nothing beyond those of the blocks."""
+        """Raise unless the index has exactly the blocks that the tier holds, and no other hashes."""
         assert set(self.blocks[tier]) == {(get_offload_group_idx(key), get_offload_block_hash(key)) for key in held}, (
             tier
         )
@@ -104,8 +108,7 @@ class RouterIndex:
 
 @dataclass
 class Media:
-    """What outlives an engine: the slots of its disk, each with a key and its namespace, and the names in the
-    bucket."""
+    """The state that outlives an engine: slots of its disk (key, namespace) and names in its bucket."""
 
     slots: dict[Place, tuple[OffloadKey, bytes]] = field(default_factory=dict)
     disk: FakeStore = field(default_factory=FakeStore)
@@ -113,7 +116,7 @@ class Media:
 
 
 class LateIo(FakeIo):
-    """Ends jobs at random, some blocks of them in failure."""
+    """An I/O side that ends jobs at random; some of their blocks fail."""
 
     def __init__(
         self, store: FakeStore, clock: FakeClock, options: BlockTierOptions, media: Media, rng: random.Random
@@ -154,7 +157,7 @@ class LateIo(FakeIo):
 
 
 class Disk(BlockTier):
-    """A tier of slots that finds again what an earlier engine left in them."""
+    """A tier of slots that recovers the blocks which an earlier engine left on the disk."""
 
     media: Media
 
@@ -171,7 +174,7 @@ class Disk(BlockTier):
 
 
 class EventWalk:
-    """One engine after another over the same media, driven by one seeded source of chance."""
+    """One engine after another over the same media, driven by one seeded random generator."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class EventWalk:
         self.start()
 
     def start(self) -> None:
-        """Begin with an empty engine, of which a router knows nothing yet."""
+        """Begin with an empty engine and an empty index."""
         self.index = RouterIndex(self.texts)
         view = np.zeros((ROWS, BLOCK_BYTES), np.uint8).data
         namespace = make_namespace(group_bytes=(BLOCK_BYTES,) * len(self.windows))

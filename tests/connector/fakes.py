@@ -1,4 +1,4 @@
-"""Small doubles for the scheduler half: requests, step outputs, a manager that checks how it is called, a spec."""
+"""Doubles for the scheduler half: requests, step outputs, a spec, a manager that checks its callers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiering.offload.protocols import EngineRequest
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """One hash per full block, of all tokens up to its end."""
+    """Return one hash per full block; each hash covers all tokens up to the block's end."""
     digest, hashes = hashlib.sha256(), []
     for end in range(block_size, len(tokens) + 1, block_size):
         digest.update(repr(tokens[end - block_size : end]).encode())
@@ -130,7 +130,12 @@ class ContractViolationError(AssertionError):
 
 
 class FakeManager(OffloadingManager):
-    """An exact little CPU cache.  ``refs``: -1 being written, n readers; least recently used first in ``rows``."""
+    """An exact little CPU cache.
+
+    Attributes:
+        refs: reference count by key: -1 while the block is written, otherwise the number of readers.
+        rows: row by key, the least recently used key first.
+    """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.free = list(range(capacity - 1, -1, -1))
@@ -263,7 +268,7 @@ class FakeManager(OffloadingManager):
         for key in list(self.rows):
             if self.refs[key] == 0:
                 self.drop(key)
-            else:  # a copy still uses the row: it is set aside until that copy ends
+            else:  # a copy still uses the row: the row stays set aside until the copy ends
                 uses = 1 if self.refs[key] == -1 else self.refs[key]
                 self.lost[key] = [self.rows.pop(key), uses]
                 del self.refs[key]
@@ -306,8 +311,12 @@ class FakeSpec(OffloadingSpec):
 def make_spec(
     *windows: int | None, gpu_block_size: int = 4, manager: FakeManager | None = None, world_size: int = 1, **extra: Any
 ) -> FakeSpec:
-    """A spec with one KV-cache group per window (None: full attention; one such group by default); ``extra`` as
-    users write it."""
+    """Return a spec with one KV-cache group per window.
+
+    Args:
+        windows: sliding window of each group in tokens, None for full attention; default: one full-attention group.
+        extra: connector options as users write them.
+    """
     windows = windows or (None,)
     groups = tuple(
         KVCacheGroup(
@@ -334,12 +343,12 @@ def make_scheduler(
 
 
 def prompt(tokens: int, name: str = "r1", **fields: Any) -> FakeRequest:
-    """A request whose tokens count up from 0, in blocks of 4: two such prompts share their prefix."""
+    """Return a request whose tokens count up from 0, in blocks of 4: two such prompts share their prefix."""
     return FakeRequest(name, list(range(tokens)), **fields)
 
 
 def ids(count: int, start: int = 1) -> list[int]:
-    """``count`` GPU block ids."""
+    """Return ``count`` consecutive GPU block ids."""
     return list(range(start, start + count))
 
 
@@ -362,7 +371,13 @@ def run_prompt(
     tokens: int | None = None,
     computed: int = 0,
 ) -> OffloadingConnectorMetadata:
-    """Schedule a request for the first time: ``tokens`` of it (all by default) after ``computed`` ones."""
+    """Schedule a request for the first time.
+
+    Args:
+        block_ids: the request's GPU blocks, one list per group.
+        tokens: number of tokens to compute; default: all that are left.
+        computed: number of tokens that are computed already.
+    """
     scheduler.get_num_new_matched_tokens(request, computed)
     scheduler.update_state_after_alloc(request, FakeBlocks(block_ids), 0)
     request.num_computed_tokens = computed
@@ -375,19 +390,19 @@ def run_prompt(
 def go_on(
     scheduler: OffloadingConnectorScheduler, request: FakeRequest, tokens: int, *block_ids: list[int]
 ) -> OffloadingConnectorMetadata:
-    """Schedule ``tokens`` more of a running request, which gets ``block_ids``."""
+    """Schedule ``tokens`` more tokens of a running request, which gets ``block_ids`` as new blocks."""
     meta = scheduler.build_connector_meta(FakeSchedulerOutput().cached(request, tokens, *block_ids))
     request.num_computed_tokens += tokens
     return meta
 
 
 def idle_step(scheduler: OffloadingConnectorScheduler) -> OffloadingConnectorMetadata:
-    """A step without tokens."""
+    """Build a step without tokens."""
     return scheduler.build_connector_meta(FakeSchedulerOutput())
 
 
 def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoadStoreSpec, GPULoadStoreSpec]:
-    """Where a request's load of this step comes from, and where it goes."""
+    """Return source and destination of the load that the step orders for request ``name``."""
     source, destination = meta.reqs_to_load[name].spec
     assert isinstance(source, CPULoadStoreSpec)
     assert isinstance(destination, GPULoadStoreSpec)
@@ -395,7 +410,7 @@ def loaded(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[CPULoad
 
 
 def stored(meta: OffloadingConnectorMetadata, name: str = "r1") -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    """Where a request's store of this step comes from, and where it goes."""
+    """Return source and destination of the store that the step orders for request ``name``."""
     source, destination = meta.reqs_to_store[name].spec
     assert isinstance(source, GPULoadStoreSpec)
     assert isinstance(destination, CPULoadStoreSpec)

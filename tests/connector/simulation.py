@@ -1,10 +1,9 @@
-"""An engine whose memory is simulated block by block, to prove that no KV is ever wrong however copies and steps
-interleave.
+"""A simulated engine with block-by-block memory, to prove KV right in every interleaving of copies.
 
 The scheduler, block pool and prefix cache are the mini engine's; instead of tensors, each GPU block and each primary
-row holds the name of what was written into it.  Copies are as late as they can be: a store reads, and a load writes,
-when it ends.  Before a request computes, all it attends to must be there; whatever the manager calls readable must hold
-what its key says.
+row holds the name of the content that was written last. Copies are as late as they can be: a store reads, and a load
+writes, when the copy ends. All blocks that a request attends to must be filled before the request computes. Each key
+that the manager calls readable must lead to the content of that key.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Content = tuple[int, str]
 
 
 class WrongKVError(AssertionError):
-    """A request would have computed on, or a tier would have served, something else than its own KV."""
+    """A request would have computed on KV that is not its own, or a tier would have served such KV."""
 
 
 class WhimsicalManager(FakeManager):
-    """Loses blocks just before they are loaded, refuses stores and hesitates, all at random."""
+    """A manager that at random loses blocks before their load, refuses stores and defers lookups."""
 
     def __init__(self, capacity: int, rng: random.Random) -> None:
         super().__init__(capacity)
@@ -124,7 +123,10 @@ class SimWorker:
         self.received.add(name)
 
     def _places(self, gpu: GPULoadStoreSpec, cpu: LoadStoreSpec) -> Iterable[tuple[int, tuple[int, int, int]]]:
-        """(GPU block, (row, group, position in the row)) of a transfer; the rows must be exactly those it needs."""
+        """Return (GPU block, (row, group, position in the row)) for each block of a transfer.
+
+        Fails if the transfer names a row that no block needs.
+        """
         rows = iter(cpu.block_ids.tolist())  # type: ignore[attr-defined]
         blocks = iter(gpu.block_ids.tolist())
         for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
@@ -139,15 +141,14 @@ class SimWorker:
 
 
 class Beside:
-    """Another connector beside ours, as vLLM's MultiConnector has them: it loads what ours does not have, or fails
-    to."""
+    """Another connector under vLLM's MultiConnector: it loads blocks that ours lacks, and sometimes fails."""
 
     def __init__(self, ours: OffloadingConnectorScheduler, rng: random.Random) -> None:
         self._ours = ours
         self._rng = rng
         self._promised: dict[str, int] = {}
         self.loads: list[tuple[Request, int, int, tuple[list[int], ...]]] = []
-        """Request, first and last token, and blocks of the loads that are to begin."""
+        """Request, first token, last token and blocks of each load that is about to begin."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
@@ -170,10 +171,10 @@ class Beside:
 
 
 class Simulation:
-    """Drives everything with one seeded source of chance."""
+    """An engine with connector, manager and workers, driven by one seeded random generator."""
 
     half_resets = 0.02
-    """How often the tiers are reset, and the engine's cache is not."""
+    """Probability, per step, of a reset of the tiers that leaves the engine's own cache as it is."""
 
     def __init__(
         self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool
@@ -182,7 +183,10 @@ class Simulation:
         self.windows, self.factor = windows, factor
         self.epoch = 0
         self.oldest_epoch = 0
-        """Of the oldest KV that the engine may still use: a reset may leave the engine's own cache as it is."""
+        """Epoch of the oldest KV that the engine may still use.
+
+        A reset of the tiers may leave the engine's own cache as it is.
+        """
         self.now = 0.0
         self.manager = WhimsicalManager(24 * len(windows), self.rng)
         spec = make_spec(
@@ -272,7 +276,7 @@ class Simulation:
     # -------------------------------------------------------------------------------------------------------- computing
 
     def _name(self, request: Request, group: int, index: int, end: int) -> str:
-        """What block ``index`` of a request holds when ``end`` tokens are computed."""
+        """Return the name of the content of block ``index`` once ``end`` tokens of the request are computed."""
         upto = min(end, (index + 1) * BLOCK)
         if upto == (index + 1) * BLOCK:
             return make_offload_key(request.block_hashes[index], group).hex()
@@ -284,7 +288,7 @@ class Simulation:
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
             start = end - count
-            epoch = self.epoch  # of the oldest block that is attended to
+            epoch = self.epoch  # epoch of the oldest block that the request attends to
             tables = self.kv.blocks_of(request).get_block_ids()
             for group, (window, table) in enumerate(zip(self.windows, tables, strict=True)):
                 oldest = 0 if window is None else max(0, start - window + 1)
@@ -307,7 +311,7 @@ class Simulation:
                     worker.gpu[table[index]] = (epoch, self._name(request, group, index, end))
 
     def _is_full(self, request: Request, group: int, index: int, found: Content) -> bool:
-        """A loaded block is full where the engine goes back a token."""
+        """Return True for a full block; after a failed load the engine steps back into full blocks."""
         return (
             index < len(request.block_hashes) and found[1] == make_offload_key(request.block_hashes[index], group).hex()
         )
@@ -315,7 +319,7 @@ class Simulation:
     def _load_elsewhere(
         self, worker: SimWorker, request: Request, start: int, end: int, tables: tuple[list[int], ...]
     ) -> None:
-        """The other connector fills blocks from now on; it may fail at any of them, on any worker."""
+        """Begin to fill blocks through the other connector, which may fail at any block on any worker."""
         filled = start // BLOCK + (self.rng.randrange((end - start) // BLOCK) if self.rng.random() < 0.2 else end)
         for group, table in enumerate(tables):
             for index in range(start // BLOCK, min(end // BLOCK, len(table))):

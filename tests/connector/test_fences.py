@@ -161,7 +161,7 @@ class TestBorders:
 
 
 class TestFlush:
-    """Which jobs the step's metadata asks the workers to end."""
+    """The jobs that the step's metadata orders the workers to finish first."""
 
     def test_a_store_whose_blocks_a_new_request_gets(self) -> None:
         scheduler, _ = make_scheduler()

@@ -1,4 +1,4 @@
-"""KV-cache groups: what is accepted, what is refused, how keys are laid out."""
+"""KV-cache groups: accepted kinds, refused kinds, and the layout of keys."""
 
 from __future__ import annotations
 

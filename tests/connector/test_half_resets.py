@@ -1,4 +1,4 @@
-"""Resets after which the engine's own cache is as it was: nothing that requests find in it is stored."""
+"""Resets that leave the engine's own cache as it is: blocks found in this cache are not stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 
 def pool(*, cached: Collection[int] = (), used: Collection[int] = (), blocks: int = 64) -> SimpleNamespace:
-    """An engine's pool in which these blocks have names, or users; block 0 is the null block."""
+    """Return an engine's pool; ``cached`` blocks have names, ``used`` blocks have users, block 0 is null."""
     return SimpleNamespace(
         blocks=[
             SimpleNamespace(
@@ -87,7 +87,7 @@ class TestWhatIsFound:
 
 
 def test_all_that_was_not_cached_is_stored_at_once() -> None:
-    """The engine has emptied its cache as well, as it does when no request runs."""
+    """The engine has emptied its cache too, as vLLM does when no request runs."""
     scheduler = reset_with(pool())
     assert run_prompt(scheduler, prompt(40), ids(10), computed=16).reqs_to_store
 
@@ -107,7 +107,7 @@ def test_what_a_running_request_computes_is_not_stored_for_others_either() -> No
 
 
 def test_a_part_of_an_old_block_that_the_engine_copied_into_a_new_one_is_not_stored() -> None:
-    """vLLM does so for hybrid models: it tells the connector of whole blocks, and computes behind the part."""
+    """For hybrid models vLLM reports whole blocks to the connector, and computes behind the copied part."""
     scheduler, _ = make_scheduler(None, 8)
     scheduler.bind_gpu_block_pool(pool(cached=[50]))
     scheduler.reset_cache()

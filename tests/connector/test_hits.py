@@ -1,4 +1,4 @@
-"""The search for a hit: what it asks for, what it leaves alone, and where hits end when groups differ."""
+"""The search for a hit: its lookups, the unneeded blocks, and the ends of hits when groups differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def keys_of(request: FakeRequest, groups: tuple[OffloadGroup, ...]) -> list[list
 
 
 class Search:
-    """A search over ``groups`` for a prompt of ``tokens`` tokens of which everything is held at first."""
+    """A search over ``groups`` for a prompt of ``tokens`` tokens. All blocks are held at first."""
 
     def __init__(self, tokens: int, *groups: KVCacheGroup) -> None:
         self.manager = FakeManager(256)
@@ -69,7 +69,7 @@ class Search:
 
 
 class TestTheLastBlock:
-    """Offloaded blocks of 8 tokens over GPU blocks of 4: a GPU prefix may end inside one."""
+    """Offloaded blocks of 8 tokens over GPU blocks of 4: a GPU prefix may end inside an offloaded block."""
 
     def test_is_not_asked_for_if_its_rest_is_all_there_is_to_load(self) -> None:
         scheduler, manager = make_scheduler(block_size=8)
@@ -128,7 +128,7 @@ class TestTheLastBlock:
         assert scheduler.get_num_new_matched_tokens(request, 12) == (0, False)
 
     def test_is_not_waited_for_if_the_second_group_lacks_it(self) -> None:
-        """Whatever becomes of the first group's blocks, which are on their way."""
+        """The first group's blocks are being written, which does not matter for a hit that cannot be."""
         search = Search(16, full(4), full(4)).drop(1, 0)
         for key in search.keys[0]:
             search.manager.refs[key] = -1
@@ -152,8 +152,7 @@ class TestBlocksOfUnequalSizes:
 
     @pytest.mark.parametrize("missing", range(12))
     def test_no_hit_needs_a_block_that_is_missing(self, missing: int) -> None:
-        """Of any group, for windows and speculative heads as well: checked against what the definition says, token
-        by token."""
+        """Every kind of group is checked token by token against the definition of a hit."""
         kinds = [
             (full(4), window(8, 16)),
             (full(8), window(4, 5)),
@@ -176,7 +175,7 @@ class TestBlocksOfUnequalSizes:
 
     @staticmethod
     def _needs(group: OffloadGroup, computed: int, end: int, block: int) -> bool:
-        """Whether a hit of ``end`` tokens attends to a token of ``block`` that is not computed."""
+        """Return True if a hit of ``end`` tokens attends to a token of ``block`` that is not computed."""
         size = group.offloaded_block_size
         oldest = 0 if group.sliding_window is None else end - group.reach
         return any(max(computed, oldest) <= token < end for token in range(block * size, (block + 1) * size))
@@ -210,7 +209,7 @@ class TestSpeculativeHeads:
         assert search.search.needed(search.keys, 0, 28)[1] == search.keys[1][5:7]
 
     def test_what_an_engine_retains_before_a_window_is_loaded_too(self) -> None:
-        """It gives these blocks out, and would take them for filled."""
+        """The engine registers the retained blocks as filled, so they must be loaded."""
         spec = spec_of(full(4), window(4, 8, retained_tokens=3))
         scheduler = OffloadingConnectorScheduler(spec)
         request = prompt(32)
@@ -242,7 +241,7 @@ def _decode(request: FakeRequest) -> FakeSchedulerOutput:
 
 
 class TestWhatNoHitCanUse:
-    """A full-attention group of large blocks beside a window of small ones: hits end where the large ones do."""
+    """A full-attention group of large blocks beside a window of small ones; hits end with large blocks."""
 
     @pytest.mark.parametrize("words", [{}, {"is_eagle": True}, {"retained_tokens": 5}])
     @pytest.mark.parametrize("tokens", [2, 5, 8, 12, 40])

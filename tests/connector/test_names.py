@@ -1,4 +1,4 @@
-"""The names of blocks follow the hashes, also where an engine has replaced tokens."""
+"""The names of blocks follow the engine's hashes, even after the engine has replaced tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, is not
-stored."""
+"""Loads of other connectors: unfilled blocks, and blocks computed on top of them, are not stored."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.offload.suspects import STEPS_IN_FLIGHT
 
 FILLED = 24
-"""Tokens that another connector says it has loaded, of 40."""
+"""Number of tokens, of 40, that another connector claims to have loaded."""
 
 
 def load_elsewhere(
@@ -37,8 +36,11 @@ def load_elsewhere(
     found: int = 0,
     filled: int = FILLED,
 ) -> OffloadingConnectorMetadata:
-    """The step in which another connector loads the tokens up to ``filled`` synchronously, and the rest of the
-    prompt is computed."""
+    """Build the step of a synchronous load by another connector.
+
+    Args:
+        filled: number of tokens that the other connector loads; the step computes the rest of the prompt.
+    """
     scheduler.get_num_new_matched_tokens(request, found)
     scheduler.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), 0)
     request.num_computed_tokens = filled
@@ -85,7 +87,7 @@ def test_a_store_of_two_workers_is_dropped_if_one_of_them_reports_the_failure() 
 def test_engines_that_do_not_carry_the_workers_reports_are_heeded_too() -> None:
     scheduler, manager = make_scheduler()
     job = job_of(load_elsewhere(scheduler, prompt(40), ids(10)))
-    scheduler.update_connector_output(finished())  # reports are known to come
+    scheduler.update_connector_output(finished())  # this engine carries the workers' reports
     output = finished(invalid_block_ids={3})
     output.kv_connector_worker_meta = None
     scheduler.update_connector_output(output)
@@ -95,7 +97,7 @@ def test_engines_that_do_not_carry_the_workers_reports_are_heeded_too() -> None:
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_the_request_may_have_failed_before_its_blocks_are_reported(deferred: bool) -> None:
-    """The policy "fail": the engine ends the request first, and reports then."""
+    """With vLLM's policy "fail" the engine ends the request before it reports the blocks."""
     scheduler, manager = make_scheduler()
     request = prompt(40)
     job = job_of(load_elsewhere(scheduler, request, ids(10)))
@@ -137,7 +139,7 @@ def test_what_was_offered_while_the_dropped_store_ran_is_offered_again_when_it_h
     job = job_of(load_elsewhere(scheduler, request, ids(10)))
     scheduler.update_connector_output(finished(invalid_block_ids={3}))
     request.num_computed_tokens = 8
-    assert not go_on(scheduler, request, 32).reqs_to_store  # the rows are still being written
+    assert not go_on(scheduler, request, 32).reqs_to_store  # the store of the same rows has not ended
     scheduler.update_connector_output(finished(job))
     request.append(1)
     meta = go_on(scheduler, request, 1, ids(1, 11))
@@ -146,7 +148,7 @@ def test_what_was_offered_while_the_dropped_store_ran_is_offered_again_when_it_h
 
 
 def test_a_request_that_found_the_blocks_in_the_engines_cache_and_does_not_go_back_is_never_stored() -> None:
-    """vLLM lets only the first request recompute a block that several have."""
+    """If several requests share a block, vLLM lets only the first one recompute the block."""
     scheduler, manager = make_scheduler(offload_prompt_only=False)
     first, second = prompt(40), prompt(60, "r2")
     jobs = [job_of(load_elsewhere(scheduler, first, ids(10)))]
@@ -167,7 +169,7 @@ def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomp
     job = job_of(load_elsewhere(scheduler, request, ids(10)))
     scheduler.update_connector_output(finished(job, invalid_block_ids={3}))
     request.num_computed_tokens = 8
-    go_on(scheduler, request, 12)  # in chunks: blocks 6 to 10 are still as they were
+    go_on(scheduler, request, 12)  # the first of several chunks: blocks 6 to 10 are not recomputed yet
     assert run_prompt(scheduler, prompt(24, "a"), [*ids(5), 20], computed=20).reqs_to_store
     assert not run_prompt(scheduler, prompt(28, "b"), [*ids(6), 21], computed=24).reqs_to_store
     go_on(scheduler, request, 20)
@@ -178,7 +180,7 @@ def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomp
 
 
 def test_a_request_that_found_only_blocks_computed_on_top_is_not_stored() -> None:
-    """A sliding window: the block that was not filled has been left behind."""
+    """The block that was not filled has left the second request's sliding window."""
     scheduler, manager = make_scheduler(8)
     first, second = prompt(40), prompt(60, "r2")
     jobs = [job_of(load_elsewhere(scheduler, first, ids(10)))]
@@ -189,7 +191,7 @@ def test_a_request_that_found_only_blocks_computed_on_top_is_not_stored() -> Non
 
 @pytest.mark.parametrize("ends", ["aborted", "preempted"])
 def test_blocks_of_a_request_that_is_gone_when_the_failure_is_reported_are_not_stored_for_others(ends: str) -> None:
-    """The engine does not look at such a request, so that its blocks stay in the engine's cache."""
+    """The engine does not revisit blocks of an ended request, so they stay in the engine's prefix cache."""
     scheduler, manager = make_scheduler()
     request = prompt(40)
     manager.refuse_stores = True
@@ -208,7 +210,7 @@ def test_blocks_of_a_request_that_is_gone_when_the_failure_is_reported_are_not_s
 
 
 def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stores_nothing() -> None:
-    """Though it is offered once more at the end of a request what found no room before."""
+    """The end of a request offers refused stores again, but these blocks are not filled yet."""
     scheduler, manager = make_scheduler()
     request = prompt(40)
     manager.refuse_stores = True
@@ -218,14 +220,14 @@ def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stor
     scheduler.get_num_new_matched_tokens(request, 0)
     scheduler.update_state_after_alloc(request, FakeBlocks((ids(10, 21),)), 0)
     idle_step(scheduler)
-    request.num_computed_tokens = FILLED  # as vLLM says while an asynchronous load runs
+    request.num_computed_tokens = FILLED  # vLLM counts these tokens as computed while an asynchronous load runs
     scheduler.request_finished(request, ids(6, 21))
     assert not idle_step(scheduler).reqs_to_store
 
 
 @pytest.mark.parametrize("reported_first", [True, False])
 def test_what_is_offered_at_the_end_of_a_request_is_judged_too(reported_first: bool) -> None:
-    """It was aborted while the step ran in which the load failed."""
+    """The request was aborted during the step in which the load failed."""
     scheduler, manager = make_scheduler()
     request = prompt(40)
     manager.refuse_stores = True
@@ -267,10 +269,10 @@ def test_a_failed_load_of_our_own_concerns_its_request_alone() -> None:
 
 
 class TestFences:
-    """Another connector may load into blocks that stores of ours still read."""
+    """Another connector may load into blocks that our stores are still reading."""
 
     def deferred(self) -> tuple[OffloadingConnectorScheduler, int]:
-        """A store whose request has ended."""
+        """Return a scheduler with a running store whose request has ended, and the store's job id."""
         scheduler, _ = make_scheduler()
         request = FakeRequest("old", list(range(100, 140)))
         job = job_of(run_prompt(scheduler, request, ids(10)), "old")
@@ -294,7 +296,7 @@ class TestFences:
 
 
 def test_blocks_of_requests_that_ended_long_ago_say_nothing() -> None:
-    """They have been given to others since, who would be blamed for nothing."""
+    """Other requests own these blocks now, and must not lose their stores."""
     scheduler, manager = make_scheduler()
     run_prompt(scheduler, FakeRequest("old", list(range(100, 140))), [3, *ids(9, 31)])
     scheduler.request_finished(FakeRequest("old", []), [])

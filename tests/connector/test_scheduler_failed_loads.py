@@ -1,4 +1,4 @@
-"""Loads that fail: exactly what was not filled is reported, and nothing is stored on top of it."""
+"""Loads that fail: exactly the unfilled blocks are reported, and nothing is stored on top of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TestShrunkHit:
         assert set(manager.refs.values()) == {0}
 
     def test_with_windows_all_of_it_is_reported(self) -> None:
-        """Another end would need other window blocks, for which nothing was allocated."""
+        """A shorter hit would need other window blocks, which the engine has not allocated."""
         scheduler, manager = make_scheduler(None, 8)
         request = prompt(33)
         manager.hold(request.keys(0) + request.keys(1))

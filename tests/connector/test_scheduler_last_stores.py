@@ -1,5 +1,4 @@
-"""What could not be stored while a request ran is offered once more when it ends, before its blocks are anybody
-else's."""
+"""Stores refused while a request ran are offered once more at its end, before its blocks are reused."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def idle(scheduler: OffloadingConnectorScheduler) -> OffloadingConnectorMetadata
 
 
 def refused(scheduler: OffloadingConnectorScheduler, manager: FakeManager, tokens: int = 16) -> FakeRequest:
-    """A request for whose blocks 1, 2, ... there was no room."""
+    """Run a request whose stores the manager refuses for lack of room. Its blocks are 1, 2, ..."""
     manager.refuse_stores = True
     request = prompt(tokens)
     run_prompt(scheduler, request, ids(tokens // 4))
@@ -86,7 +85,7 @@ def test_a_request_whose_blocks_all_found_room_is_offered_nothing_more() -> None
 
 
 def test_blocks_that_the_next_step_reuses_are_not_read_any_more() -> None:
-    """The order could only reach the workers together with the step that overwrites them."""
+    """The store order would reach the workers in the same step that overwrites the blocks."""
     scheduler, manager = make_scheduler()
     request = refused(scheduler, manager)
     scheduler.request_finished(request, ids(4))
@@ -171,7 +170,7 @@ def test_the_volatile_tail_of_a_speculative_head_is_stored_at_the_end() -> None:
 
 
 class TestStreamingSessions:
-    """The engine lets a prompt grow: it discards the last sampled token and appends the next chunk, in place."""
+    """The engine extends a prompt in place: it discards the last sampled token and appends the next chunk."""
 
     def grow(self, request: FakeRequest, *tokens: int) -> None:
         kept = request.num_computed_tokens
@@ -182,7 +181,7 @@ class TestStreamingSessions:
     def resume(
         self, scheduler: OffloadingConnectorScheduler, request: FakeRequest, *block_ids: list[int]
     ) -> OffloadingConnectorMetadata:
-        """It is scheduled as if it were new, with all its blocks, and without a question for a hit."""
+        """Schedule the request as a new one, with all its blocks; the engine does not ask for a hit."""
         count = request.num_tokens - request.num_computed_tokens
         meta = scheduler.build_connector_meta(FakeSchedulerOutput().new(request, count, *block_ids))
         request.num_computed_tokens += count

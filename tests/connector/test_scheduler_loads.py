@@ -1,4 +1,4 @@
-"""What a request gets from the tiers: the hit that is offered, and the load that follows."""
+"""Loads of a request: the hit that the connector offers, and the load after the allocation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestSources:
         request = prompt(32)
         manager.hold(request.keys()[:6])
         manager.sources = dict.fromkeys(request.keys()[2:4], "DISK")
-        for _ in range(3):  # the engine asks again while it has no room
+        for _ in range(3):  # the engine asks in each step until it has room
             scheduler.get_num_new_matched_tokens(request, 4)
         scheduler.update_state_after_alloc(request, FakeBlocks((ids(6),)), 20)
         told = scheduler.get_stats()["tiers"]["cpu"]
@@ -271,8 +271,7 @@ class TestWindows:
         assert source.block_ids.tolist() == [manager.rows[key] for key in request.keys(0) + request.keys(1)[6:]]
 
     def test_a_window_larger_by_one_than_whole_blocks_leaves_a_token_to_compute(self) -> None:
-        """The engine recomputes the last token, which sees one token more to the left than a hit of all tokens
-        needs."""
+        """The recomputed last token attends to one token further left than a hit of the whole prompt does."""
         scheduler, manager = make_scheduler(None, 5)
         request = prompt(32)
         manager.hold(request.keys(0) + request.keys(1))
@@ -372,7 +371,7 @@ class TestLoad:
         assert not scheduler.has_pending_work()
 
     def test_a_request_received_without_a_load_does_not_end_that_of_another_of_its_name(self) -> None:
-        """An aborted request's load may still run when a new one of the same id finds that its hit is gone."""
+        """An aborted request's load may still run when a new request of the same id no longer finds its hit."""
         scheduler, manager = make_scheduler()
         request, later = prompt(33), prompt(33)
         manager.hold(request.keys())

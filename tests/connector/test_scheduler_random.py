@@ -1,5 +1,4 @@
-"""Random walks: requests come, share prefixes, are preempted and aborted; copies are late and fail; no KV is ever
-wrong."""
+"""Random walks with shared prefixes, preemptions, aborts, late and failing copies: KV is never wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def run_all(walks: Iterable[Simulation]) -> None:
 
 
 def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: what the walk proves is due to the fences."""
+    """Negative control: without fences the same walks find wrong KV."""
     monkeypatch.setattr(BlockFences, "conflicts", lambda self, block_ids: NO_JOBS)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):
@@ -56,7 +55,7 @@ def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_suspects_the_walk_finds_kv_from_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control for resets that leave the engine's own cache as it is."""
+    """Negative control for resets that leave the engine's own cache as it is."""
     monkeypatch.setattr(SuspectBlocks, "reset", lambda self, pool: None)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):

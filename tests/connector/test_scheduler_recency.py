@@ -1,4 +1,4 @@
-"""The head of a prompt outlives its tail, however its blocks came to be stored."""
+"""The head of a prompt outlives its tail in the CPU tier, in whatever order its blocks were stored."""
 
 from __future__ import annotations
 

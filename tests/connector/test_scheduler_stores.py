@@ -1,5 +1,4 @@
-"""What becomes of the blocks that a request computes: when they are offered, what is ordered, when they become
-readable."""
+"""Stores of computed blocks: when the connector offers, orders and completes them."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class TestWhichBlocks:
         assert set(manager.refs.values()) == {0}
 
     def test_what_the_gpu_had_already_is_offered_too(self) -> None:
-        """So that a prefix that the tiers have lost does not make all that follows useless."""
+        """A prefix that the tiers have lost would make all later blocks useless."""
         scheduler, manager = make_scheduler()
         request = prompt(32)
         manager.hold(request.keys()[1:4])
@@ -242,7 +241,7 @@ class TestWindows:
         assert stored(meta)[0].block_ids.tolist() == [5, 6, 25, 26]
 
     def test_blocks_that_a_window_has_left_behind_are_not_read_any_more(self) -> None:
-        """They may belong to another request already."""
+        """Another request may own these GPU blocks already."""
         scheduler, manager = make_scheduler(8)
         request = prompt(32)
         manager.refuse_stores = True
@@ -371,7 +370,7 @@ class TestReset:
         assert stored(run_prompt(scheduler, request, ids(8)))[0].block_ids.tolist() == ids(8)
 
     def test_while_old_copies_run_nothing_is_loaded_or_stored(self) -> None:
-        """The end of an old copy of a block must not be mistaken for the end of a new one."""
+        """The end of an old copy must not be mistaken for the end of a new copy of the same block."""
         scheduler, manager = make_scheduler()
         request, other = prompt(16), prompt(16, "r2")
         job = run_prompt(scheduler, request, ids(4)).reqs_to_store["r1"].job_id

@@ -1,4 +1,4 @@
-"""The worker half: when transfers start, what is waited for, and what is reported of how they ended."""
+"""The worker half: the starts of transfers, the waits for them, and the reports of their ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = 8
 
 @dataclass
 class FakeHandler(OffloadingHandler):
-    """Records what it is told, in ``log``; transfers end when the test says so, or when somebody waits."""
+    """A handler that logs its calls; transfers end when the test says so or when a caller waits."""
 
     log: list[str]
     refuse: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class FakeHandler(OffloadingHandler):
 
 
 class Spec(OffloadingSpec):
-    """Hands out one handler for both directions, or real host copies over ``rows``."""
+    """A spec with one handler for both directions: a given one, or real host copies over ``rows``."""
 
     def __init__(self, handler: OffloadingHandler | None = None, groups: int = 1) -> None:
         names = [KVCacheGroup((f"l{group}",), 4) for group in range(groups)]
@@ -132,7 +132,7 @@ class Report:
 
 
 def step(worker: OffloadingConnectorWorker, metadata: OffloadingConnectorMetadata | None = None) -> Report:
-    """One step of an engine, in the order of its calls."""
+    """Run one engine step: the worker's calls in the engine's order."""
     metadata = metadata or meta()
     worker.handle_preemptions(metadata)
     worker.start_kv_transfers(metadata)

@@ -1,9 +1,8 @@
-"""The simple scheduler under the mini engine's scheduler, with memory that is only book-keeping and copies that end
-when a test says so.
+"""The simple scheduler in the mini engine, over tagged memory and copies that a test ends.
 
-The KV of a token is a tag of its weights, its KV-cache group and everything before it.  Whatever is computed on must
-have the right tags, so a block that was reused too early, loaded from the wrong place or found under the wrong name
-shows at once.
+The KV of a token is a tag: a digest of the weights, the KV-cache group and all tokens before. All KV that a request
+computes on must have the right tags. A block that was reused too early, loaded from the wrong place or found under the
+wrong name is noticed at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Tag = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Copy:
-    """A copy that a worker was told to make."""
+    """A copy that a worker has been ordered to make."""
 
     event: int
     is_load: bool
@@ -53,7 +52,7 @@ class FakeWorker:
     report: SimpleCPUOffloadWorkerMetadata = field(default_factory=SimpleCPUOffloadWorkerMetadata)
 
     def end(self, copy: Copy, *, fails: bool = False) -> None:
-        """Make ``copy`` now, or let it fail."""
+        """Make ``copy`` now, or fail it."""
         self.copies.remove(copy)
         if copy.is_load:
             for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
@@ -92,7 +91,7 @@ def make_scheduler(
 
 
 class Simulation:
-    """An engine with ``world_size`` workers.  Copies are queued in ``workers[i].copies`` until :meth:`end_copies`."""
+    """An engine with ``world_size`` workers; copies wait in ``workers[i].copies`` for :meth:`end_copies`."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class Simulation:
         self.finished: list[Request] = []
         self.metadata: list[SimpleCPUOffloadMetadata] = []
         self.under_way: dict[tuple[bool, int], Copy] = {}
-        """Copies that not all workers have reported, by (is load, event)."""
+        """Copies that some workers have yet to report, by (is load, event)."""
         self._arrived: Counter[str] = Counter()
         self._done: Counter[int] = Counter()
         self._contents: dict[OffloadKey, list[Tag]] = {}
@@ -130,7 +129,7 @@ class Simulation:
         return request
 
     def run(self, name: str, tokens: Sequence[int], max_tokens: int = 4) -> Request:
-        """Run a request to its end, with copies that end at once."""
+        """Run a request to its end; copies end at once."""
         request = self.add(name, tokens, max_tokens)
         while request.status not in {Status.FINISHED, Status.ABORTED}:
             self.step()
@@ -143,7 +142,7 @@ class Simulation:
                 worker.end(copy)
 
     def settle(self) -> None:
-        """Run until nothing is left to do."""
+        """Run until no request and no copy is left."""
         for _ in range(2000):
             if not self.scheduler.has_work():
                 return
@@ -152,14 +151,14 @@ class Simulation:
         raise AssertionError("work never ended")
 
     def reset(self) -> None:
-        """Other weights: nothing computed so far is right any more."""
+        """Change the weights and reset everything: all KV computed so far is wrong from now on."""
         self.weights += 1
         self.oldest_weights = self.weights
         self._contents.clear()
         assert self.scheduler.reset()
 
     def reset_by_half(self) -> None:
-        """Other weights, but the engine goes on with what its own cache and its running requests have."""
+        """Change the weights and reset the tiers alone; the engine keeps its cache and running requests."""
         self.weights += 1
         self._contents.clear()
         assert self.half.reset_cache()
@@ -185,7 +184,7 @@ class Simulation:
     # ----------------------------------------------------------------------------------------------------------- checks
 
     def check_references(self) -> None:
-        """Both pools have exactly the references of requests and of copies under way."""
+        """Check that both pools have exactly the references of requests and of unfinished copies."""
         gpu: Counter[int] = Counter()
         cpu: Counter[int] = Counter()
         for copy in self.under_way.values():
@@ -205,13 +204,13 @@ class Simulation:
         assert pool.num_free_blocks + pool.num_held_blocks == pool.num_blocks
 
     def check_contents(self) -> None:
-        """What can be found in the CPU pool is, on every worker, what its name says."""
+        """Check on every worker that each findable block of the CPU pool has the content of its name."""
         for key, block in self.half.cpu_block_pool.cached.items():
             for worker in self.workers:
                 assert worker.cpu[block] == self._contents[key]
 
     def check_nothing_is_held(self) -> None:
-        """Nothing runs: the pools are what they were, but for what can be found in them."""
+        """Check that nothing is held when nothing runs: no references, and all blocks are free or findable."""
         self.check_references()
         self.check_contents()
         pool = self.half.cpu_block_pool
@@ -270,7 +269,7 @@ class Simulation:
         for token in tokens[:end]:
             digests.append(hash((digests[-1], token)))
         tables = self.kv.blocks_of(request).get_block_ids()
-        weights = self.weights  # the oldest of those whose KV is attended to
+        weights = self.weights  # the oldest weights of all KV that the request attends to
         for group, (window, table) in enumerate(zip(self.kv.windows, tables, strict=True)):
             seen = 0 if window is None else max(0, start - window + 1)
             for worker in self.workers:
@@ -298,6 +297,6 @@ class Simulation:
 
 
 def tokens(seed: int, length: int, shared: int = 0) -> list[int]:
-    """Random tokens; prompts have their first ``shared`` in common."""
+    """Return random tokens; all prompts have their first ``shared`` tokens in common."""
     common, own = random.Random(-1), random.Random(seed)
     return [common.randrange(50) for _ in range(shared)] + [own.randrange(50) for _ in range(length - shared)]

@@ -1,4 +1,4 @@
-"""The CPU pool: blank, held and evictable blocks, names, and what is told about them."""
+"""The CPU pool: blank, held and evictable blocks, their names, and the events about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def stored(pool: CPUBlockPool, *numbers: int) -> list[int]:
-    """Store these keys; the blocks, which nobody holds any more."""
+    """Store these keys and return the blocks, without references."""
     blocks = pool.get_new_blocks(keys(*numbers))
     pool.publish(blocks)
     pool.free_blocks(reversed(blocks))

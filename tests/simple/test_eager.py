@@ -1,4 +1,4 @@
-"""Which blocks of running requests are stored again once the CPU pool has forgotten them."""
+"""Blocks of running requests are stored again after the CPU pool has evicted them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key(name: str) -> OffloadKey:
 
 
 def running(names: str, pool: MirroredPool) -> RequestState:
-    """A request that has computed one block for each letter."""
+    """Return a request that has computed one block for each letter of ``names``."""
     group = GroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
     request = SimpleNamespace(request_id=names, num_computed_tokens=BLOCK * len(names))
     return RequestState(request, RequestPolicy(), [group])
@@ -69,7 +69,7 @@ def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends() -> 
 
 
 def test_an_evicted_block_whose_last_token_was_replaced_is_not_stored_before_it_is_computed_again() -> None:
-    """A streaming session discards the last sampled token, and continues with others that are not computed yet."""
+    """A streaming session discards the last sampled token and appends tokens that are not computed yet."""
     eager, pool = stores()
     state = running("abcd", pool)
     eager.offers(state, pool, 20)

@@ -1,5 +1,4 @@
-"""The simple scheduler in the mini engine, with real KV: outputs must be right to the last bit, and really come from
-what was loaded."""
+"""The simple scheduler in the mini engine with real KV: loads happen, and outputs are bit-identical."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def simple(lazy: bool, capacity: str = "8MiB", **changes: Any) -> Any:
 
 
 def halves(engine: SimpleEngine) -> tuple[SimpleCPUOffloadScheduler, SimpleCPUOffloadWorker]:
-    """Return the two halves of the engine's connector."""
+    """Return the scheduler half and the worker half of the engine's connector."""
     tiers = engine.tiers
     assert tiers is not None
     assert isinstance(tiers.scheduler_half, SimpleCPUOffloadScheduler)
@@ -102,7 +101,7 @@ def test_a_pool_that_is_too_small_only_costs_hits(lazy: bool) -> None:
 
 
 class FailingLoads(OffloadingHandler):
-    """Every second load fails without having moved anything."""
+    """A handler whose every second load fails without moving a byte."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         self._inner, self._count, self.failed = inner, 0, 0

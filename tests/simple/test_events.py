@@ -1,4 +1,4 @@
-"""KV events of the simple scheduler that describe themselves."""
+"""KV events of the simple scheduler that carry tokens, hash and parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 def half_of(
     sim: Simulation, cpu_blocks: int, *, described: bool = True, lazy: bool = False
 ) -> SimpleCPUOffloadScheduler:
-    """A scheduler half with events, for the engine of ``sim``."""
+    """Return a scheduler half with events, for the engine of ``sim``."""
     groups = groups_of(sim.kv.windows)
     engine = EngineConfig((BLOCK,) * len(groups), BLOCK, groups, max_batch_tokens=16)
     layers = tuple(group.layer_names[0] for group in groups)
@@ -52,7 +52,7 @@ def removed(events: list[KVCacheEvent]) -> list[bytes | int]:
 
 
 def check_described(events: list[KVCacheEvent], *requests: Request) -> None:
-    """Each stored block tells the tokens, hash and parent of a block of one of ``requests``."""
+    """Check that each event has tokens, hash and parent of a block of one of ``requests``."""
     known: dict[bytes | int, tuple[bytes | None, list[int]]] = {}
     for request in requests:
         names = [name[:8] for name in request.block_hashes]
@@ -129,7 +129,7 @@ def test_a_store_that_failed_leaves_neither_event_nor_snapshot() -> None:
 def test_a_reset_removes_what_was_held_and_forgets_what_was_being_stored() -> None:
     sim = simulation(budget=8)
     request = sim.add("a", tokens(1, 30), 8)
-    for end_copies in (False, True, False, False):  # two blocks are held, two are being stored
+    for end_copies in (False, True, False, False):  # two blocks are held, the other two are being stored
         if end_copies:
             sim.end_copies()
         sim.step()

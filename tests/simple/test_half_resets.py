@@ -1,4 +1,4 @@
-"""Resets after which the engine's own cache is as it was: nothing that is found in it is stored, in either mode."""
+"""Resets that leave the engine's own cache as it is: in both modes its blocks are not stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAZY = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 
 
 def beside_a_running_one(lazy: bool) -> Simulation:
-    """The prompt "old" is in the engine's cache, a request runs, and the CPU pool is reset."""
+    """Reset the CPU pool while a request runs and the prompt "old" is in the engine's cache."""
     sim = Simulation(gpu_blocks=40, cpu_blocks=400, lazy=lazy, budget=40)
     sim.run("old", tokens(1, 24), 1)
     sim.add("running", tokens(2, 12), 40)
@@ -21,7 +21,7 @@ def beside_a_running_one(lazy: bool) -> Simulation:
 
 
 def end(sim: Simulation) -> None:
-    """Let all requests end, and use up the GPU's blocks, so that the lazy mode stores what may be stored."""
+    """End all requests and use up the GPU's blocks, so that the lazy mode stores all that it may store."""
     sim.settle()
     for number in range(6):
         sim.run(f"filler {number}", tokens(100 + number, 30), 1)

@@ -1,4 +1,4 @@
-"""The longest hit, against a search that tries every length."""
+"""The longest hit, compared with a search that tries every length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(group_index: int, count: int) -> list[bytes]:
 
 
 def by_trying(groups: list[KVCacheGroup], held: list[set[int]], blocks: list[int], computed: int, limit: int) -> int:
-    """The longest hit, straight from what a hit of n tokens means."""
+    """Return the longest hit by the definition of a hit of n tokens."""
 
     def is_hit(tokens: int) -> bool:
         for one, have, count in zip(groups, held, blocks, strict=True):
@@ -110,7 +110,7 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed: int) -> None:
 
 
 def test_what_an_engine_retains_before_a_window_is_needed_too() -> None:
-    """It gives these blocks out as filled."""
+    """The engine registers the retained blocks as filled."""
     window = KVCacheGroup(("layer",), 4, 5, WINDOW, retained_tokens=3)
     keys = [names(0, 8), names(1, 8)]
     held = {*keys[0], *keys[1][6:]}

@@ -1,4 +1,4 @@
-"""Whatever happens, references are held exactly while copies run, and what is computed on is right."""
+"""In random histories, references are held exactly while copies run, and all KV is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOWS = [(None,), (None, 6), (5, None), (None, 9, None)]
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come, run, are preempted and aborted; copies end late, in any order, or fail; the cache is reset."""
+    """Random requests with preemptions, aborts and resets; copies end late, in any order, or fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ test_references_and_contents = Machine.TestCase
 
 
 def walk(seed: int, requests: int) -> Simulation:
-    """So many random requests, with everything that may happen to them."""
+    """Run ``requests`` random requests with aborts, resets and failing copies; return the simulation."""
     dice = random.Random(seed)
     windows = dice.choice(WINDOWS)
     sim = Simulation(

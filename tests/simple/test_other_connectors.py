@@ -1,5 +1,4 @@
-"""Loads of other connectors beside this one: what they did not fill, and what was computed on top of it, never
-becomes visible."""
+"""Loads of other connectors: unfilled blocks and blocks computed on top of them are never visible."""
 
 from __future__ import annotations
 
@@ -16,12 +15,11 @@ from tiering.api.keys import make_offload_key
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 FILLED = 6
-"""Blocks that another connector says it has loaded, of 10."""
+"""Number of blocks, of 10, that another connector claims to have loaded."""
 
 
 class Engine:
-    """A scheduler half, the engine's pool, and steps as vLLM makes them: blocks have their names from their
-    allocation on."""
+    """A scheduler half, the engine's pool, and vLLM's steps; blocks have names once allocated."""
 
     def __init__(self, *, lazy: bool = False, world_size: int = 1, gpu_blocks: int = 64, cpu_blocks: int = 64) -> None:
         self.half = make_scheduler(gpu_blocks, cpu_blocks, lazy=lazy, world_size=world_size)
@@ -30,7 +28,7 @@ class Engine:
         self.tables: dict[str, list[int]] = {}
 
     def allocate(self, name: str, text: Sequence[int], found: Sequence[int] = ()) -> Request:
-        """A new request gets its blocks; ``found`` are those that it finds in the engine's cache."""
+        """Allocate blocks for a new request; ``found`` blocks come from the engine's cache."""
         request = Request(name, text, 20)
         request.update_hashes(BLOCK)
         blocks = [self.pool.blocks[block] for block in found]
@@ -47,19 +45,18 @@ class Engine:
     def start(
         self, name: str, text: Sequence[int], found: Sequence[int] = (), filled: int = 0
     ) -> tuple[Request, SimpleCPUOffloadMetadata]:
-        """The first step of a request; another connector loads up to block ``filled``, and the rest of the prompt is
-        computed."""
+        """Run a request's first step; another connector loads ``filled`` blocks, the step computes the rest."""
         request = self.allocate(name, text, found)
         request.num_computed_tokens = max(len(found), filled) * BLOCK
         output = SchedulerOutput([NewRequest(name, (self.tables[name],), request.num_computed_tokens)])
         return request, self._step(output, request, request.num_tokens - request.num_computed_tokens)
 
     def go_on(self, request: Request, count: int) -> SimpleCPUOffloadMetadata:
-        """A running request computes ``count`` tokens more."""
+        """Compute ``count`` more tokens of a running request."""
         return self._step(SchedulerOutput([], CachedRequests()), request, count)
 
     def idle(self) -> SimpleCPUOffloadMetadata:
-        """A step without tokens."""
+        """Run a step without tokens."""
         return self.half.build_connector_meta(SchedulerOutput())
 
     def _step(self, output: SchedulerOutput, request: Request, count: int) -> SimpleCPUOffloadMetadata:
@@ -69,7 +66,7 @@ class Engine:
         return meta
 
     def report(self, *metas: SimpleCPUOffloadMetadata, unfilled: Collection[int] = ()) -> None:
-        """The stores of ``metas`` have ended, and ``unfilled`` were not filled."""
+        """Report the ends of the stores of ``metas``, and that the blocks ``unfilled`` were not filled."""
         meta = SimpleCPUOffloadWorkerMetadata({meta.store_event: 1 for meta in metas if meta.store_event >= 0})
         self.half.update_connector_output(ConnectorOutput(set(), set(), set(unfilled), None, meta))
 
@@ -79,7 +76,7 @@ class Engine:
         self.pool.free_blocks([self.pool.blocks[block] for block in reversed(table)])
 
     def held(self, request: Request) -> list[int]:
-        """Which blocks of ``request`` can be found."""
+        """Return the indexes of the blocks of ``request`` that the CPU pool can find."""
         cached = self.half.cpu_block_pool.cached
         return [index for index, name in enumerate(request.block_hashes) if make_offload_key(name, 0) in cached]
 
@@ -99,7 +96,7 @@ def test_a_store_of_blocks_that_were_not_filled_never_becomes_visible(deferred: 
     assert meta.store_gpu_blocks == engine.tables["a"][:FILLED]
     engine.report(*([] if deferred else [meta]), unfilled={meta.store_gpu_blocks[1]})
     engine.report(*([meta] if deferred else []))
-    assert engine.held(request) == [0]  # computed by nobody who failed
+    assert engine.held(request) == [0]  # block 1 is the first one that was not filled
     engine.check_nothing_is_held()
 
 
@@ -127,7 +124,7 @@ def test_nothing_is_stored_until_the_engine_has_gone_back_and_then_all_of_it() -
 
 
 def test_the_request_may_have_failed_before_its_blocks_are_reported() -> None:
-    """The policy "fail": the engine ends the request first, and reports then."""
+    """With vLLM's policy "fail" the engine ends the request before it reports the blocks."""
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
     unfilled = meta.store_gpu_blocks[1]
@@ -140,7 +137,7 @@ def test_the_request_may_have_failed_before_its_blocks_are_reported() -> None:
 
 
 def test_what_was_ordered_at_the_end_of_a_request_is_judged_too() -> None:
-    """It was aborted while the step ran: the engine does not even go back."""
+    """The request was aborted while the step ran, so the engine does not recompute its blocks."""
     engine = Engine()
     request, meta = engine.start("a", TEXT, filled=FILLED)
     engine.finish(request)
@@ -165,7 +162,7 @@ def test_a_request_that_ends_before_another_connector_has_loaded_its_blocks_stor
     engine = Engine()
     request = engine.allocate("a", TEXT)
     engine.report(engine.idle())
-    request.num_computed_tokens = FILLED * BLOCK  # as vLLM says while an asynchronous load runs
+    request.num_computed_tokens = FILLED * BLOCK  # vLLM counts these tokens as computed while an asynchronous load runs
     engine.finish(request)
     engine.report(engine.idle())
     assert engine.held(request) == []
@@ -205,7 +202,7 @@ def test_what_others_find_in_the_engines_cache_is_stored_as_far_as_it_was_recomp
 
 class TestLazy:
     def test_blocks_of_a_request_that_was_aborted_while_they_were_not_filled_are_not_stored(self) -> None:
-        """The engine does not look at such a request, so that its blocks keep their names."""
+        """The engine does not revisit blocks of an ended request, so they keep their names."""
         engine = Engine(lazy=True, gpu_blocks=12)
         request, _ = engine.start("a", TEXT, filled=FILLED)
         unfilled = engine.tables["a"][1]

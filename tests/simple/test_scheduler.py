@@ -1,4 +1,4 @@
-"""What the simple scheduler orders, and when."""
+"""The orders of the simple scheduler, and the steps in which it gives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
 def cached(sim: Simulation, request: Request, group: int = 0) -> list[int]:
-    """Which blocks of ``request`` the CPU pool holds."""
+    """Return the indexes of the blocks of ``request`` that the CPU pool holds."""
     pool = sim.half.cpu_block_pool
     return [index for index, name in enumerate(request.block_hashes) if make_offload_key(name, group) in pool.cached]
 
@@ -40,7 +40,7 @@ def cache(groups: tuple[KVCacheGroup, ...], num_blocks: int = 10) -> KVCacheConf
 
 
 def step_of(*req_ids: str) -> SimpleNamespace:
-    """A step in which these requests compute a token each, and get no block."""
+    """Return a step in which each of these requests computes one token, without new blocks."""
     nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
     return SimpleNamespace(
         preempted_req_ids=set(),
@@ -167,7 +167,7 @@ def test_placeholders_are_not_confirmed() -> None:
 
 def test_the_last_full_block_of_a_request_that_finishes_is_stored() -> None:
     sim = Simulation()
-    request = sim.run("a", tokens(1, 9), max_tokens=8)  # 16 tokens have their KV when it ends
+    request = sim.run("a", tokens(1, 9), max_tokens=8)  # the KV of 16 tokens exists at the end
     sim.settle()
     assert request.num_computed_tokens == 16
     assert cached(sim, request) == [0, 1, 2, 3]
@@ -203,7 +203,7 @@ def test_what_a_full_pool_could_not_take_is_stored_later() -> None:
 def test_what_a_full_pool_could_not_take_of_a_finished_request_is_stored_later() -> None:
     sim = Simulation(cpu_blocks=2, budget=40)
     request = sim.add("a", tokens(1, 17), 1)
-    sim.step()  # ends with four full blocks; two fit
+    sim.step()  # the request ends with four full blocks; the CPU pool has room for two
     assert not sim.scheduler.requests
     sim.step()
     assert len(sim.metadata[-1].store_gpu_blocks) == 2
@@ -220,7 +220,7 @@ def test_what_is_left_of_a_finished_request_is_not_stored_once_its_gpu_blocks_ar
     request = sim.add("a", tokens(1, 17), 1)
     sim.step()
     sim.step()
-    other = sim.add("b", tokens(2, 20), 1)  # takes what "a" has given back; no copy has ended yet
+    other = sim.add("b", tokens(2, 20), 1)  # reuses the GPU blocks of "a"; no copy has ended yet
     for _ in range(6):
         sim.step()
         sim.check_contents()
@@ -289,7 +289,7 @@ def test_of_a_state_only_the_blocks_that_the_engine_has_named_are_stored() -> No
     full, states = [[block.block_id for block in pool.take(3)] for _ in range(2)]
     pool.name(
         pool.blocks[states[1]], (1, request.block_hashes[1])
-    )  # the others are running states: their content changes
+    )  # the other blocks hold running states: their content changes
     half.on_new_request(request)
     half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (full, states)), 0)
     assert half.build_connector_meta(step_of("a")).store_gpu_blocks == [*full, states[1]]
@@ -361,7 +361,10 @@ def test_the_target_of_a_state_is_two_blocks_a_step() -> None:
 
 
 def walked() -> tuple[LazyStores, MirroredPool]:
-    """Six named blocks in the free queue, the first two of them offloaded; the cursor stands on the second."""
+    """Return a walk over six named blocks of the free queue.
+
+    The first two blocks are offloaded; the cursor stands on the second.
+    """
     gpu, cpu = MirroredPool(7), CPUBlockPool(20)
     for block in gpu.blocks[1:]:
         gpu.name(block, (0, b"%d" % block.block_id))
@@ -394,7 +397,7 @@ def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over() -> No
 
 def test_what_is_just_being_stored_is_not_offloaded_twice() -> None:
     cpu, gpu = CPUBlockPool(20), MirroredPool(3)
-    for block in gpu.blocks[1:]:  # two blocks with the same content, as engines may have
+    for block in gpu.blocks[1:]:  # two blocks with the same content: engines may have such blocks
         block.block_hash = make_offload_key(b"same", 0)
     lazy = LazyStores(cpu, target=1)
     offers = lazy.offers(gpu, 10)
@@ -442,7 +445,7 @@ def test_a_lazy_store_that_failed_is_made_again() -> None:
 
 
 def with_policy(sim: Simulation, name: str, text: list[int], **policy: object) -> Request:
-    """Run a request that says what may be stored of it, then let the walk come to all that is free."""
+    """Run a request with this store policy, then let the lazy walk pass over all free blocks."""
     request = Request(name, text, 1, {"kv_tiering": policy})
     sim.scheduler.add(request)
     sim.settle()
@@ -505,7 +508,7 @@ def test_lazy_stores_what_a_willing_request_fills_in_a_block_that_was_refused() 
 def test_what_is_refused_stays_refused_over_a_reset() -> None:
     sim = Simulation(lazy=True, gpu_blocks=20, cpu_blocks=40, budget=40)
     refusing = with_policy(sim, "a", tokens(1, 17), store=False)
-    sim.half.reset_cache()  # by itself: the engine's own blocks stay
+    sim.half.reset_cache()  # the tiers alone: the engine keeps its own blocks
     other = with_policy(sim, "b", tokens(2, 17))
     assert cached(sim, refusing) == []
     assert cached(sim, other) == [0, 1, 2, 3]
@@ -515,7 +518,7 @@ def test_what_is_refused_stays_refused_over_a_reset() -> None:
 
 
 def evicted_from_the_gpu(sim: Simulation, length: int = 20) -> Request:
-    """A request whose blocks are in the CPU pool only."""
+    """Return a request whose blocks are in the CPU pool only."""
     request = sim.run("first", tokens(1, length), 1)
     sim.settle()
     for seed in range(10, 13):
@@ -591,7 +594,7 @@ def test_of_a_request_that_is_aborted_while_it_loads_nothing_is_stored() -> None
     sim.half.get_num_new_matched_tokens = ask_and_shrink  # type: ignore[method-assign, assignment]
     sim.add("again", tokens(1, 20), 1)
     sim.step()
-    sim.scheduler.abort("again")  # it counts as computed what nothing has filled
+    sim.scheduler.abort("again")  # the request's computed tokens include tokens that no load has filled
     sim.settle()
     assert key not in pool.cached
     sim.check_contents()
@@ -687,7 +690,7 @@ def test_after_a_reset_nothing_old_is_found_nor_stored() -> None:
     running = sim.add("a", tokens(1, 30), 8)
     sim.step()
     sim.step()
-    sim.half.reset_cache()  # by itself: the engine's own blocks stay, and are from before
+    sim.half.reset_cache()  # the tiers alone: the engine keeps its own blocks, which are older than the reset
     before = stored(sim)
     for _ in range(4):
         sim.step()

@@ -1,4 +1,4 @@
-"""How the simple mode is chosen, and what is refused in it."""
+"""The selection of the simple mode, and the options that it refuses."""
 
 from __future__ import annotations
 

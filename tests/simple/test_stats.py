@@ -1,4 +1,4 @@
-"""What the simple scheduler tells of itself."""
+"""The statistics of the simple scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cpu(sim: Simulation) -> dict[str, int]:
 
 
 def leave_the_gpu(sim: Simulation) -> None:
-    """Fill the GPU's cache with something else."""
+    """Overwrite the GPU's cache with another request's blocks."""
     for seed in range(10, 13):
         sim.run(f"filler {seed}", tokens(seed, 4 * (sim.kv.num_blocks - 3)), 1)
     sim.settle()

@@ -1,4 +1,4 @@
-"""The worker half: real copies between a KV cache and the CPU blocks, and what is reported about them."""
+"""The worker half: real copies between a KV cache and the CPU blocks, and the reports about them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Caches = dict[str, torch.Tensor]
 
 
 def caches(layout: str) -> Caches:
-    """Two tensors; layer c, of the other group, shares the first one's memory."""
+    """Return two tensors; layer c, of the other group, shares the memory of the first one."""
     shape = (2, BLOCKS, 4, 6) if layout == "kv first" else (BLOCKS, 2, 4, 6)
     first, second = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     return {"a": first, "b": second, "c": first}
@@ -39,7 +39,7 @@ def config(kv_caches: Caches) -> KVCacheConfig:
 
 
 class BrokenHandler(OffloadingHandler):
-    """Fails every copy: at once, or when it is asked how it went."""
+    """A handler that fails every copy: at its start, or when asked for its result."""
 
     def __init__(self, starts: bool) -> None:
         self.starts = starts
