@@ -7,9 +7,11 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiering.cli.app import run
 
@@ -36,6 +38,20 @@ def kv_tiering(*arguments: object) -> Done:
 def command(*arguments: object) -> list[str]:
     """The words that start a process of its own."""
     return [sys.executable, "-m", "tiering.cli", *map(str, arguments)]
+
+
+@contextmanager
+def started(*arguments: object, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process of its own that a test interrupts; it is killed if the test ends before the process does.
+
+    SIGINT gets its default action, because a shell that runs the tests in the background lets them ignore it.
+    """
+    default = ("env", "--default-signal=INT")
+    with subprocess.Popen([*default, *command(*arguments)], cwd=ROOT, **options) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def process(*arguments: object, environment: Mapping[str, str] | None = None) -> Done:

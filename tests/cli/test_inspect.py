@@ -16,7 +16,7 @@ import click
 import pytest
 
 from tests.cli.conftest import WriteStack
-from tests.cli.runner import ROOT, command, kv_tiering, process
+from tests.cli.runner import kv_tiering, process, started
 from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig, segment_files
 from tiering.cli import tiers as tiers_module
@@ -185,7 +185,7 @@ def test_a_verification_goes_on_where_it_was_interrupted(
     flip(first_segment(tmp_path / "kv"))
     state = tmp_path / "state.json"
     words = ("inspect", disk, "--verify", "--concurrency", "1", "--rate", "50KiB", "--state", state)
-    with subprocess.Popen(command(*words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with started(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         until(lambda: state.exists() and json.loads(state.read_text())["tiers"]["local"]["blocks"] > 0, 60)
         running.send_signal(signal.SIGINT)
         _, error = running.communicate(timeout=60)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from tests.cli.conftest import WriteStack
-from tests.cli.runner import ROOT, command, kv_tiering, process
+from tests.cli.runner import kv_tiering, process, started
 from tiering.cli import top as top_module
 from tiering.cli.metrics import Sample, metrics_url, parse, quantile
 from tiering.errors import ConfigError
@@ -157,9 +157,8 @@ def test_the_screen_fits_a_terminal_of_any_width(width: int) -> None:
 
 def test_ctrl_c_ends_the_screen_of_a_terminal(endpoint: Endpoint) -> None:
     leader, follower = pty.openpty()
-    with subprocess.Popen(
-        command("top", endpoint.url, "--interval", "50ms"),
-        cwd=ROOT,
+    with started(
+        *("top", endpoint.url, "--interval", "50ms"),
         stdin=follower,
         stdout=follower,
         stderr=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import click
@@ -104,18 +105,18 @@ def top(target: str, url: str | None, interval: float, once: bool) -> int:
 def _watch(address: str, first: Sample, expected: Sequence[str], interval: float, timeout: float) -> None:
     """Refresh the screen until Ctrl-C."""
     before, latest, fault = Sample(first.at), first, ""
-    with Live(_screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                try:
-                    sample = parse(fetch(address, timeout), time.monotonic())
-                    before, latest, fault = latest, sample, ""
-                except StoreError as error:
-                    fault = str(error)
-                live.update(_screen(before, latest, expected, address, fault), refresh=True)
-        except KeyboardInterrupt:
-            return
+    with (
+        suppress(KeyboardInterrupt),
+        Live(_screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(interval)
+            try:
+                sample = parse(fetch(address, timeout), time.monotonic())
+                before, latest, fault = latest, sample, ""
+            except StoreError as error:
+                fault = str(error)
+            live.update(_screen(before, latest, expected, address, fault), refresh=True)
 
 
 def _print_once(sample: Sample, expected: Sequence[str]) -> None:
