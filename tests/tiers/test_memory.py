@@ -1,4 +1,4 @@
-"""The memory tier: the conformance suites, and what is its own."""
+"""The memory tier: the conformance suites, and its own behaviour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiers.memory import MEMORY_TIER, MemoryMedium, MemoryOptions, MemoryStore, 
 
 
 class _Raw:
-    """The dictionary, reached without the store."""
+    """Direct access to the dictionary, without the store."""
 
     memory: MemoryMedium
 

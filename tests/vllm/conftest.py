@@ -1,6 +1,6 @@
-"""The real engine, in-process where that is enough: tiny models, float32, greedy.
+"""The real engine, in-process where that suffices: tiny models, float32, greedy decoding.
 
-Needs vLLM, which has an environment of its own (``make test-vllm``); elsewhere nothing here is collected.
+Needs vLLM, which has an environment of its own (``make test-vllm``); without vLLM no test here is collected.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if not collect_ignore_glob:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    """Engines are shared between tests and own threads; what must not stay is shared memory."""
+    """Fail if shared memory is left behind; threads may stay, because tests share engines."""
     yield
     left = [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
     assert not left, f"left in /dev/shm: {left}"
 
 
 def _vllm_segments() -> set[Path]:
-    """What vLLM and Python's multiprocessing keep in /dev/shm."""
+    """Return the files that vLLM and Python's multiprocessing have in /dev/shm."""
     return {file for pattern in ("psm_*", "sem.mp-*", "vllm_dist_*") for file in Path("/dev/shm").glob(pattern)}
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _removes_what_killed_servers_leave() -> Iterator[None]:
-    """A vLLM that is killed leaves its own shared memory; what appeared meanwhile and nobody maps is removed."""
+    """Remove the shared memory that killed vLLM processes leave: new files that no process maps."""
     before = _vllm_segments()
     yield
-    appeared = _vllm_segments() - before  # first: what appears while maps are read may be another process's
-    mapped: set[str] = set()  # inodes: a semaphore is mapped under another name, which it had while it was made
+    appeared = _vllm_segments() - before  # before the maps are read: later files may belong to another process
+    mapped: set[str] = set()  # inodes, because the map of a semaphore shows the temporary name of its creation
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             mapped.update(line.split(maxsplit=5)[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
-        except OSError:  # the process has ended, or is not ours
+        except OSError:  # the process has ended, or has another user
             continue
     for file in appeared:
         with contextlib.suppress(FileNotFoundError):

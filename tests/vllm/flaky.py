@@ -1,5 +1,4 @@
-"""Another connector for vLLM's MultiConnector: it promises KV that never comes, synchronously or asynchronously, and
-says so."""
+"""A connector for vLLM's MultiConnector that promises KV, loads none, and reports the failure."""
 
 from __future__ import annotations
 
@@ -17,26 +16,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tests.vllm.rig import BLOCK
 
 PARAMETER = "flaky"
-"""In ``kv_transfer_params``: ``{"blocks": n, "asynchronously": bool}``, the blocks that are promised, and how."""
+"""Key in ``kv_transfer_params``; the value is ``{"blocks": n, "asynchronously": bool}``.
+
+``blocks`` is the number of promised blocks.
+"""
 
 
 @dataclass
 class FlakyMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The first block that each request was promised, and the requests that wait for it."""
+    """First promised block of each request, and requests that wait for an asynchronous load."""
 
     unfilled: list[int] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
 
 
 class FlakyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Fills no block.  It reports the first one of each promise; the others are the engine's to recompute behind it."""
+    """A connector that fills no block and reports the first block of each promise as failed.
+
+    The engine recomputes all blocks from the reported one on.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.promised: set[str] = set()
         self.failed = 0
         self.before_reporting: Any = None
-        """Called on the worker's side at the end of each step, when the stores of other connectors have been queued."""
+        """Called on the worker's side at the end of each step, when other connectors have queued stores."""
         self._found: dict[str, int] = {}
         self._next = FlakyMetadata()
         self._unfilled: set[int] = set()
@@ -81,10 +86,10 @@ class FlakyConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._waiting.update(meta.waiting)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """Load nothing."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
+        """Save nothing."""
 
     def wait_for_save(self) -> None:
         if self.before_reporting is not None:

@@ -1,4 +1,4 @@
-"""Handlers that stand in for the one that loads: two that lie (negative controls), and one that fails."""
+"""Faulty load handlers: two that report false success (negative controls), and one that fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiering.copy.contract import OffloadingHandler, TransferResult
 
 
 class CopyNothing(Wrapped):
-    """Claims every load and moves nothing."""
+    """A handler that reports every load as done and moves nothing."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         super().__init__(inner)
@@ -26,7 +26,7 @@ class CopyNothing(Wrapped):
 
 
 class OneWrongBlock(Wrapped):
-    """Loads the last row of each load in the place of its first one too."""
+    """A handler that copies the last row of each load over its first row as well."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, destination = spec
@@ -37,7 +37,7 @@ class OneWrongBlock(Wrapped):
 
 
 class FailEverySecond(Wrapped):
-    """Every second load, the first one included, moves half of what it should and then fails."""
+    """A handler that fails every second load, starting with the first, after half of its bytes."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         super().__init__(inner)

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Does nothing, in all the methods that a connector must have."""
+    """A connector whose required methods do nothing."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         return

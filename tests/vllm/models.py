@@ -1,4 +1,4 @@
-"""Tiny models with random weights whose output depends on all of the context, written to a directory."""
+"""Tiny models with random weights whose output depends on the whole context, written to a directory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 VOCABULARY = 512
 SHARP = 0.1
-"""Initializer range: with the usual 0.02 the logits of a model this small hardly depend on what came before."""
+"""Initializer range. With the usual 0.02, the logits of so small a model hardly depend on its context."""
 
 
 def _write(directory: Path, kind: str, seed: int, **words: Any) -> Path:
-    """A model of the transformers family ``kind``, small in what all of ours have in common; returns ``directory``."""
+    """Write a model of the transformers family ``kind`` and return ``directory``."""
     import torch
     import transformers
 
@@ -34,13 +34,15 @@ def _write(directory: Path, kind: str, seed: int, **words: Any) -> Path:
 
 
 def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
-    """A Llama with full attention; returns ``directory``."""
+    """Write a Llama with full attention and return ``directory``."""
     return _write(directory, "Llama", seed, num_hidden_layers=layers, num_key_value_heads=2, head_dim=32)
 
 
 def write_draft(directory: Path, model: Path, noise: float) -> Path:
-    """A copy of the Llama at ``model`` with noise on its weights, which guesses some of its tokens; returns
-    ``directory``."""
+    """Write a draft model, the Llama at ``model`` with noise on its weights, and return ``directory``.
+
+    Some of the draft model's guesses are right.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
@@ -54,11 +56,11 @@ def write_draft(directory: Path, model: Path, noise: float) -> Path:
 
 
 RANK = 4
-"""Of the adapters."""
+"""Rank of the adapters."""
 
 
 def write_adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter of :func:`write_llama` that changes K and V in all layers; returns ``directory``."""
+    """Write a LoRA adapter for :func:`write_llama` that changes K and V; return ``directory``."""
     import torch
     from safetensors.torch import save_file
 
@@ -83,11 +85,14 @@ def write_adapter(directory: Path, seed: int) -> Path:
 
 
 WINDOW = 48
-"""Tokens of :func:`write_gemma`'s sliding-window layers: not a multiple of a block, and shorter than two."""
+"""Window of :func:`write_gemma`'s sliding-window layers in tokens: between one block and two."""
 
 
 def write_gemma(directory: Path, seed: int = 0) -> Path:
-    """A Gemma 3 text model: four layers, full attention and a sliding window in turns; returns ``directory``."""
+    """Write a Gemma 3 text model and return ``directory``.
+
+    Its four layers alternate between a sliding window and full attention.
+    """
     return _write(
         directory,
         "Gemma3",
@@ -102,8 +107,10 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
 
 
 def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
-    """A DeepSeek V2 without experts; latent attention (MLA) of the size that vLLM's CPU kernel has.  Returns
-    ``directory``."""
+    """Write a DeepSeek V2 without experts and return ``directory``.
+
+    Its latent attention (MLA) has the size that vLLM's CPU kernel supports.
+    """
     return _write(
         directory,
         "DeepseekV2",

@@ -1,5 +1,4 @@
-"""An engine in this process, and what tests do with it: ask, push everything out of the GPU's pool, look at bytes
-really moved."""
+"""An engine in this process, with methods to ask, to evict the GPU's blocks and to count moved bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,10 @@ BLOCK = 32
 NUM_BLOCKS = 40
 MAX_LEN = 640
 BLOCK_BYTES = 3 * 2 * 2 * 32 * BLOCK * 4
-"""Of :func:`tests.vllm.models.write_llama`: layers, K and V, KV heads, head size, tokens, float32."""
+"""Bytes of a block of :func:`tests.vllm.models.write_llama`.
+
+Factors: layers, K and V, KV heads, head size, tokens, bytes of a float32.
+"""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
@@ -36,43 +38,47 @@ _ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Before vLLM is imported: one process, no network."""
+    """Set the environment before vLLM is imported: one process, no network."""
     os.environ.update(_ENVIRONMENT)
 
 
 def prompt(seed: int, length: int = 200) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     dice = random.Random(seed)
     return [dice.randrange(VOCABULARY) for _ in range(length)]
 
 
 def whole_blocks(prompts: Sequence[list[int]], size: int = BLOCK) -> int:
-    """Blocks of ``size`` tokens that these prompts fill, in GPU blocks."""
+    """Return the number of GPU blocks in those blocks of ``size`` tokens that these prompts fill."""
     return sum(len(tokens) // size for tokens in prompts) * (size // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine generated: tokens, and the logarithm of each one's probability."""
+    """Generated tokens, with the logarithm of each token's probability."""
 
     tokens: list[int]
     logprobs: list[float]
 
     def matches(self, other: Answer) -> bool:
-        """The same tokens, and logprobs equal up to the order in which sums were taken."""
+        """Return True if the tokens are equal, and the logprobs equal but for rounding."""
         return self.tokens == other.tokens and all(
             abs(mine - theirs) < 1e-3 for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)
         )
 
 
 def wrong(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[int]:
-    """Which of the answers are not as expected."""
+    """Return the indexes of the answers that differ from the expected ones."""
     return [number for number, (a, b) in enumerate(zip(answers, expected, strict=True)) if not a.matches(b)]
 
 
 @dataclass
 class Engine:
-    """An ``LLM`` with, or without, tiers.  ``moved``: bytes by kind of transfer, as the copies reported them."""
+    """An ``LLM`` with or without tiers.
+
+    Attributes:
+        moved: bytes by kind of transfer, as the copies reported them.
+    """
 
     llm: Any
     connector: Any = None
@@ -80,9 +86,9 @@ class Engine:
     moved: dict[str, int] = field(default_factory=dict)
     preempted: int = 0
     sources: dict[str, int] = field(default_factory=dict)
-    """Tokens of hits by where vLLM was told that they come from."""
+    """Tokens of hits by their source, as reported to vLLM."""
     scheduled: list[int] = field(default_factory=list)
-    """Tokens of each step."""
+    """Number of tokens of each step."""
 
     def ask(
         self,
@@ -92,8 +98,13 @@ class Engine:
         lora: Any = None,
         salt: str | None = None,
     ) -> list[Answer]:
-        """Answers to ``prompts``; ``params``: their kv_transfer_params, ``lora``: vLLM's LoRARequest, ``salt``:
-        their cache salt."""
+        """Return the answers to ``prompts``.
+
+        Args:
+            params: kv_transfer_params of each request.
+            lora: vLLM's LoRARequest.
+            salt: cache salt of each request.
+        """
         from vllm import SamplingParams
 
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
@@ -110,18 +121,18 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def settle(self, timeout: float = 60.0) -> None:
-        """Step until no copy and no tier's job is in flight."""
+        """Step until no copy and no job of a tier is in flight."""
         end = time.monotonic() + timeout
         while self.connector.has_pending_push_work():
             assert time.monotonic() < end, "copies or tiers did not end"
             self.llm.llm_engine.step()
 
     def free_blocks(self) -> int:
-        """GPU blocks that nobody uses."""
+        """Return the number of GPU blocks without users."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def evict(self) -> None:
-        """Overwrite the GPU's blocks with other requests' KV, and forget what they held."""
+        """Overwrite the GPU's blocks with other requests' KV and reset the engine's prefix cache."""
         self.settle()
         policy = {"kv_tiering": {"load": False, "store": False}}
         self.ask([prompt(10_000 + number, 500) for number in range(4)], max_tokens=1, params=policy)
@@ -129,17 +140,20 @@ class Engine:
         assert self.llm.reset_prefix_cache()
 
     def loaded(self, action: Callable[[], Any]) -> tuple[Any, int]:
-        """What ``action`` returns, and the bytes loaded into the GPU's blocks meanwhile."""
+        """Return the result of ``action``, and the bytes loaded into GPU blocks while it ran."""
         before = self.moved.get("cpu_to_gpu", 0)
         result = action()
         return result, self.moved.get("cpu_to_gpu", 0) - before
 
     def tier(self, name: str) -> dict[str, Any]:
-        """A secondary tier's counters."""
+        """Return the counters of a secondary tier."""
         return dict(self.connector.scheduler_half.get_stats()["tiers"][name])
 
     def came_from(self, **tokens: int) -> bool:
-        """Whether vLLM was told these tokens of hits by source; it asks from 0.32 on, and is told nothing before."""
+        """Return True if these tokens of hits, by source, were reported to vLLM.
+
+        vLLM asks for them from 0.32 on; before, nothing may be reported.
+        """
         asks = importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None
         return self.sources == (tokens if asks else {})
 
@@ -195,7 +209,7 @@ def _answer(output: Any) -> Answer:
 
 
 def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
-    """What a user writes behind --kv-transfer-config."""
+    """Return the value of --kv-transfer-config that a user would write."""
     return {
         "kv_connector": "TieringConnector",
         "kv_role": "kv_both",
@@ -207,7 +221,11 @@ def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[st
 
 @contextmanager
 def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
-    """An engine for ``model``; ``stack``: the connector's extra configuration, None for no connector."""
+    """An engine for ``model``.
+
+    Args:
+        stack: the connector's extra configuration; None: no connector.
+    """
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -236,6 +254,6 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
 def answers_without_tiers(
     model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, **options: Any
 ) -> list[Answer]:
-    """The answers of an engine without connector, each prompt from an empty cache."""
+    """Return the answers of an engine without connector, each prompt from an empty cache."""
     with engine(model, None, enable_prefix_caching=False, **options) as plain:
         return plain.ask(prompts, max_tokens)

@@ -1,4 +1,4 @@
-"""The OpenAI server as users start it: front end, engine core and worker(s) in processes of their own."""
+"""The OpenAI server as users start it: front end, engine core and workers in separate processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAUSE = threading.Event()
 
 
 def until(predicate: Callable[[], Any], timeout: float, what: str) -> Any:
-    """The first true value of ``predicate``."""
+    """Return the first true value of ``predicate``; fails after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while not (value := predicate()):
         assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
@@ -36,7 +36,7 @@ def until(predicate: Callable[[], Any], timeout: float, what: str) -> Any:
 
 @dataclass
 class Server:
-    """A running server.  ``process`` leads a process group of its own."""
+    """A running server, whose ``process`` leads a process group of its own."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -51,7 +51,7 @@ class Server:
         timeout: float = 60.0,
         replica: int | None = None,
     ) -> bytes:
-        """What the server replies; ``replica``: of several data-parallel engines, the one to ask."""
+        """Return the server's reply; ``replica`` selects one of several data-parallel engines."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if replica is not None:
@@ -69,14 +69,14 @@ class Server:
         timeout: float = 100.0,
         **extra: Any,
     ) -> list[Answer]:
-        """Answers to ``prompts``, which are sent as one batch."""
+        """Return the answers to ``prompts``, which are sent as one batch."""
         body = _completion(prompts, max_tokens, extra)
         reply = json.loads(self.call("/v1/completions", body, timeout=timeout, replica=replica))
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         return [Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     def stream(self, prompts: Sequence[list[int]], max_tokens: int, **extra: Any) -> Iterator[list[Answer]]:
-        """Like :meth:`ask`, each time that there is more of the answers."""
+        """Yield the answers so far, each time that they have grown."""
         answers = [Answer([], []) for _ in prompts]
         data = json.dumps(_completion(prompts, max_tokens, {"stream": True, **extra})).encode()
         request = urllib.request.Request(
@@ -94,11 +94,11 @@ class Server:
                 yield answers
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series with these labels."""
+        """Return the sum of a metric's series with these labels."""
         return sum(self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[float]:
-        """The values of a metric's series with these labels."""
+        """Return the values of a metric's series with these labels."""
         values = []
         for line in self.call("/metrics").decode().splitlines():
             found = re.fullmatch(r"([a-zA-Z_:]+)\{(.*)\} (\S+)", line)
@@ -107,15 +107,15 @@ class Server:
         return values
 
     def loaded(self, **labels: str) -> float:
-        """Bytes copied from the CPU tier to the workers' blocks, on all of them."""
+        """Return the bytes copied from the CPU tier to the blocks of all workers."""
         return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="cpu_to_gpu", **labels)
 
     def stored(self) -> float:
-        """Bytes copied from the workers' blocks to the CPU tier."""
+        """Return the bytes copied from the workers' blocks to the CPU tier."""
         return self.metric("vllm:kv_offload_total_bytes_total", transfer_type="gpu_to_cpu")
 
     def evict(self, replicas: Sequence[int | None] = (None,)) -> None:
-        """Overwrite the workers' blocks, and forget what they held."""
+        """Overwrite the workers' blocks with other requests' KV and reset the engine's prefix cache."""
         policy = {"kv_tiering": {"load": False, "store": False}}
         for replica in replicas:
             self.ask(
@@ -124,12 +124,12 @@ class Server:
         self.reset()
 
     def reset(self, *, tiers: bool = False) -> bool:
-        """Forget the engine's prefix cache, and what the tiers hold; whether vLLM says that it did."""
+        """Reset the engine's prefix cache, with ``tiers`` also the tiers; return vLLM's word of success."""
         reply = self.call(f"/reset_prefix_cache{'?reset_external=true' if tiers else ''}", {}, method="POST")
         return bool(json.loads(reply)["success"])
 
     def end(self, with_signal: signal.Signals) -> None:
-        """Signal the whole group (SIGKILL) or its leader, and wait for all of its processes."""
+        """Signal the whole group (SIGKILL) or its leader, and wait until all of its processes have ended."""
         if self.process.poll() is None:
             if with_signal is signal.SIGKILL:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ def _completion(prompts: Sequence[list[int]], max_tokens: int, extra: dict[str, 
 
 
 def _group_lives(group: int) -> bool:
-    """Whether the group has processes that have not ended (those that nobody waits for have)."""
+    """Return True while the group has a process that is not a zombie."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, member_of = stat.read_text().rpartition(")")[2].split()[:3]
@@ -171,7 +171,11 @@ def _group_lives(group: int) -> bool:
 
 @contextlib.contextmanager
 def serve(model: Path, stack: dict[str, Any] | None, log: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """A server for ``model``, without tiers if ``stack`` is None; it gets SIGTERM in the end, unless it has ended."""
+    """A server for ``model``, which gets SIGTERM at the end unless it has ended.
+
+    Args:
+        stack: the connector's extra configuration; None: no tiers.
+    """
     transfers = [] if stack is None else ["--kv-transfer-config", json.dumps(transfer_config(stack))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

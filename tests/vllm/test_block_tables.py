@@ -1,8 +1,6 @@
-"""What we load is what vLLM has allocated: its own cache manager gives out the blocks of hits, for groups of every
-shape.
+"""Loads go to the blocks that vLLM's own cache manager allocates for hits, for groups of every shape.
 
-A block that it takes for filled and that is not loaded would be found in its prefix cache, with whatever was there
-before.
+vLLM would serve an allocated block that is not loaded from its prefix cache, with stale content.
 """
 
 from __future__ import annotations
@@ -130,8 +128,7 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str) -> None:
 
 
 def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> None:
-    """vLLM's own update of the request: it lets the prompt grow in place, and discards the token that was sampled
-    last."""
+    """vLLM's own update of a streaming request: the prompt grows in place, without the last sampled token."""
     shape = SHAPES["full attention"]
     _, cache = configuration(shape)
     manager = FakeManager(256)

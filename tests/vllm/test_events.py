@@ -1,5 +1,4 @@
-"""KV events as vLLM publishes them: taken from its ZeroMQ socket, decoded with its own classes, compared with those
-of its own cache."""
+"""KV events as vLLM publishes them over ZeroMQ, compared with those of its own cache."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.vllm.rig import BLOCK, Engine, engine, prompt, whole_blocks
 
 PROMPTS = [prompt(seed) for seed in range(3)]
 LATER = [prompt(seed, 500) for seed in range(20, 24)]
-"""More blocks than the CPU tier has rows."""
+"""Prompts with more blocks than the CPU tier has rows."""
 PLAIN: dict[str, Any] = {"primary": {"capacity": "1500KiB"}}
 DESCRIBED = {**PLAIN, "block_size": 2 * BLOCK, "self_describing_kv_events": True}
 WITH_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
@@ -25,7 +24,11 @@ GPU, CPU, DISK = "GPU", "CPU", "STORAGE"
 
 
 class Subscriber:
-    """A consumer of what a publisher sends.  ``heard``: all events so far, in their order."""
+    """A consumer of a publisher's events.
+
+    Attributes:
+        heard: all events so far, in their order.
+    """
 
     def __init__(self, endpoint: str) -> None:
         import msgspec
@@ -39,7 +42,7 @@ class Subscriber:
         self.heard: list[Any] = []
 
     def hears(self, milliseconds: int) -> bool:
-        """Take in one batch; False if none comes in time."""
+        """Receive one batch; return False if none comes in time."""
         if not self._socket.poll(milliseconds):
             return False
         _, _, payload = self._socket.recv_multipart()
@@ -54,11 +57,11 @@ class Subscriber:
         return [event for event in self.heard if type(event).__name__ == "BlockStored" and event.medium == medium]
 
     def announced(self, medium: str) -> set[Any]:
-        """Blocks that were ever stored on the medium, by their own (last) hashes."""
+        """Return the own (last) hashes of all blocks that were ever stored on the medium."""
         return {event.block_hashes[-1] for event in self.stored(medium)}
 
     def held(self, medium: str) -> set[Any]:
-        """Hashes on the medium, for whoever applies the events in their order and counts references."""
+        """Return the hashes on the medium, by applying the events in order and counting references."""
         held: Counter[Any] = Counter()
         for event in self.heard:
             if getattr(event, "medium", None) != medium:
@@ -71,7 +74,7 @@ class Subscriber:
         return set(+held)
 
     def extra_keys(self, medium: str) -> dict[Any, Any]:
-        """What was hashed beside the tokens, by hash."""
+        """Return the keys that vLLM hashed in addition to the tokens, by hash."""
         return {
             name: keys
             for event in self.stored(medium)
@@ -84,7 +87,7 @@ class Subscriber:
 
 @contextmanager
 def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Engine, Subscriber]]:
-    """An engine with a CPU tier and a local one, and a subscriber that hears all that it publishes."""
+    """An engine with a CPU tier and a local one, and a subscriber to all of its events."""
     from vllm.config import KVEventsConfig
 
     endpoint = f"ipc://{directory}/events"
@@ -94,7 +97,7 @@ def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Eng
     try:
         with engine(model, {"secondary": [tier], **stack}, kv_events_config=events, **WITH_ADAPTERS) as running:
             seeds = count(30_000)
-            while not subscriber.hears(200):  # until the subscription has arrived
+            while not subscriber.hears(200):  # until the publisher knows the subscription
                 running.ask([prompt(next(seeds), 40)], 1, {"kv_tiering": {"load": False, "store": False}})
             yield running, subscriber
     finally:
@@ -105,7 +108,7 @@ def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Eng
 def published(
     request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Subscriber, int]]:
-    """With the size of an offloaded block in tokens."""
+    """An engine, its subscriber, and the size of an offloaded block in tokens."""
     with publishing(llama, tmp_path_factory.mktemp("events"), **request.param) as (running, subscriber):
         yield running, subscriber, request.param.get("block_size", BLOCK)
 
@@ -113,8 +116,10 @@ def published(
 def blocks_of(
     subscriber: Subscriber, prompts: Sequence[list[int]], size: int
 ) -> dict[Any, tuple[list[Any], Any, list[int]]]:
-    """(hashes, parent, tokens) of each whole block of ``size`` tokens, by its own hash, as vLLM announces those of
-    its own cache."""
+    """Return (hashes, parent, tokens) of each whole block of ``size`` tokens by the block's own hash.
+
+    The hashes are those that vLLM announces for its own cache.
+    """
     known = {}
     for event in subscriber.stored(GPU):
         parents = [event.parent_block_hash, *event.block_hashes]
@@ -144,7 +149,7 @@ def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(
     kinds = {(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in subscriber.stored(GPU)}
     for event in subscriber.stored(CPU) + subscriber.stored(DISK):
         assert (event.group_idx, event.lora_id, event.lora_name) == (0, None, None)
-        assert getattr(event, "session_id", None) is None  # from vLLM 0.30 on
+        assert getattr(event, "session_id", None) is None  # a field of vLLM 0.30 and later
         if size == BLOCK:
             assert (event.block_size, event.token_ids, event.parent_block_hash) == (0, [], None)
         else:
@@ -155,7 +160,7 @@ def test_what_tiers_gain_is_announced_by_the_hashes_of_vllms_own_cache(
 
 def test_who_applies_the_events_knows_what_each_tier_holds(published: tuple[Engine, Subscriber, int]) -> None:
     running, subscriber, size = published
-    for tokens in LATER:  # one at a time: what finds no room while its request runs is not stored
+    for tokens in LATER:  # one at a time: a block without room while its request runs is not stored
         running.ask([tokens], 1)
         running.settle()
     blocks = whole_blocks(PROMPTS + LATER, size) * BLOCK // size

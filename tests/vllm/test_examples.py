@@ -1,5 +1,4 @@
-"""``examples/vllm_offline.py`` as a user runs it, twice: a model with its tokenizer, a stack file, vLLM's own
-processes and logging."""
+"""``examples/vllm_offline.py`` run twice as a user runs it, with a tokenizer and a stack file."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from tests.vllm.models import VOCABULARY, write_llama
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BLOCK = 128
-"""Tokens of a block: vLLM's default on its CPU platform."""
+"""Tokens of a block, vLLM's default on its CPU platform."""
 
 pytestmark = pytest.mark.timeout(420)
 
 
 def write_readable_llama(directory: Path) -> Path:
-    """A Llama with room for a document, and a byte-level tokenizer of a few merges; returns ``directory``."""
+    """Write a Llama with room for a document, and a byte-level tokenizer; return ``directory``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,8 +44,10 @@ def write_readable_llama(directory: Path) -> Path:
 
 
 def run_example(model: Path, stack: Path) -> tuple[list[tuple[int, int, int, int]], list[str], str]:
-    """Of each question: tokens, from vLLM's own cache, from the tiers, computed; the answers; everything that was
-    printed."""
+    """Run the example and return the numbers of each question, the answers, and the whole output.
+
+    The numbers are tokens: of the prompt, from vLLM's own cache, from the tiers, computed.
+    """
     command = [sys.executable, "examples/vllm_offline.py", str(model), "--stack", str(stack), "--sentences", "40"]
     command += ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
@@ -69,7 +70,7 @@ def test_the_second_question_and_the_second_run_find_the_document(tmp_path: Path
     stack.write_text(f"primary: {{capacity: 64MiB}}\nsecondary:\n  - {{type: local, path: {disk}, capacity: 64MiB}}\n")
 
     (first, second), answers, printed = run_example(model, stack)
-    document = first[0] // BLOCK * BLOCK - BLOCK  # the last whole block may hold the question's first words
+    document = first[0] // BLOCK * BLOCK - BLOCK  # the last whole block may contain the first words of the question
     assert document > 8 * BLOCK
     assert first[1:3] == (0, 0)
     assert second[1] == 0
@@ -81,5 +82,5 @@ def test_the_second_question_and_the_second_run_find_the_document(tmp_path: Path
 
     restarted, answers_again, _ = run_example(model, stack)
     assert [own for _, own, _, _ in restarted] == [0, 0]
-    assert restarted[0][2] >= document  # of a CPU tier that began empty: it came from the disk
+    assert restarted[0][2] >= document  # the CPU tier began empty, so these tokens came from the disk
     assert answers_again == answers

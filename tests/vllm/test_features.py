@@ -1,5 +1,4 @@
-"""What users combine with the tiers: speculative decoding, other data types of the KV, salts, prompts as embeddings,
-prompt logprobs."""
+"""Features of vLLM beside the tiers: drafts, data types, salts, prompt embeddings, prompt logprobs."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ EMBEDS = [70, 71]
 """Seeds of prompts that are given as embeddings."""
 ASKED = [prompt(seed, 100) for seed in range(80, 83)]
 SPOKEN = 60
-"""Tokens that are generated with drafts.  With the last one a block is full of tokens, but as a rule not of KV."""
+"""Tokens to generate with drafts. The last token fills a block with tokens, but usually not with KV."""
 FULL_OF_KV = (100 + SPOKEN) // BLOCK - 1
 NEXT = [7, 9]
 """The next user's words."""
@@ -34,14 +33,14 @@ MODES: dict[str, dict[str, Any] | None] = {
 
 
 def embeds(seed: int) -> Any:
-    """Random embeddings, as many as an ordinary prompt has tokens."""
+    """Return random embeddings for as many tokens as an ordinary prompt has."""
     import torch
 
     return torch.randn(200, 128, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
 def generate(running: Engine, inputs: Sequence[dict[str, Any]], **more: Any) -> list[Any]:
-    """vLLM's own outputs; ``more``: of its SamplingParams."""
+    """Return vLLM's own outputs; ``more`` are fields of its SamplingParams."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False, ignore_eos=True, **more)
@@ -58,7 +57,7 @@ def answers_of(outputs: Sequence[Any]) -> list[Answer]:
 
 
 def of_prompts(outputs: Sequence[Any]) -> list[Answer]:
-    """The prompts' tokens but the first of each, with their logprobs."""
+    """Return the tokens of the prompts, except each first one, with their logprobs."""
     found = []
     for output in outputs:
         tokens = list(output.prompt_token_ids)[1:]
@@ -69,8 +68,12 @@ def of_prompts(outputs: Sequence[Any]) -> list[Answer]:
 
 @dataclass(slots=True)
 class Expected:
-    """Of an engine without tiers and without drafts.  ``logprobs``: of the prompts' own tokens; ``after``: what
-    follows what was said."""
+    """The results of an engine without tiers and without drafts.
+
+    Attributes:
+        logprobs: logprobs of the prompts' own tokens.
+        after: answers to the prompts that include the generated answers.
+    """
 
     answers: list[Answer]
     logprobs: list[Answer]
@@ -79,7 +82,7 @@ class Expected:
     after: list[Answer] = field(default_factory=list)
 
     def continued(self) -> list[list[int]]:
-        """The prompts with what was said, and a little more."""
+        """Return the prompts with their generated answers and the next user's words."""
         return [[*tokens, *answer.tokens, *NEXT] for tokens, answer in zip(ASKED, self.spoken, strict=True)]
 
 
@@ -107,13 +110,13 @@ def drafting(llama: Path, expected: Expected, mode: str, tmp_path_factory: pytes
 
 
 def drafted(running: Engine) -> tuple[int, int]:
-    """Tokens that were guessed so far, and those of them that were right."""
+    """Return the numbers of drafted tokens and of accepted ones."""
     found = {metric.name: getattr(metric, "value", 0) for metric in running.llm.get_metrics()}
     return found["vllm:spec_decode_num_draft_tokens"], found["vllm:spec_decode_num_accepted_tokens"]
 
 
 class TestSpeculativeDecoding:
-    """With a draft model, whose guesses are accepted now and rejected then."""
+    """Drafts of a second model, some accepted and some rejected."""
 
     def test_what_was_said_comes_back_without_what_was_rejected_and_with_the_drafters_own_kv(
         self, drafting: Engine, expected: Expected, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +141,7 @@ class TestSpeculativeDecoding:
         (answers, guesses), loaded = drafting.loaded(go_on)
         assert wrong(answers, expected.after) == []
         full = len(ASKED) * FULL_OF_KV
-        if mode == "eager":  # it stores at the end too: the last block, if its last token was a guess that was right
+        if mode == "eager":  # eager mode also stores the last block at the end, if its last token was an accepted draft
             full = sum(tokens // BLOCK for tokens in computed)
         assert loaded == full * 2 * BLOCK_BYTES
         answers, from_the_engines_own_cache = go_on()
@@ -150,7 +153,7 @@ DATA_TYPES: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16, blocks of 64 tokens": (2, {"dtype": "bfloat16", "block_size": 2 * BLOCK, "num_gpu_blocks_override": 24}),
     "fp8": (4, {"kv_cache_dtype": "fp8"}),
 }
-"""By how much the KV is smaller, and the options that make it so."""
+"""The factor by which the KV is smaller, and the engine options for it."""
 
 
 @pytest.mark.parametrize("name", list(DATA_TYPES))
@@ -180,7 +183,7 @@ def tiered(llama: Path, expected: Expected) -> Iterator[Engine]:
 
 
 class TestRequests:
-    """What requests may say that changes what their KV is, or what may be used of it."""
+    """Request fields that change the KV, or the part of it that may be used."""
 
     def test_kv_is_shared_between_requests_of_one_salt_only(self, tiered: Engine, expected: Expected) -> None:
         for salt, blocks in [("a", 0), ("b", 0), ("a", ALL), ("b", ALL)]:

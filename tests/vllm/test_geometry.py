@@ -1,5 +1,4 @@
-"""What the connector reads of vLLM's parallelism: which replica it is, and what decode-context parallelism does to a
-block."""
+"""The geometry read from vLLM's parallelism: replica number, and blocks under context parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ PAGE = 8192
 
 
 def configuration(engine_id: str = "engine", sharded: bool = True, **parallel: Any) -> tuple[Any, Any]:
-    """Two workers, one group of two layers in blocks of 32 tokens."""
+    """Return a configuration of two workers, with one group of two layers in blocks of 32 tokens."""
     settings = {"world_size": 2, "rank": 0, "data_parallel_size": 1, "data_parallel_index": 0, "data_parallel_rank": 0}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**{**settings, **parallel}),
@@ -40,7 +39,8 @@ def read(config: tuple[Any, Any], hash_block_size: int = 32) -> Geometry:
     [
         (configuration(), None),
         (configuration(data_parallel_size=2, data_parallel_index=1, data_parallel_rank=1), "1"),
-        # vLLM configures the replicas of a dense model as engines of their own, and leaves the index and the engine
+        # vLLM configures the replicas of a dense model as separate engines, and keeps the index and the suffix of the
+        # engine id
         # id's end
         (configuration("engine_dp0"), "0"),
         (configuration("engine_dp1", data_parallel_index=1), "1"),
@@ -54,7 +54,7 @@ def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context() -> None:
     geometry = read(configuration(decode_context_parallel_size=2), 64)
     assert geometry.engine.block_sizes == (64,)
     assert geometry.engine.groups[0].gpu_block_size == 64
-    assert geometry.group_bytes == (2 * 2 * PAGE,)  # both layers, on both ranks: they hold different tokens
+    assert geometry.group_bytes == (2 * 2 * PAGE,)  # both layers on both ranks, which hold different tokens
     assert not geometry.replicated
 
 

@@ -1,7 +1,6 @@
-"""The KV caches of vLLM's GPU backends, as its own code lays them out, on the CPU: each layer's blocks go to rows and
-come back.
+"""KV caches in the layouts of vLLM's GPU backends, on the CPU: blocks survive a round trip.
 
-No engine runs.  Specs are what the backends publish; places, shapes and strides come from vLLM.
+No engine runs. Specs are those that the backends publish; places, shapes and strides come from vLLM.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ BLOCK_OUTER = tuple(layout.name for layout in KVCacheLayout if layout.is_block_o
 
 @dataclass
 class Model:
-    """What vLLM makes of ``groups`` (each one layer name → spec) in ``layout``."""
+    """vLLM's caches for ``groups`` (each one layer name → spec) in ``layout``."""
 
     groups: list[dict[str, Any]]
     layout: str
@@ -106,7 +105,7 @@ class Model:
         return canonicalize(self.tensors, self.geometry().engine.groups, BLOCKS)
 
     def blocks(self, layer: str) -> torch.Tensor:
-        """What attention sees of ``layer``: bytes of (block, ...)."""
+        """Return the bytes of (block, ...) that attention reads for ``layer``."""
         cache: torch.Tensor = group_kernel_blocks(self.tensors[layer], BLOCKS)
         return cache.clone(memory_format=torch.contiguous_format).view(torch.uint8).reshape(BLOCKS, -1)
 
@@ -239,7 +238,7 @@ def round_trip(model: Model) -> None:
     handlers = {direction: HostCopyHandler(canonical, rows, layout, direction, 1) for direction in Direction}
     try:
         for group, names in enumerate(model.groups):
-            source, target = 1 + group, 6 + group  # groups share blocks' memory, but no block is of two of them
+            source, target = 1 + group, 6 + group  # groups share memory, but no block belongs to two groups
             before = {layer: model.blocks(layer) for layer in names}
             sizes = [int(index == group) for index in range(len(model.groups))]
             for job_id, (direction, block) in enumerate(((Direction.STORE, source), (Direction.LOAD, target))):
@@ -262,7 +261,7 @@ def round_trip(model: Model) -> None:
 
 @pytest.mark.parametrize("layout", BLOCK_OUTER)
 def test_a_block_that_is_kept_together_is_one_page(layout: str) -> None:
-    """One gather and one copy for all layers."""
+    """All layers need one gather and one copy."""
     canonical = Model([layers(latent()) | layers(indexer(), 3, "index")], layout).canonical()
     assert [len(refs) for refs in canonical.group_data_refs] == [1]
 
@@ -286,7 +285,7 @@ def test_the_simple_scheduler_s_worker_takes_the_same_caches(what: str, groups: 
 
 
 def test_windows_that_refer_to_a_prompt_are_refused() -> None:
-    """vLLM calls them full attention, but frees blocks in the middle of a running request."""
+    """vLLM classifies them as full attention, but frees blocks in the middle of a running request."""
     model = Model([layers(RSWASpec(**vars(attention()) | {"rswa_window": 32}))], "LBNHC")
     with pytest.raises(ConfigError, match="reference sliding window"):
         check_supported(model.config, model.kv_cache_config, lambda spec: str(get_kv_cache_spec_kind(spec).value), True)

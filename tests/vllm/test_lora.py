@@ -1,5 +1,4 @@
-"""LoRA adapters behind the tiers: KV of an adapter is its own, stays in this process, and never outlives the
-adapter's path."""
+"""LoRA adapters behind the tiers: KV is separate per adapter, and never outlives the adapter's path."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras":
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How to ask with an adapter, as vLLM's server would name it."""
+    """An adapter, and its request as vLLM's server would build it."""
 
     name: str
     number: int
@@ -107,7 +106,7 @@ def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_
     assert wrong(ask(tiered, before), expected["one"]) == []
     tiered.evict()
     write_adapter(path, 2)
-    for adapter in (after, before):  # its blocks have the names of the first one's, and whoever has loaded it, it stays
+    for adapter in (after, before):  # its blocks have the same names as those of the first adapter at this path
         answers, loaded = tiered.loaded(partial(ask, tiered, adapter))
         assert wrong(answers, expected["two"]) == []
         assert loaded == 0

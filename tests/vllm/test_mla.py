@@ -1,5 +1,4 @@
-"""Latent attention (MLA): vLLM's CPU kernels for it cannot start from a prefix, so that the connector must not give
-them one."""
+"""Latent attention (MLA): vLLM's CPU kernels cannot start from a prefix, so the connector offers none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Scheduler and worker in one process, CPU memory only: what leaves the GPU's pool comes back, and outputs stay the
-same.
+"""Scheduler and worker in one process, CPU memory only: evicted blocks return, outputs stay the same.
 
-All of it in the tiering mode and in both of the simple scheduler's.
+All tests run in the tiering mode and in both modes of the simple scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LATER = [prompt(seed) for seed in range(40, 44)]
 MANY = [prompt(seed, 130) for seed in range(50, 58)]
 NEW = [prompt(seed) for seed in range(60, 62)]
 LENGTHY = 60
-"""Tokens to generate for ``MANY``, so that all of them do not fit."""
+"""Tokens to generate for ``MANY``, so that not all of these requests fit at once."""
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +147,7 @@ def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(
     failed = [number for number, answer in enumerate(answers) if not answer.tokens]
     assert (
         len(failed) == handler.failed if mode == "tiering" else len(failed) >= handler.failed
-    )  # one load may be of several requests
+    )  # one load may serve several requests
     assert set(wrong(answers, expected["prompts"])) == set(failed)
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
@@ -176,8 +175,11 @@ def test_requests_aborted_while_they_load(tiered: Engine, expected: dict[str, li
 
 
 def converse(running: Engine, chunks: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """A streaming session: each chunk is answered before the next one comes.  Returns its whole prompt, as it is at
-    the end."""
+    """Run a streaming session, in which each chunk is answered before the next one comes.
+
+    Returns:
+        The whole prompt at the end of the session.
+    """
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -199,13 +201,13 @@ def converse(running: Engine, chunks: Sequence[list[int]], max_tokens: int) -> l
 
 
 def test_all_of_a_streaming_session_is_stored(tiered: Engine, mode: str) -> None:
-    """Its last word is discarded with each chunk, here a token that had just filled a block."""
+    """Each chunk discards the last sampled token; here this token had just filled a block."""
     words = [prompt(60, 3 * BLOCK - 4), prompt(61, 2 * BLOCK), prompt(62, 2 * BLOCK + 8)]
     whole = converse(tiered, words, 4)
     assert len(whole) == sum(map(len, words)) + 2 * 3
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: tiered.ask([whole]))
-    if mode != "lazy":  # which stores what is about to leave the GPU
+    if mode != "lazy":  # the lazy mode stores only blocks that are about to leave the GPU
         assert loaded == whole_blocks([whole]) * BLOCK_BYTES
     tiered.settle()
     assert tiered.llm.reset_prefix_cache(reset_connector=True)
@@ -237,7 +239,7 @@ def test_a_reset_forgets_the_cpu_tier_only_if_asked_to(tiered: Engine, expected:
 def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(
     tiered: Engine, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM would leave the engine paused, and a sync of weights would fail because a cache is away."""
+    """A failure would leave vLLM paused, and break a weight sync because of an unreachable cache."""
     half = tiered.connector.scheduler_half
     reset_cache = half.reset_cache
     monkeypatch.setattr(half, "reset_cache", lambda: reset_cache() and False)
@@ -251,7 +253,7 @@ def test_a_medium_that_has_not_confirmed_a_reset_does_not_fail_it(
 
 @contextmanager
 def other_weights(running: Engine) -> Iterator[None]:
-    """As after a step of training: the same model, with values that differ."""
+    """Run with changed weights, as after a step of training."""
     worker = running.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     weights = dict(worker.get_model().named_parameters())["model.layers.0.input_layernorm.weight"]
     before = weights.detach().clone()
@@ -263,7 +265,7 @@ def other_weights(running: Engine) -> Iterator[None]:
 
 
 def ask_beside(running: Engine, prompts: Sequence[list[int]]) -> None:
-    """Ask ``prompts`` while other requests go on, and wait for the answers to them alone."""
+    """Ask ``prompts`` while other requests run, and wait only for the answers to ``prompts``."""
     from vllm import SamplingParams
 
     core = running.llm.llm_engine
@@ -278,8 +280,7 @@ def ask_beside(running: Engine, prompts: Sequence[list[int]]) -> None:
 
 
 def test_a_reset_that_the_engine_refuses_by_half_serves_nothing_from_before_it(tiered: Engine) -> None:
-    """A request runs: the tiers are reset, and the engine's own cache is not, in which others go on finding blocks
-    of old weights."""
+    """While a request runs, the tiers are reset but the engine's own cache still serves old blocks."""
     from vllm import SamplingParams
 
     core = tiered.llm.llm_engine

@@ -1,5 +1,4 @@
-"""Beside another connector whose loads fail: nothing that it did not fill, or that was computed on top of it, is
-ever stored."""
+"""Beside another connector whose loads fail: neither its blocks nor blocks computed on top are stored."""
 
 from __future__ import annotations
 
@@ -20,22 +19,22 @@ MODES: dict[str, dict[str, Any]] = {
     "lazy": {"mode": "simple", "lazy_offload": True},
 }
 PROMISED = 3
-"""Blocks of each prompt that the other connector promises; it reports the first of them."""
+"""Number of blocks of each prompt that the other connector promises; it reports the first one."""
 CASES = [(asynchronously, policy) for asynchronously in (False, True) for policy in ("recompute", "fail")]
 TOKENS = 2
-"""To generate: the first one tells whether the prompt's KV is right."""
+"""Tokens to generate. The first one depends on the prompt's KV."""
 NO_TIERS = {"kv_tiering": {"load": False, "store": False}}
 
 
 def prompts_of(mode: str, asynchronously: bool, policy: str) -> list[list[int]]:
-    """Three prompts of each case's own."""
+    """Return three prompts that no other case uses."""
     first = 300 + 100 * list(MODES).index(mode) + 10 * CASES.index((asynchronously, policy))
     return [prompt(seed) for seed in range(first, first + 3)]
 
 
 @contextmanager
 def beside_a_flaky_one(model: Path, stack: dict[str, Any]) -> Iterator[tuple[Engine, FlakyConnector]]:
-    """An engine with our connector and the flaky one, and the latter's half on the worker's side.
+    """An engine with our connector and the flaky one, and the flaky one's worker half.
 
     The forward pass is slower than any copy: before the flaky connector reports, all copies that have begun have ended.
     """
@@ -82,7 +81,7 @@ def said() -> dict[tuple[int, ...], Answer]:
 
 
 class TestBesideAnother:
-    """All cases of one mode share an engine, and one eviction."""
+    """All cases of one mode share an engine and one eviction."""
 
     @pytest.fixture(scope="class", params=list(MODES))
     def mode(self, request: pytest.FixtureRequest) -> str:
@@ -127,7 +126,7 @@ def right_of(mode: str, case: tuple[bool, str], said: dict[tuple[int, ...], Answ
 def test_nor_does_a_later_process_read_it_from_a_disk(
     llama: Path, directory: Path, said: dict[tuple[int, ...], Answer]
 ) -> None:
-    """The prompts that the tiering mode has seen: with our connector alone, over the same directory."""
+    """Our connector alone asks the tiering mode's prompts, over the same directory."""
     with engine(llama, stack_of("tiering", directory)) as alone:
         for case in CASES:
             answers, loaded = alone.loaded(partial(alone.ask, prompts_of("tiering", *case), TOKENS))

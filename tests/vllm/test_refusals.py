@@ -1,4 +1,4 @@
-"""What the connector refuses at start, and what it says."""
+"""Configurations that the connector refuses at the start, and its messages."""
 
 from __future__ import annotations
 

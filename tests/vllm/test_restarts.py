@@ -1,5 +1,4 @@
-"""Secondary tiers behind the real engine: restarts, new machines, broken media, new weights.  One engine after
-another."""
+"""Secondary tiers behind the real engine: restarts, new machines, broken media, new weights."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ def test_blocks_damaged_on_disk_are_misses(llama: Path, expected: list[Answer], 
 
 
 def damage(directory: Path) -> int:
-    """Flip a byte of what was written in every 100 kB of the segments; returns how many bytes were changed."""
+    """Flip one byte per 100 kB of the data in the segments; return the number of changed bytes."""
     changed = 0
     for file in sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > BLOCK_BYTES):
         with file.open("r+b") as stream:
@@ -193,7 +192,7 @@ def test_hashes_with_a_random_seed_are_refused_for_tiers_that_outlive_the_proces
 
 
 def shutdown_left_overs() -> None:
-    """What an engine that did not start leaves in this process."""
+    """Shut down the remains of an engine that did not start in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 

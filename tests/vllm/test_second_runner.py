@@ -1,5 +1,4 @@
-"""vLLM's second model runner, which needs a GPU: its own connector driver, step by step, over our worker half and
-CPU tensors."""
+"""vLLM's second model runner without a GPU: its connector driver over our worker half and CPU tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ BLOCKS, PAGE = 8, 4096
 
 
 class Spec(OffloadingSpec):
-    """Host copies to rows of its own."""
+    """A spec with host copies to rows of its own."""
 
     def __init__(self) -> None:
         super().__init__(EngineConfig((16,), 16, (KVCacheGroup(("layer",), 16),)))
@@ -45,8 +44,10 @@ class Spec(OffloadingSpec):
 
 
 class Runner:
-    """The parts of a step that concern the KV cache, in the order of the second runner's ``execute_model`` and
-    ``sample_tokens``."""
+    """The parts of a step that concern the KV cache, in the second runner's order.
+
+    The order is that of its ``execute_model`` and ``sample_tokens``.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes_early: bool) -> None:
         self.spec = Spec()
@@ -69,10 +70,13 @@ class Runner:
         computed: dict[int, int] | None = None,
         drafted: dict[int, int] | None = None,
     ) -> Any:
-        """``zeroed``: a block that this step allocates anew.  ``computed``: block → value that the forward pass writes.
+        """Run one step.
 
-        ``drafted``: the same of a draft model, which runs, from vLLM 0.33 on, after the step has reported and before it
-        ends.
+        Args:
+            zeroed: a block that this step allocates anew, and therefore zeroes.
+            computed: block → value that the forward pass writes.
+            drafted: block → value that a draft model writes. From vLLM 0.33 on the draft model runs between the step's
+                report and the step's end.
         """
         if zeroed is not None:
             self.cache[zeroed] = 0
@@ -115,7 +119,7 @@ def orders(gpu_block: int, row: int, job_id: int) -> dict[str, TransferOrder]:
 def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(
     runner: Runner, request: pytest.FixtureRequest
 ) -> None:
-    """And the negative control: a worker that does not know of it stores the zeros."""
+    """With the negative control: a worker that does not know of early writes stores the zeros."""
     runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 77})
     runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1})), zeroed=3, computed={3: 99})
     expected = 77 if "writes early" in request.node.name else 0

@@ -1,4 +1,4 @@
-"""The HTTP server with two workers, and with two data-parallel engines: metrics, resets, pauses, sleep."""
+"""The HTTP server with two workers or two data-parallel engines: metrics, resets, pauses, sleep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
 
 MANY = [prompt(seed, 400) for seed in range(60, 66)]
 LENGTHY = 60
-"""Tokens to generate for ``MANY``, so that they run for a while, three of them at a time."""
+"""Tokens to generate for ``MANY``, so that these requests run for a while, three at a time."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +46,7 @@ def shared_memory() -> list[str]:
 def two_workers(
     request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server whose model is split over two tensor-parallel workers, in both modes."""
+    """A server with two tensor-parallel workers, in both modes."""
     stack = {"mode": request.param, "primary": {"capacity": "32MiB"}}
     options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     log = tmp_path_factory.mktemp("server") / "log"
@@ -57,7 +57,7 @@ def two_workers(
 
 
 def loaded(server: Server) -> float:
-    """Bytes loaded, as of a step that this makes the engine take."""
+    """Return the bytes loaded so far, after one more engine step."""
     server.ask([prompt(0, 8)], 1)
     return server.loaded()
 
@@ -78,7 +78,7 @@ def test_what_leaves_the_workers_comes_back_from_the_cpu_until_a_reset(
 
 
 class Asking:
-    """``MANY`` in the background, one of them at its first token and others in the queue."""
+    """Requests for ``MANY`` in the background; one has its first token, others are in the queue."""
 
     def __init__(self, server: Server, **params: bool) -> None:
         self.answers: list[Answer] = []
@@ -104,8 +104,8 @@ class Asking:
 
 
 def interrupted(server: Server, stop: str, resume: str, **params: bool) -> list[Answer]:
-    """Answers to ``MANY`` that were stopped in the middle; ``PROMPTS`` had left the workers, for the tiers, before."""
-    for _ in range(8):  # where processors are scarce, the front end may hear of the end before it is heard
+    """Stop and resume the answers to ``MANY`` in the middle; ``PROMPTS`` are only in the tiers by then."""
+    for _ in range(8):  # on few processors the requests may end before the front end sees the pause
         server.ask(PROMPTS)
         server.evict()
         asking = Asking(server, **params)
@@ -133,7 +133,7 @@ def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(
     two_workers: Server, expected: list[Answer], expected_of_many: list[Answer]
 ) -> None:
     server = two_workers
-    # vLLM refuses to clear what a request that waits for a load holds
+    # vLLM does not sleep while a request that waits for a load holds blocks
     answers = interrupted(server, "/sleep?mode=keep&level=1", "/wake_up", load=False)
     assert wrong(answers, expected_of_many) == []
     server.evict()
@@ -161,7 +161,7 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama: Path, expected: li
     replicas = range(2)
     with serve(llama, stack, tmp_path / "log", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert shared_memory() == []
-        for number in map(str, replicas):  # alerts need the counters before anything happens
+        for number in map(str, replicas):  # alerts need the counters before the first event
             for name in ("cpu", "local"):
                 assert server.series("kv_tiering_corrupt_blocks_total", engine=number, tier=name) == [0.0]
                 assert server.series("kv_tiering_device_errors_total", engine=number, tier=name) == [0.0]

@@ -1,7 +1,7 @@
 """The ends of a server over one local directory, five servers in a row.
 
-kill -9 in the middle of stores and right after a reset, SIGTERM with time to drain and without, each followed by a
-restart.
+Each end is followed by a restart: kill -9 in the middle of stores and right after a reset, SIGTERM with time to drain
+and without.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def expected(llama: Path) -> Expected:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where the servers are started, one after the other."""
+    """Consecutive servers with one model and one directory."""
 
     model: Path
     directory: Path
 
     def serve(self, name: str, *options: str) -> AbstractContextManager[Server]:
-        """The next server, which keeps what it stores where the ones before did."""
+        """Start the next server, whose local tier is in the same directory as before."""
         tier = {"type": "local", "path": str(self.directory / "disk"), "capacity": "64MiB"}
         stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier]}
         return serve(self.model, stack, self.directory / f"{name}.log", *options)
@@ -67,7 +67,7 @@ def row(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Row:
 
 
 class Asking:
-    """Requests in the background, some of whose blocks are stored already."""
+    """Requests in the background; some of their blocks are stored already."""
 
     def __init__(self, server: Server, prompts: list[list[int]], max_tokens: int, timeout: float = 100.0) -> None:
         self.answers: list[Answer] = []
@@ -85,7 +85,7 @@ class Asking:
             self._lost = True
 
     def was_lost(self) -> bool:
-        """Whether the server ended without an answer, or with one that was cut short."""
+        """Return True if the server ended without an answer, or with a truncated one."""
         self._thread.join(30)
         assert not self._thread.is_alive()
         return self._lost or any(len(answer.tokens) < self._request[1] for answer in self.answers)
@@ -93,7 +93,7 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
-    """A server over the directory of one that was killed while it stored, having written ``PROMPTS``."""
+    """A server over the directory of one that wrote ``PROMPTS`` and was killed during later stores."""
     with row.serve("first") as first:
         assert wrong(first.ask(PROMPTS), expected.prompts) == []
         until(lambda: cascaded(first) >= whole_blocks(PROMPTS), 30, "the cascade")
@@ -107,8 +107,7 @@ def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterator[Server]:
-    """A server over the directory of one that was reset, while it cascaded, and killed as soon as it said that it
-    was."""
+    """A server over the directory of one that was reset while it cascaded, and killed right afterwards."""
     assert wrong(after_a_kill.ask(PROMPTS), expected.prompts) == []
     assert wrong(after_a_kill.ask(FORGOTTEN), expected.forgotten) == []
     assert after_a_kill.reset(tiers=True)
@@ -120,8 +119,12 @@ def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A server over the directory of one that got SIGTERM while it answered ``LAST`` and stored, with what that one
-    answered."""
+    """A server over the directory of one that got SIGTERM while it answered ``LAST`` and stored.
+
+    Attributes:
+        answers: the drained server's answers to ``LAST``.
+        return_code: the drained server's exit status.
+    """
 
     server: Server
     answers: list[Answer]
@@ -139,19 +142,19 @@ def after_a_drain(row: Row, after_a_reset: Server) -> Iterator[Drained]:
 
 
 def cascaded(server: Server) -> float:
-    """Blocks that the local tier has stored, as of a step that this makes the engine take."""
+    """Return the number of blocks that the local tier has stored, after one more engine step."""
     server.ask([prompt(0, 8)], 1)
     return server.metric("kv_tiering_cascades_total", tier="local")
 
 
 def read(server: Server) -> float:
-    """Bytes that the local tier has read, as of a step that this makes the engine take."""
+    """Return the number of bytes that the local tier has read, after one more engine step."""
     server.ask([prompt(0, 8)], 1)
     return server.metric("kv_tiering_read_bytes_total", tier="local")
 
 
 def known(server: Server) -> float:
-    """Blocks that the local tier holds, as of a step that this makes the engine take."""
+    """Return the number of blocks that the local tier holds, after one more engine step."""
     server.ask([prompt(0, 8)], 1)
     return server.metric("kv_tiering_blocks", tier="local")
 
@@ -199,7 +202,7 @@ def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_wa
     after_a_drain: Drained, row: Row, expected: Expected
 ) -> None:
     server = after_a_drain.server
-    # vLLM's front end, its engine gone, may wait for clients that wait for it
+    # after the engine's end, vLLM's front end may wait for clients that wait for an answer
     asking = Asking(server, [prompt(seed, 400) for seed in range(80, 86)], 200, timeout=8)
     written = known(server)
     server.end(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Refusals before vLLM loads weights: wrong stacks, connectors named twice, another connector interface."""
+"""Refusals before vLLM loads weights: invalid stacks, duplicate connectors, unknown interfaces."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WRONG = {"primary": {"capacity": "8MiB", "evicton": "lru"}}
 
 @pytest.fixture(scope="module")
 def no_weights(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that consists of its configuration only."""
+    """Write a model that consists of its configuration alone."""
     model = tmp_path_factory.mktemp("no weights")
     shutil.copy(llama / "config.json", model)
     return model
 
 
 def several(*stacks: dict[str, Any]) -> dict[str, Any]:
-    """A MultiConnector of one of ours for each of these stacks, and an idle connector."""
+    """Return a MultiConnector of one of ours for each of these stacks, and an idle connector."""
     idle = {
         "kv_connector": "IdleConnector",
         "kv_role": "kv_both",
@@ -135,7 +135,7 @@ def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama: Pat
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    """What the connector's logger was told as a warning."""
+    """Return the warnings in the connector's log."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

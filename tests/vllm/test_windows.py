@@ -16,7 +16,7 @@ PROMPTS = [prompt(seed) for seed in range(4)]
 PAGE = 2 * 2 * 32 * BLOCK * 4
 """Bytes of a block in one layer."""
 LAYERS = 2
-"""Of each group."""
+"""Number of layers of each group."""
 WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
 
 
@@ -95,7 +95,7 @@ def test_a_failed_load_is_told_by_its_request(
     failed = {number for number, answer in enumerate(answers) if not answer.tokens}
     if mode == "tiering" or recompute:
         assert len(failed) == (0 if recompute else handler.failed)
-    else:  # one load may be of several requests
+    else:  # one load may serve several requests
         assert len(failed) >= handler.failed
     assert set(wrong(answers, expected[:4])) == failed
     tiered.evict()

@@ -1,5 +1,4 @@
-"""Children of these tests are forked from a server that has imported what they need, so that hundreds of them are
-affordable."""
+"""Children are forked from a server with all imports done, so that tests can afford hundreds of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that the restart loop kills: opens a tier, checks what it must hold, then stores until it dies."""
+"""The process that the restart loop kills: it opens a tier, checks the expected blocks, then stores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ JOBS = 4
 
 
 def run(path: str, seed: int, durability: str, first: int, expected: list[int], connection: Connection) -> None:
-    """Messages: ("checked", missing, wrong), then ("stored", numbers) for each job that was reported; ends when it
-    is killed or told."""
+    """Check ``expected``, then store until killed or told to end.
+
+    Sends ("checked", missing, wrong) once, then ("stored", numbers) for each job that the tier reported as a success.
+    """
     rng = random.Random(seed)
     rig = LocalRig(
         Path(path), capacity=CAPACITY, durability=durability, max_inflight=4, checkpoint_interval=0.02
@@ -40,7 +42,7 @@ def run(path: str, seed: int, durability: str, first: int, expected: list[int], 
 
 
 def check(rig: LocalRig, expected: list[int]) -> tuple[list[int], list[int]]:
-    """Of ``expected``: those not held, and those that do not come back, or come back with other bytes."""
+    """Return the expected numbers that are not held, and those whose load fails or returns other bytes."""
     missing = [number for number in expected if not rig.lookup([key_of(number)])]
     wrong: list[int] = []
     for number in expected:
@@ -58,14 +60,14 @@ def run_resets(path: str, seed: int, first: int, connection: Connection) -> None
     """Store and reset until killed.
 
     Sends ("found", numbers below ``first`` that the tier holds) once, then ("reset", the first number stored after it)
-    for each reset that was certain.
+    for each reset that the tier confirmed.
     """
     rng = random.Random(seed)
     rig = LocalRig(Path(path), capacity=CAPACITY, max_inflight=4, checkpoint_interval=0.02).open()
     older = range(max(0, first - 300), first)
     connection.send(("found", [number for number in older if rig.lookup([key_of(number)])]))
     number = first
-    # More than what is stored between resets, so that some of them are still on the disk when a later process looks.
+    # More blocks than are stored between resets, so that a later process finds old ones on the disk.
     batches = 24
     while True:
         for _ in range(batches):

@@ -1,6 +1,6 @@
-"""Real file systems for tests: small images, mounted in a mount namespace of a process of its own (needs root).
+"""Real file systems for tests: small images, mounted in a mount namespace of a process of its own.
 
-Run as ``unshare -m python -m tests.tiers.local.mounts SCENARIO DIRECTORY``; it prints "passed".  See
+Run as root: ``unshare -m python -m tests.tiers.local.mounts SCENARIO DIRECTORY``; the command prints "passed". See
 ``test_file_systems.py``.
 """
 
@@ -21,7 +21,7 @@ PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 
 class Disk:
-    """A file system of ``kind`` in an image, which :meth:`mount` puts at ``at``."""
+    """A file system of type ``kind`` in an image file; :meth:`mount` mounts it at ``at``."""
 
     def __init__(self, directory: Path, name: str, kind: str, mebibytes: int = 16) -> None:
         self.at = directory / "disk"
@@ -32,12 +32,12 @@ class Disk:
         _run(f"mkfs.{kind}", "-q", "-F", str(self._image))
 
     def mount(self) -> Path:
-        """Mount it; returns a directory in it."""
+        """Mount the file system and return a directory in it."""
         _run("mount", "-o", "loop", str(self._image), str(self.at))
         return self.at / "kv"
 
     def unmount(self) -> None:
-        """Take it away at once, as a disk that is pulled out; what is open goes on working."""
+        """Detach the file system at once, like a pulled disk; files that are open keep working."""
         _run("umount", "-l", str(self.at))
 
 
@@ -50,7 +50,7 @@ def _store_all(rig: LocalRig, keys: list[bytes]) -> list[bytes]:
 
 
 def kind(directory: Path, name: str) -> None:
-    """A tier works, restarts, and is opened in the root of a file system, beside its ``lost+found``."""
+    """A tier works, restarts, and opens in the root of a file system, beside its ``lost+found``."""
     disk = Disk(directory, "one", name)
     disk.mount()
     with opened(disk.at) as rig:
@@ -64,7 +64,7 @@ def kind(directory: Path, name: str) -> None:
 
 
 def replaced(directory: Path) -> None:
-    """Another disk at the mount point is taken into use, and nothing is written below it while there is none."""
+    """A tier uses another disk at the mount point, and writes nothing there without a disk."""
     one, other = Disk(directory, "one", "ext4"), Disk(directory, "other", "ext4")
     path = one.mount()
     with opened(path, **PROBES) as rig:
@@ -87,7 +87,7 @@ def replaced(directory: Path) -> None:
 
 
 def read_only(directory: Path) -> None:
-    """A disk that is mounted read-only is served, and written again once it can be."""
+    """A tier serves a disk that is mounted read-only, and writes again once the disk is writable."""
     disk = Disk(directory, "one", "ext4")
     path = disk.mount()
     with opened(path) as rig:
@@ -104,7 +104,7 @@ def read_only(directory: Path) -> None:
 
 
 def full(directory: Path) -> None:
-    """A disk that is nearly full holds a smaller tier, and loses nothing that it holds."""
+    """A tier on a nearly full disk becomes smaller, and loses no block that it holds."""
     disk = Disk(directory, "one", "ext4")
     path = disk.mount()
     room = os.statvfs(disk.at)
@@ -122,7 +122,7 @@ def full(directory: Path) -> None:
 
 
 def main(scenario: str, directory: Path) -> None:
-    """Run one scenario."""
+    """Run the scenario that the command line names."""
     logging.basicConfig(level=logging.INFO)
     inspections.INSPECT_SECONDS = inspections.INSPECT_AT_ONCE_SECONDS = 0.0
     scenarios = {"replaced": replaced, "read-only": read_only, "full": full}

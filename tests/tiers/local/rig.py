@@ -1,4 +1,4 @@
-"""A local tier for tests, ways to end it, and its segment files seen without it."""
+"""A local tier for tests, ways to end it, and direct access to its segment files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPACITY = 1 << 20
 
 
 class LocalRig(TierRig):
-    """A tier in ``path``; options as in a stack file."""
+    """A tier in directory ``path``, with options as in a stack file."""
 
     tier: LocalTier
 
@@ -51,21 +51,21 @@ class LocalRig(TierRig):
         return self
 
     def checkpoint(self) -> None:
-        """Have a checkpoint written now."""
+        """Write a checkpoint now."""
         self.tier.request_checkpoint()
         self.wait(lambda: not self.tier.checkpoint_pending)
 
     def abandon(self) -> None:
-        """End as a killed process does: no checkpoint, nothing tidied up."""
+        """End like a killed process: no checkpoint, no cleanup."""
         self.tier.io.close(time.monotonic() + PATIENCE_SECONDS)
         self.tier.store.close()
 
     def held(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of ``keys`` that the tier holds."""
+        """Return those of ``keys`` that the tier holds."""
         return [key for key in keys if self.lookup([key])]
 
     def place(self, key: OffloadKey) -> int:
-        """The slot of a held key."""
+        """Return the slot of a held key."""
         (place,) = self.tier.index.begin_load([key])
         if not isinstance(place, int):
             raise TypeError(f"{key.hex()} is not held")
@@ -73,20 +73,20 @@ class LocalRig(TierRig):
         return place
 
     def location(self, slot: int) -> tuple[Path, int]:
-        """The file and the offset of a slot."""
+        """Return the file and the offset of a slot."""
         geometry = self.tier.store.geometry
         number, offset = geometry.locate(slot)
         return self.tier.store.directory / geometry.segment_name(number), offset
 
 
 def make_options(path: Path, **options: object) -> LocalOptions:
-    """Options for a small tier in ``path``."""
+    """Return options for a small tier in ``path``."""
     return LocalOptions.model_validate({"type": "local", "path": str(path), "capacity": CAPACITY, **options})
 
 
 @contextmanager
 def opened(path: Path, **options: object) -> Iterator[LocalRig]:
-    """A tier in service in ``path``, shut down in the end."""
+    """A tier in service in ``path``, shut down at the end."""
     rig = LocalRig(path, **options).open()  # type: ignore[arg-type]
     try:
         yield rig
@@ -95,5 +95,5 @@ def opened(path: Path, **options: object) -> Iterator[LocalRig]:
 
 
 def segment_files(path: Path) -> list[Path]:
-    """The segment files in ``path``."""
+    """Return the segment files in ``path``."""
     return sorted(path.glob("slots-*"))

@@ -1,4 +1,4 @@
-"""Bad sectors that stay bad: they cost the blocks that lie on them, and nothing else."""
+"""Permanently bad sectors: they cost the blocks that lie on them, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store_all(rig: LocalRig, keys: Sequence[OffloadKey], batch: int = 8) -> int:
 
 
 def next_slot(rig: LocalRig) -> int:
-    """The slot that the next store will be given."""
+    """Return the slot that the next store will use."""
     rig.store(K[-1:])
     return rig.place(K[-1]) + 1
 
@@ -81,8 +81,7 @@ def test_a_block_that_cannot_be_read_is_written_elsewhere_and_all_prefixes_with_
 
 
 def test_a_hot_bad_block_never_takes_the_tier_out_of_service(tmp_path: Path) -> None:
-    """Every request stores it again when it was missing, and reads it: into a slot whose reads fail, as long as
-    there are such."""
+    """Each request misses the block, stores it again, perhaps in another bad slot, and reads it."""
     device = BadSectorDevice()
     with opened(tmp_path, files=device) as rig:
         good = K[1:9]
@@ -130,7 +129,7 @@ def test_the_log_tells_of_bad_slots_and_the_kernels_log_once(tmp_path: Path, cap
 
 
 def test_a_medium_whose_reads_all_fail_is_an_outage_and_comes_back_when_blocks_can_be_read(tmp_path: Path) -> None:
-    """Documents can be read and written all the while: a probe that asked only for those would take it for healthy."""
+    """Documents stay readable and writable, so a probe of documents alone would call the medium healthy."""
     device = BadSectorDevice()
     with opened(tmp_path, files=device, **FAST) as rig:
         rig.store(K[:40])
@@ -246,7 +245,7 @@ def test_a_bad_slot_is_tried_rarely_and_comes_back_when_it_can_be_written_and_re
 
 
 class RefusingDisk(FaultyDevice):
-    """``number``: with which error every change fails (0: none does); ``operations``: which ones."""
+    """A disk on which ``operations`` fail with error ``number``; 0: none fails."""
 
     def __init__(self, *operations: str) -> None:
         super().__init__()
@@ -275,8 +274,7 @@ class RefusingDisk(FaultyDevice):
 def test_a_disk_that_refuses_writes_keeps_what_it_holds(
     tmp_path: Path, number: int, operations: tuple[str, ...], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full copy-on-write disk refuses to overwrite, too: a block evicted for a store that fails is lost for
-    nothing."""
+    """A full copy-on-write disk refuses overwrites too, so evictions for its stores would gain nothing."""
     caplog.set_level(logging.WARNING)
     device = RefusingDisk(*operations)
     with opened(tmp_path, files=device, capacity="6MiB", **FAST) as rig:

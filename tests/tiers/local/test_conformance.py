@@ -1,4 +1,4 @@
-"""The conformance suites on the local tier, its segment file read and altered by plain file operations."""
+"""The conformance suites on the local tier; plain file operations read and alter its segment file."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestLocalTier(_Raw, TierTests):
 
 
 class TestLocalTierWithEveryHeaderRead(TestLocalTier):
-    """Every tier made finds no checkpoint."""
+    """A tier that never finds a checkpoint, so it reads every header when it opens."""
 
     def make_tier(self, context: TierContext) -> LocalTier:
         for file in (self.path / "checkpoint", *self.path.glob("written-*")):

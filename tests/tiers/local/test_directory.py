@@ -1,5 +1,4 @@
-"""What happens to the directory as a whole: removed, replaced, unmounted, read-only, crowded, taken by somebody
-else."""
+"""The directory as a whole: removed, replaced, unmounted, read-only, crowded, taken by others."""
 
 from __future__ import annotations
 
@@ -159,7 +158,7 @@ def test_a_removed_lock_lets_no_second_owner_in_and_is_made_again(tmp_path: Path
 def test_an_owner_whose_lock_was_taken_stops_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path, **PROBES) as rig:
         rig.store(K[:4])
-        # In one step: the tier makes a lock file again that is merely removed.
+        # In one step: the tier would create a removed lock file again.
         thief = os.open(tmp_path / "stolen", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(thief, fcntl.LOCK_EX)
@@ -286,7 +285,7 @@ def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
 
 
 def test_a_disk_that_takes_no_writes_any_more_keeps_what_it_holds(tmp_path: Path) -> None:
-    """On a full copy-on-write disk even a slot that was written before cannot be written again."""
+    """A full copy-on-write disk refuses to overwrite even a slot that has been written before."""
     device = FaultyDevice()
     full: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The end of a local tier, whatever it is in the middle of; and what is there for the next one."""
+"""The end of a local tier in the middle of any activity, and the state that the next tier finds."""
 
 from __future__ import annotations
 

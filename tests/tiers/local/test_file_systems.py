@@ -1,4 +1,4 @@
-"""The local tier on real file systems, where this machine lets a test mount some."""
+"""The local tier on real file systems, where the machine allows tests to mount some."""
 
 from __future__ import annotations
 

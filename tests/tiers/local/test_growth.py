@@ -1,4 +1,4 @@
-"""A tier that grows: stores wait for slots that are being prepared, and evict nothing while capacity is unused."""
+"""A tier that grows: stores wait for new slots, and evict nothing while capacity is unused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tiers.local.layout import PAGE
 
 K = [key_of(number) for number in range(64)]
 SLOTS = 4
-"""Slots of a segment."""
+"""Number of slots of a segment."""
 
 
 class SlowDisk(FaultyDevice):
-    """A disk that reserves the space of all but some first segments only once ``ready`` is set."""
+    """A disk that reserves the space of all but the first segments only after ``ready`` is set."""
 
     def __init__(self, quick: int = 1) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SlowDisk(FaultyDevice):
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
-    """A slow disk for a tier that has one segment when it begins to serve; nobody waits for it in the end."""
+    """A slow disk for a tier that begins to serve with one segment; the fixture's end releases the disk."""
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     device = SlowDisk()
     yield device
@@ -47,7 +47,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 
 def slow_rig(path: Path, disk: SlowDisk, *, queued_blocks: int = 1000) -> LocalRig:
-    """Return a tier with one segment, whose second one is being prepared."""
+    """Return a tier with one segment; the second segment is being prepared."""
     segment_size, max_queued = SLOTS * (BLOCK_BYTES + PAGE), queued_blocks * BLOCK_BYTES
     return LocalRig(path, files=disk, segment_size=segment_size, max_queued=max_queued).open()
 

@@ -1,4 +1,4 @@
-"""One process owns a directory; whoever comes second is told."""
+"""One process owns a directory; a second process gets a clear error."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
-    """Engines fork workers; a worker that lives on must not keep the directory of an engine that died."""
+    """Engines fork workers; a worker that lives on must not keep the directory of its dead engine."""
     lock = DirectoryLock(tmp_path)
     lock.acquire()
     ready, is_ready = os.pipe()

@@ -1,5 +1,4 @@
-"""A local tier in a process that may have no more threads: all that it does in the background is done once it may
-have some again."""
+"""A local tier in a process that cannot start threads does its background work once threads can start."""
 
 from __future__ import annotations
 

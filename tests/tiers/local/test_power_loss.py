@@ -1,4 +1,4 @@
-"""With ``durability: fsync``, what was reported stored survives a device that loses every write that was not synced."""
+"""With ``durability: fsync``, every stored block survives the loss of all writes that were not synced."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tiering.testing.frames import key_of
 
 
 def _life(path: Path, seed: int, durability: str, known: list[OffloadKey], first: int) -> tuple[list[OffloadKey], int]:
-    """Open, check ``known``, store more with checkpoints in between, and lose power; what was reported, and what was
-    undone."""
+    """Live one life of a tier: open, store with checkpoints in between, and lose power.
+
+    Returns:
+        ``known`` and the keys reported as stored in this life, and the number of writes that the device dropped.
+    """
     rng = random.Random(seed)
     device = UnsyncedDevice(seed)
     rig = LocalRig(path, files=device, durability=durability, capacity="4MiB", max_inflight=4).open()
@@ -47,8 +50,7 @@ def test_nothing_reported_is_lost_with_the_power(tmp_path: Path, seed: int) -> N
 
 
 def test_the_device_does_drop_what_was_not_synced(tmp_path: Path) -> None:
-    """Without fsync blocks are lost with the power, else the test above would prove nothing; but none comes back
-    wrong."""
+    """Negative control: without fsync a loss of power loses blocks, but never returns wrong ones."""
     reported, dropped = _life(tmp_path, 1, "none", [], 0)
     assert dropped > 0
     rig = LocalRig(tmp_path, capacity="4MiB").open()

@@ -1,4 +1,4 @@
-"""What a restart finds: from a checkpoint, from headers, from both; and that it believes neither blindly."""
+"""Recovery from a checkpoint, from headers, or from both; neither is trusted blindly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def header_at(rig: LocalRig, slot: int) -> FrameHeader:
 
 
 def copy_block(rig: LocalRig, source: int, target: int, *, sequence: int, key: OffloadKey) -> None:
-    """Put a valid copy of a block in another slot, as a write with ``sequence`` would have left it."""
+    """Write a valid copy of a block into another slot, as if a store with ``sequence`` had left it."""
     path, offset = rig.location(source)
     frame = bytearray(path.read_bytes()[offset : offset + SLOT_BYTES])
     before = header_at(rig, source)
@@ -90,7 +90,7 @@ def test_what_was_written_after_the_checkpoint_is_found_beside_what_is_in_it(tmp
 
 
 def test_only_segments_written_since_the_checkpoint_are_read_again(tmp_path: Path) -> None:
-    """A header altered in a segment that was not written since is not noticed before the block is read."""
+    """The tier notices an altered header in an unwritten segment only when it reads the block."""
     rig = LocalRig(tmp_path).open()
     rig.store(K[:20])
     rig.checkpoint()
@@ -162,7 +162,7 @@ def test_writes_before_recovery_has_begun_are_marked_too(tmp_path: Path, monkeyp
 
 
 def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:
-    """Also that of blocks in segments that were written since the checkpoint, for other blocks' sake."""
+    """This includes blocks in segments that were rewritten since the checkpoint because of other blocks."""
     rig = LocalRig(tmp_path).open()
     slots = rig.tier.store.geometry.num_slots
     keys = [key_of(number) for number in range(slots)]
@@ -281,7 +281,7 @@ def test_a_copy_written_after_the_checkpoint_wins_over_the_checkpoint_and_an_old
         geometry = rig.tier.store.geometry
         rig.store(K[:1])
         rig.checkpoint()
-        # The stores that follow mark another segment than that of the block.
+        # The following stores mark a segment other than the block's.
         filler = [key_of(100 + number) for number in range(geometry.slots_per_segment + 4)]
         for start in range(0, len(filler), 16):
             rig.store(filler[start : start + 16])
@@ -291,7 +291,7 @@ def test_a_copy_written_after_the_checkpoint_wins_over_the_checkpoint_and_an_old
         )
         sequence = SEQUENCE.take(1) if later else header_at(rig, original).sequence - 1
         rig.abandon()
-        # Take the mark of the first segment away: it was written to before and after the checkpoint.
+        # Remove the mark of the first segment, which was written before and after the checkpoint.
         (marks,) = path.glob("written-*")
         data = marks.read_bytes()
         overwrite(marks, len(data) - geometry.max_segments + geometry.locate(original)[0], b"\0")
@@ -363,7 +363,7 @@ def test_without_the_marks_the_checkpoint_is_not_used(tmp_path: Path, damage: st
 
 
 def test_a_checkpoint_older_than_the_last_one_still_holds_with_the_marks_since(tmp_path: Path) -> None:
-    """The new generation began, but the engine was killed before its checkpoint was in place."""
+    """The engine was killed after the new generation began and before its checkpoint was in place."""
     rig = LocalRig(tmp_path).open()
     rig.store(K[:10])
     rig.checkpoint()

@@ -1,4 +1,4 @@
-"""Resets of a local tier whose directory is not at its path any more."""
+"""Resets of a local tier whose directory is no longer at its path."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_tier_whose_directory_went_away_before_a_reset_comes_back(
         if gone == "replaced":
             moved.mkdir(mode=0o700)
         done = rig.tier.reset(rig.context.clock() + 20)
-        # Missing documents are as good as removed ones, if their directory is the one that was opened.
+        # Missing documents count as removed only in the directory that the tier opened.
         assert done is ((part, gone) == ("kv/documents", "removed"))
         rig.wait(lambda: rig.tier.reset_done() and rig.store(K[8:16]) == K[8:16])
         assert rig.load(K[8:16]) == K[8:16]
@@ -85,7 +85,7 @@ def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytes
 
 
 class FullDisk(FaultyDevice):
-    """Refuses new content of documents until some space of a segment has been freed."""
+    """A device that refuses new content of documents until some space of a segment has been freed."""
 
     def __init__(self) -> None:
         super().__init__()

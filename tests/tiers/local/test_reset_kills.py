@@ -1,5 +1,4 @@
-"""Store, reset, kill -9 at a random moment, open again: what was stored before a reset that was certain never comes
-back."""
+"""Store, reset, kill -9 at a random moment, open again: confirmed resets leave no old block."""
 
 from __future__ import annotations
 

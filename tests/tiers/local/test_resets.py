@@ -1,5 +1,4 @@
-"""Resets of the local tier: whatever becomes of its documents, disk, threads and power, nothing from before comes
-back."""
+"""Resets of the local tier: old blocks stay gone when documents, disk, threads or power fail."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def reset(rig: LocalRig, seconds: float = PATIENCE_SECONDS) -> bool:
 
 
 def found(path: Path, keys: Sequence[OffloadKey] = OLD, **options: object) -> list[OffloadKey]:
-    """Those of ``keys`` that a later process holds; it is killed in the end."""
+    """Return those of ``keys`` that a later process holds; the process ends as if killed."""
     rig = LocalRig(path, **options).open()  # type: ignore[arg-type]
     try:
         return rig.held(keys)
@@ -117,7 +116,11 @@ def test_a_reset_holds_although_a_segment_was_removed(tmp_path: Path) -> None:
 
 
 class Disk(FaultyDevice):
-    """Refuses operations in the directory of documents; ``refused``: their names, and the number of the error."""
+    """A device that refuses operations in the directory of documents.
+
+    Attributes:
+        refused: operation → errno of its failures.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class Disk(FaultyDevice):
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
         if source.name == "documents":
-            # What is made in its place is another directory.
+            # The tier creates a new directory in its place, which accepts all operations.
             self.refused = {}
 
 
@@ -226,7 +229,7 @@ def test_a_reset_without_any_thread_is_done_when_one_can_be_started(tmp_path: Pa
 
 
 class Killed(Files):
-    """Files of a process that is killed before the operation number ``last``: from then on nothing changes any more."""
+    """The files of a process that is killed before operation number ``last``; later changes fail."""
 
     def __init__(self) -> None:
         self.last: float = float("inf")

@@ -1,5 +1,4 @@
-"""Write, kill -9 at a random moment, open again, look: nothing that was reported is lost, and nothing comes back
-wrong."""
+"""Write, kill -9 at a random moment, open again: no reported block is lost, and no block is wrong."""
 
 from __future__ import annotations
 
@@ -14,12 +13,14 @@ from tests.tiers.local import crash_child
 from tests.tiers.local.rig import LocalRig
 
 SAFE = 100
-"""Of some 250 slots, the blocks stored last that eviction cannot have reached, however the recency of recovered ones
-was rounded."""
+"""Number of newest blocks, of some 250 slots, that eviction cannot have reached.
+
+Recovery rounds the recency of blocks; the number leaves room for this.
+"""
 
 
 def _receive(connection: Connection, timeout: float) -> list[object] | None:
-    """The next message; None if there is none in time, or the other side was killed."""
+    """Return the next message; None if none comes in time or the other side was killed."""
     try:
         return list(connection.recv()) if connection.poll(timeout) else None
     except (EOFError, ConnectionResetError):
@@ -38,7 +39,7 @@ def _rounds(path: Path, seed: int, rounds: int, durability: str) -> None:
         process = context.Process(target=crash_child.run, args=arguments)
         process.start()
         theirs.close()
-        # Some die before they have recovered, the others in the middle of their stores.
+        # Some processes die before they have recovered, the others in the middle of their stores.
         early = rng.random() < 0.2
         if early:
             process.join(rng.uniform(0.0, 0.1))

@@ -1,4 +1,4 @@
-"""Segment files: one call for neighbours, short calls, media that refuse, and files made ahead of need."""
+"""Segment files: one call for neighbours, short calls, media that refuse, files created in advance."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_one_bad_block_of_a_run_does_not_fail_its_neighbours(store: LocalStore, 
         nonlocal tries
         if operation in {"read", "write"}:
             tries += 1
-            # The run as a whole fails, and then the second of its blocks by itself.
+            # The write of the whole run fails, then the write of its second block alone.
             if tries in {1, 3}:
                 raise OSError(errno.EIO, "bad sector")
 
@@ -344,7 +344,7 @@ def test_a_segment_size_that_makes_too_many_files_is_refused_with_the_least_that
 
 
 SMALL = Geometry.plan(8 << 20, 4096, 1)
-"""A thousand segments of one slot each."""
+"""A geometry of a thousand segments of one slot each."""
 
 
 def test_very_many_small_segments_are_created_with_one_count_of_the_directory(

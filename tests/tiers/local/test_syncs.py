@@ -1,5 +1,4 @@
-"""Durable stores through the page cache, where the kernel tells of a failed write-back once per descriptor and then
-says all is well."""
+"""Durable stores through the page cache; the kernel reports a failed write-back only once."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ K = [key_of(number) for number in range(64)]
 
 
 class CachedDevice(BadSectorDevice):
-    """Bad sectors on a file system without O_DIRECT."""
+    """A device with bad sectors under a file system without O_DIRECT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ def bad_page(store: LocalStore, device: CachedDevice, slot: int) -> None:
 
 
 def put_together(store: LocalStore, device: CachedDevice) -> list[Outcome]:
-    """Blocks written by as many threads, all of them before the first sync begins; how each ended."""
+    """Write one block per thread, all before the first sync begins; return the outcomes."""
     slots = [slot for slot in range(GEOMETRY.slots_per_segment) if slot < WRITERS]
     outcomes: list[Outcome] = [Done.ABSENT] * len(slots)
     written, counted = threading.Semaphore(0), threading.Event()
@@ -152,7 +151,7 @@ def test_a_full_disk_at_write_back_is_no_error_of_a_slot(store: LocalStore, devi
 def test_a_tier_finds_the_bad_slot_among_those_that_a_failed_sync_makes_suspect(
     tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was reported stored and is suspect now is not held any more; the slots that are good come back."""
+    """Suspect blocks are no longer held, although their stores were reported; good slots come back."""
     monkeypatch.setattr(bad_slots, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(segments_module, "_DROP_AFTER", 16 * (BLOCK_BYTES + PAGE))
     device = CachedDevice()

@@ -1,4 +1,4 @@
-"""The local tier as a whole: capacity, growth, full disks, other namespaces, late I/O, its options."""
+"""The local tier as a whole: capacity, growth, full disks, other namespaces, late I/O, options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_segments_are_added_until_the_capacity_is_used(tmp_path: Path, monkeypat
 
 
 class FullDisk(FaultyDevice):
-    """``full``: which operations find no space."""
+    """A device on which the operations in ``full`` find no space."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Headers that cannot be read while a directory is recovered: a bad spot of the device, or trouble that passes."""
+"""Headers that cannot be read during recovery: a bad spot of the device, or a temporary failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ K = [key_of(number) for number in range(30)]
 
 
 def scan_fails_with(number: int) -> FaultyDevice:
-    """A device on which every read of a scan fails."""
+    """Return a device on which every read of a scan fails."""
 
     def fail(operation: str, path: Path) -> None:
         if operation == "read" and threading.current_thread().name.startswith("kv-scan"):
@@ -36,7 +36,7 @@ def scan_fails_with(number: int) -> FaultyDevice:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A directory with blocks in several segments, and no checkpoint."""
+    """Return a directory with blocks in several segments, without a checkpoint."""
     with opened(tmp_path) as rig:
         assert rig.store(K) == K
         assert len(rig.tier.store.segments.existing()) > 1
@@ -60,7 +60,7 @@ def test_slots_that_the_device_cannot_read_are_free_and_said_to_be_so_once(
 def test_trouble_that_passes_costs_no_block_and_no_restart(
     path: Path, number: int, checkpoint: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Too many open files at the start: what could not be read is read as soon as it can be."""
+    """Too many open files at the start: the tier reads the headers as soon as it can."""
     if checkpoint:
         rig = LocalRig(path).open()
         rig.checkpoint()
@@ -87,7 +87,7 @@ def test_trouble_that_passes_costs_no_block_and_no_restart(
 def test_a_recovery_that_is_interrupted_again_and_again_tells_of_each_slot_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks written meanwhile into slots that it had found free stay what they are."""
+    """New blocks in slots that the recovery has found free keep their keys."""
     monkeypatch.setattr(recovery_module, "_GROUP_SLOTS", 1)
     monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
     reads = itertools.count(1)

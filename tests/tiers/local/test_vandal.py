@@ -1,5 +1,4 @@
-"""Files removed, cut, extended, renamed, copied and swapped under a live tier: nothing wrong, nothing broken,
-nothing lost silently."""
+"""Files damaged, moved or removed under a live tier: no block is wrong, and no loss goes unreported."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ KEYS = [key_of(number) for number in range(240)]
 
 
 def assert_consistent(index: SlotIndex, note: str) -> None:
-    """Every slot is in at most one state, and every key leads to the slot that holds it."""
+    """Raise unless every slot is in at most one state and every key leads to the slot that holds it."""
     table = index._table
     free = table._free[: table.free].tolist()
     held, written = list(table.readable.values()), list(table.pending.values())
@@ -110,5 +109,5 @@ def test_lives_among_vandals(
                 remembered = life.held()
             else:
                 rig.abandon()
-                # Nobody is left to tell what went since the last look.
+                # Losses since the last step were not reported.
                 remembered = set()

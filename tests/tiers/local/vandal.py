@@ -1,5 +1,4 @@
-"""Somebody who tampers with the files of a live tier: removes, cuts, extends, renames, copies, swaps, overwrites
-them."""
+"""Random damage to the files of a live tier: remove, cut, extend, rename, copy, swap, overwrite."""
 
 from __future__ import annotations
 
@@ -14,8 +13,11 @@ from tests.tiers.local.rig import LocalRig, segment_files
 
 
 class Vandal:
-    """Damages the directory of ``rig`` at random, deterministically for the generator ``rng``; ``acts`` names what
-    was done."""
+    """Random damage to the directory of ``rig``, repeatable for the generator ``rng``.
+
+    Attributes:
+        acts: the damage done so far, in words.
+    """
 
     def __init__(self, rig: LocalRig, rng: random.Random) -> None:
         self._rig = rig
@@ -27,7 +29,7 @@ class Vandal:
         return self._rig.tier.store.directory
 
     def strike(self) -> None:
-        """Do one thing."""
+        """Do one random damage."""
         acts: list[tuple[Callable[[], object], int]] = [
             (self.remove, 4),
             (self.truncate, 4),
@@ -58,7 +60,7 @@ class Vandal:
         return self._rng.choice(found)
 
     def _name(self) -> Path:
-        """A name that a segment may have, or almost."""
+        """Return a name that a segment may have, or a similar one."""
         geometry = self._rig.tier.store.geometry
         number = self._rng.randrange(geometry.max_segments + 2)
         name = geometry.segment_name(number)
@@ -95,7 +97,7 @@ class Vandal:
         return f"{path.name} {target.name}"
 
     def copy_over(self) -> str:
-        """The same file, other content."""
+        """Overwrite a segment file in place with another one's content."""
         path, target = self._segment(), self._segment()
         if path != target:
             shutil.copyfile(path, target)
@@ -151,7 +153,7 @@ class Vandal:
         (self._directory / "lock").unlink()
 
     def remove_everything(self) -> str:
-        """The whole directory, or moved away."""
+        """Remove the whole directory, or move it away."""
         if self._rng.random() < 0.5:
             shutil.rmtree(self._directory, ignore_errors=True)
             return "removed"

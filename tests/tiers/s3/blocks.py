@@ -1,4 +1,4 @@
-"""Blocks to move in tests."""
+"""Blocks for the tests of the object store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HEADER_BYTES = 128
 
 
 def block(place: str, payload_bytes: int = 4096, *, seed: int = 0) -> BlockIO:
-    """A block of random bytes, header included (a store does not look at it)."""
+    """Return a block of random bytes, header included; a store does not check the header."""
     rng = np.random.default_rng(seed)
     return BlockIO(
         b"k" * 36,
@@ -21,10 +21,10 @@ def block(place: str, payload_bytes: int = 4096, *, seed: int = 0) -> BlockIO:
 
 
 def empty(place: str, payload_bytes: int = 4096) -> BlockIO:
-    """Buffers for a block to be read."""
+    """Return empty buffers for a get."""
     return BlockIO(b"k" * 36, place, memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(payload_bytes)))
 
 
 def content(moved: BlockIO) -> bytes:
-    """Header and payload as they are on the medium."""
+    """Return header and payload as they lie on the medium."""
     return bytes(moved.header) + bytes(moved.payload)

@@ -19,27 +19,27 @@ FAST: Mapping[str, object] = {
     "retries": {"attempts": 3, "backoff": "1ms"},
     "absent_ttl": "20ms",
 }
-"""Options with which a tier notices the end of trouble at once."""
+"""Options with which a tier notices the end of an outage at once."""
 
 Make: TypeAlias = Callable[..., TierRig]
-"""Returns a tier that is not open yet; takes options, and the class of the rig as ``kind``."""
+"""Function that returns an unopened tier; takes options, and the class of the rig as ``kind``."""
 
 
 def make_rig(fake: FakeS3, kind: type[TierRig] = TierRig, **words: object) -> TierRig:
-    """A tier on the fake server that is not open yet; ``words`` are options."""
+    """Return an unopened tier on the fake server; ``words`` are options."""
     chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", **FAST, **words}
     return kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
 
 
 def tier_of(rig: TierRig) -> S3Tier:
-    """The rig's tier."""
+    """Return the rig's tier."""
     if not isinstance(rig.tier, S3Tier):
         raise TypeError(f"{rig.tier} is no object store tier")
     return rig.tier
 
 
 def namespace_of(rig: TierRig) -> Namespace:
-    """The namespace in the epoch that the rig's tier is in."""
+    """Return the namespace in the epoch that the rig's tier is in."""
     namespace = tier_of(rig).namespace
     if namespace is None:
         raise RuntimeError("the tier is in no epoch")
@@ -47,16 +47,16 @@ def namespace_of(rig: TierRig) -> Namespace:
 
 
 def look_for_epoch(rig: TierRig) -> None:
-    """Let the time of the tier's next look for a new common epoch come."""
+    """Make the tier's next look for a new common epoch due now."""
     tier_of(rig)._life._watch._due = 0.0
 
 
 def block_names(fake: FakeS3) -> list[str]:
-    """The names of all block objects on the server."""
+    """Return the names of all block objects on the server."""
     with fake.lock:
         return [name for name in fake.objects if "/blocks/" in name]
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    """The log lines that contain ``part``."""
+    """Return the log lines that contain ``part``."""
     return [record.getMessage() for record in caplog.records if part in record.getMessage()]

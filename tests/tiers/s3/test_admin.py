@@ -1,4 +1,4 @@
-"""Lifecycle rules through boto3 (moto in process)."""
+"""Lifecycle rules through boto3, with moto in the same process."""
 
 from __future__ import annotations
 

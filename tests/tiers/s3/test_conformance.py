@@ -1,4 +1,4 @@
-"""The conformance suites of stores and tiers, on every S3 server at hand; media are looked at through boto3."""
+"""The conformance suites of stores and tiers on every S3 server at hand; boto3 inspects the media."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _prefixes = itertools.count()
 
 
 class _Served:
-    """One server and bucket for a whole class, a prefix of its own for each test."""
+    """One server and bucket for a class of tests, with a prefix for each test."""
 
     serve: ClassVar[Callable[[], AbstractContextManager[S3Endpoint]]]
     bucket: RawBucket
@@ -122,7 +122,7 @@ class _TierSuite(_Served, TierTests):
         self.raw_write(place, self.raw_read(place)[:-1] + b"?")
         assert rig.load(K[:1]) == []
         rig.wait(lambda: not self.raw_places())
-        # The scheduler's thread learns of the deletion a step later; until then the block is left alone.
+        # The scheduler's thread learns of the deletion in a later step, and stores the block only then.
         rig.wait(lambda: rig.store(K[:1]) == K[:1])
         assert rig.load(K[:1]) == K[:1]
 

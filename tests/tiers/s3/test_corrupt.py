@@ -1,4 +1,4 @@
-"""Corrupt reads in a shared bucket: one machine's trouble must not delete what others can read."""
+"""Corrupt reads in a shared bucket: one machine's trouble must not delete blocks that others can read."""
 
 from __future__ import annotations
 

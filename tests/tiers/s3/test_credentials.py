@@ -1,4 +1,4 @@
-"""Credentials come from boto3's chain, are renewed, and are never shown."""
+"""Credentials come from boto3's chain, are renewed, and never appear in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs in a bucket that several machines share: a reset moves one of them, and what nobody uses can be collected."""
+"""Epochs in a shared bucket: a reset moves one machine, and unused epochs can be collected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiers.s3.store import S3Store
 BLOCK_BYTES = 64 << 10
 OBJECTS = K[:20]
 LATER = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=Limits().grace + 60)
-"""The fake service says that everything was written at the beginning of 2026."""
+"""A time after the fake server's modification times, which all lie at the beginning of 2026."""
 
 Make = Callable[..., TierRig]
 Open = Callable[..., S3Store]
@@ -91,8 +91,7 @@ def test_the_same_revision_makes_machines_share_again_also_one_that_starts_with_
 
 
 class _Meeting(S3Store):
-    """A store whose last question about an epoch, before it creates one, is answered when all machines have asked
-    theirs."""
+    """A store whose second read of an epoch document waits until all machines have read theirs."""
 
     def __init__(self, options: S3Options, barrier: threading.Barrier) -> None:
         super().__init__(options)
@@ -194,7 +193,7 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
 
 
 def follow(rig: TierRig) -> None:
-    """Let the time of a look for a new common epoch come, and wait until the tier has moved."""
+    """Make the look for a common epoch due now, and wait until the tier has entered a new epoch."""
     before = namespace_of(rig)
     look_for_epoch(rig)
     rig.wait(lambda: tier_of(rig).namespace not in {None, before})

@@ -1,4 +1,4 @@
-"""What an operator reads of a failure: the cause first, the object last; and the kinds of failure told apart."""
+"""Log lines about failures: the cause first, the object last; and a class for each kind of failure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_reset_and_a_body_cut_short(fake: FakeS3, open_store: Open) -> None:
 
 @pytest.fixture
 def https(tmp_path: Path) -> Iterator[str]:
-    """A server whose certificate nobody trusts."""
+    """A server with a certificate that no client trusts."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""A bucket that hangs costs one request the deadline of a load, and the next ones nothing."""
+"""A bucket that hangs delays one request by the load deadline, and later requests not at all."""
 
 from __future__ import annotations
 

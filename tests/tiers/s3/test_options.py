@@ -1,4 +1,4 @@
-"""What a stack may say about an object store, and what it may not."""
+"""Options of an object store: accepted values and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the object store does with requests, against a server that fails on command."""
+"""Requests of the object store to a server that fails on command."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TestPut:
         open_store().put_one(sent)
         sent.payload.release()
         gc.collect()
-        row.append(0)  # a BufferError if anything still held it
+        row.append(0)  # raises BufferError while a memoryview of the row exists
 
 
 class TestGet:

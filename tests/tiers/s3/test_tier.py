@@ -1,4 +1,4 @@
-"""The object store as a tier: out of service and back, faults in the middle of jobs, compression, accounting."""
+"""The object store as a tier: outages, faults in the middle of jobs, compression, accounting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiers.s3.definition import S3Tier, element_size
 
 
 class Bfloat16Rig(TierRig):
-    """Blocks that look like a KV cache in bf16."""
+    """Blocks with the statistics of a KV cache in bf16."""
 
     def content(self, key: OffloadKey) -> bytes:
         rng = np.random.default_rng(int.from_bytes(key[:7], "big"))
@@ -92,7 +92,7 @@ class TestOutages:
         assert rig.load(K[:1]) == []
 
     def test_a_broken_block_is_removed_by_one_request(self, fake: FakeS3, make: Make) -> None:
-        """A second one could come after the good block that was stored in its place."""
+        """A second request could delete the good block that was stored in its place."""
         rig = make(bulk_delete=False).open()
         rig.store(K[:1])
         (name,) = [name for name in fake.objects if "/blocks/" in name]

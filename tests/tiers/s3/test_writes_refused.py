@@ -1,4 +1,4 @@
-"""A bucket that refuses writes goes on serving the blocks that it holds."""
+"""A bucket that refuses writes still serves the blocks that it holds."""
 
 from __future__ import annotations
 
