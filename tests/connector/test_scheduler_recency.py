@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.connector.fakes import FakeSpec, finished, go_on, ids, make_spec, prompt, run_prompt
+from tests.connector.fakes import FakeRequest, FakeSpec, finished, go_on, ids, make_spec, prompt, run_prompt
 from tiering.api.request import ReqContext
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
@@ -15,14 +15,18 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 class RealManagerSpec(FakeSpec):
     """A spec with a real manager of eight rows and no secondary tiers."""
 
+    eviction = "lru"
+
     def get_manager(self) -> TieringOffloadingManager:
-        self.real = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(np.zeros((8, 16), np.uint8).data))
+        primary = CPUPrimaryTierOffloadingManager(np.zeros((8, 16), np.uint8).data, self.eviction)
+        self.real = TieringOffloadingManager(primary)
         return self.real
 
 
-def make() -> tuple[OffloadingConnectorScheduler, RealManagerSpec]:
+def make(eviction: str = "lru") -> tuple[OffloadingConnectorScheduler, RealManagerSpec]:
     plain = make_spec()
     spec = RealManagerSpec(plain.engine, plain.extra_config)
+    spec.eviction = eviction
     return OffloadingConnectorScheduler(spec), spec
 
 
@@ -48,8 +52,39 @@ def test_blocks_stored_in_one_piece_are_not_touched_again() -> None:
     scheduler, spec = make()
     touched: list[int] = []
     spec.real.touch = lambda keys, ctx: touched.append(len(keys))  # type: ignore[method-assign, assignment]
+    spec.real.refresh = spec.real.touch  # type: ignore[method-assign]
     request = prompt(32)
     job = run_prompt(scheduler, request, ids(8)).reqs_to_store["r1"].job_id
     scheduler.update_connector_output(finished(job))
     scheduler.request_finished(request, ids(8))
     assert touched == [8], "when it was first seen"
+
+
+def other_prompt(tokens: int, name: str, first: int) -> FakeRequest:
+    """A prompt whose tokens count up from ``first``."""
+    request = prompt(tokens, name)
+    request.all_token_ids = list(range(first, first + tokens))
+    request.update_hashes()
+    return request
+
+
+def store_in_two_pieces(scheduler: OffloadingConnectorScheduler, request: FakeRequest) -> None:
+    """Run a prompt of 16 tokens, of which each step stores a half, to its end."""
+    name = request.request_id
+    for meta in (run_prompt(scheduler, request, ids(2), tokens=8), go_on(scheduler, request, 8, ids(2, 3))):
+        scheduler.update_connector_output(finished(meta.reqs_to_store[name].job_id))
+    scheduler.request_finished(request, ids(4))
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("lru", False), ("arc", True)])
+def test_prompts_used_once_push_out_blocks_used_twice_under_lru_only(eviction: str, kept: bool) -> None:
+    scheduler, spec = make(eviction)
+    hot = prompt(16, "first")
+    store_in_two_pieces(scheduler, hot)
+    again = prompt(16, "again")
+    scheduler.get_num_new_matched_tokens(again, 16)
+    scheduler.request_finished(again, ())
+    for number in range(6):
+        store_in_two_pieces(scheduler, other_prompt(16, f"scan {number}", 1000 * (number + 1)))
+    keys, ctx = hot.keys(), ReqContext("")
+    assert [spec.real.lookup(key, ctx) for key in keys] == [kept] * 4

@@ -162,3 +162,15 @@ def test_keys_that_end_in_zero_bytes_come_back_whole() -> None:
     store(table, [0, 256])
     assert store(table, [1]) == [key(256)]
     assert table.evict(2) == [key(0), key(1)]
+
+
+def test_a_refresh_renews_rows_of_arc_without_counting_a_use() -> None:
+    table = BlockTable(10, "arc")
+    store(table, [0, 1, 2, 3, 4])
+    table.touch([key(0), key(1)])
+    store(table, [5, 6, 7, 8, 9])
+    known, rows = table.refresh([key(number) for number in (1, 2, 3, 99)])
+    assert len(known) == len(rows) == 3
+    order = [int.from_bytes(table.keys[row][:8], "big") for row in table.policy.order()]
+    assert order == [1, 0, 2, 3, 5, 6, 7, 8, 9, 4]
+    assert [int.from_bytes(name[:8], "big") for name in store(table, list(range(20, 27)))] == [4, 9, 8, 7, 6, 5, 3]

@@ -50,6 +50,9 @@ class InertManager:
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Do nothing."""
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing."""
+
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return None: there is no room."""
         return None

@@ -149,6 +149,18 @@ class OffloadingManager(ABC):
             req_context: the request that uses the blocks.
         """
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Make the blocks of a prefix recent without counting a use, its head more recent than its tail.
+
+        A request that has stored its prompt chunk by chunk calls this method, because its tail is more recent than its
+        head. Unknown keys are ignored. The default counts a use.
+
+        Args:
+            keys: the keys in the order of the prefix.
+            req_context: the request that stored the blocks.
+        """
+        self.touch(keys, req_context)
+
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted.
 

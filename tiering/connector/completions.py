@@ -151,7 +151,7 @@ class Completions:
         if job.distrusted:
             state.rewind()
         elif success and state.note_stored(len(job.keys)):
-            self.touch_stored(state)
+            self.refresh_stored(state)
 
     def abandon_all(self) -> None:
         """Let no job in flight have an effect when it ends, because the cache is reset."""
@@ -159,16 +159,16 @@ class Completions:
             job.orphan = True
             self.orphans.add(job.job_id)
 
-    def touch_stored(self, state: RequestState) -> None:
-        """Touch all stored blocks of a request in prefix order.
+    def refresh_stored(self, state: RequestState) -> None:
+        """Make all stored blocks of a request recent, in prefix order.
 
         A prompt is stored chunk by chunk, which leaves its tail more recent than its head. The tail is useless without
-        the head.
+        the head. Nothing uses the blocks by this, so eviction policies that count uses do not count one.
         """
-        state.untouched_blocks = 0
+        state.stale_blocks = 0
         stored = [group.keys[: group.cursor] for group in state.groups]
         if any(stored):
-            self._manager.touch(interleave(stored), state.ctx)
+            self._manager.refresh(interleave(stored), state.ctx)
 
     def _distrust(self, unfilled: Collection[int]) -> None:
         """Fail the stores of blocks that loads of other connectors did not fill.

@@ -95,8 +95,8 @@ class RequestState(TrackedRequest[GroupState]):
     """Number of times that the request has started; events about blocks of an earlier generation are void."""
     pace: StorePace = field(default_factory=StorePace)
     """Size and time of the next offer."""
-    untouched_blocks: int = 0
-    """Blocks that were stored since the stored blocks of the request were touched last."""
+    stale_blocks: int = 0
+    """Blocks that were stored since the stored blocks of the request were last made recent in their order."""
 
     @property
     def store_limit(self) -> int:
@@ -119,10 +119,10 @@ class RequestState(TrackedRequest[GroupState]):
         self.may_load = False
 
     def note_stored(self, blocks: int) -> bool:
-        """Record that blocks have become readable; return True if all stored blocks are to be touched now.
+        """Record that blocks have become readable; return True if all stored blocks are to be refreshed now.
 
-        Stored blocks are touched at the end of the prompt, and earlier when a quarter of them is new. Each block is
-        therefore touched a few times at most.
+        Stored blocks are refreshed at the end of the prompt, and earlier when a quarter of them is new. Each block is
+        therefore refreshed a few times at most.
 
         Args:
             blocks: number of blocks that one store has made readable.
@@ -130,8 +130,8 @@ class RequestState(TrackedRequest[GroupState]):
         stored = sum(group.cursor for group in self.groups)
         if blocks >= stored:
             return False  # one job has stored all blocks, already in the right order
-        self.untouched_blocks += blocks
-        return self.next_store_at == NEVER or 4 * self.untouched_blocks >= stored
+        self.stale_blocks += blocks
+        return self.next_store_at == NEVER or 4 * self.stale_blocks >= stored
 
     def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
         """Compute ``next_store_at``: the number of computed tokens at which the next block may be stored."""

@@ -406,8 +406,8 @@ class OffloadingConnectorScheduler:
             self._tables.given_up(state)
             if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
                 self._stores.plan_last(state)
-            if state.untouched_blocks:
-                self._completions.touch_stored(state)
+            if state.stale_blocks:
+                self._completions.refresh_stored(state)
             self._events.request_finished(req_id)
             self._manager.on_request_finished(state.ctx)
         return False, None

@@ -174,6 +174,17 @@ class TieringOffloadingManager(OffloadingManager):
         if len(rows):
             self._jobs.report_use(readable, rows, request, req_context)
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        readable, rows = self.primary_tier.refresh_readable(keys)
+        request = self._known.get(req_context.req_id)
+        for state in self._states if request is None else request.tiers:
+            if state.in_service:
+                self._call(state, state.tier.refresh, keys, req_context)
+        if len(rows):
+            self._jobs.report_use(readable, rows, request, req_context)
+
     # ------------------------------------------------------------------------------------------------------------ store
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

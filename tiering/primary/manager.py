@@ -81,6 +81,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Remove a reader from rows; see :meth:`tiering.table.block_table.BlockTable.unpin`."""
         self.touch_readable = table.touch
         """Record a use of keys, and return those that are readable with their rows."""
+        self.refresh_readable = table.refresh
+        """Make keys recent without counting a use, and return those that are readable with their rows."""
         self.abort = table.abort
         """Free the rows of pending keys, because their write failed."""
         self.disown = table.disown
@@ -132,6 +134,9 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.touch_readable(keys)
+
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.refresh_readable(keys)
 
     # ------------------------------------------------------------------------------------------------------------- load
 

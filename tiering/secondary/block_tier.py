@@ -223,6 +223,9 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.index.touch(keys)
         self._intake.admission.touch(keys, req_context.req_id)
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.index.refresh(keys)
+
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         if self.options.admission == "none":
             return math.inf

@@ -200,6 +200,13 @@ class SecondaryTierManager(ABC):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Record that a request used ``keys``, a prefix in its order; its first key is the most recent."""
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Make ``keys``, a prefix in its order, recent as :meth:`touch` does, without counting a use.
+
+        The default counts a use.
+        """
+        self.touch(keys, req_context)
+
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         """Record that a request which may store used ``keys``, and return when to call again.
 

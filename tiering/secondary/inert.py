@@ -39,6 +39,9 @@ class InertTier:
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Do nothing."""
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing."""
+
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         """Return infinity: the method need not be called again."""
         return math.inf

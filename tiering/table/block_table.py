@@ -303,15 +303,26 @@ class BlockTable:
         Returns:
             The readable keys and their rows.
         """
-        readable = self.readable
-        try:
-            rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
-        except KeyError:
-            keys = [key for key in keys if key in readable]
-            rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
+        keys, rows = self._readable_of(keys)
         if len(rows):
             self.policy.touch(rows)
         return keys, rows
+
+    def refresh(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
+        """Make ``keys`` recent, in the order of a prefix, as :meth:`touch` does, without counting a use."""
+        keys, rows = self._readable_of(keys)
+        if len(rows):
+            self.policy.refresh(rows)
+        return keys, rows
+
+    def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
+        """Return those of ``keys`` that are readable, and their rows."""
+        readable = self.readable
+        try:
+            return keys, np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
+        except KeyError:
+            keys = [key for key in keys if key in readable]
+            return keys, np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""

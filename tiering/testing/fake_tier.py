@@ -115,6 +115,9 @@ class FakeTier(SecondaryTierManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._enter("touch", list(keys))
 
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._enter("refresh", list(keys))
+
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         self._enter("used", list(keys))
         return self.settled

@@ -155,6 +155,10 @@ class TierIndex(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys``, a prefix in its order, were used; unknown keys are ignored."""
 
+    @abstractmethod
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        """Make ``keys``, a prefix in its order, recent without counting a use; unknown keys are ignored."""
+
     @property
     def late_lookups(self) -> int:
         """Number of lookups that were answered with no because their probe took too long."""

@@ -201,6 +201,9 @@ class SharedIndex(TierIndex):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
 
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing, as :meth:`touch`."""
+
     @property
     def late_lookups(self) -> int:
         return self._late

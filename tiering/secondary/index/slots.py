@@ -130,11 +130,13 @@ class SlotIndex(TierIndex):
         return self._table.free + len(self.states.foreign_queue)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        slots = list(map(self._readable.get, keys))
-        known = [slot for slot in slots if slot is not None] if None in slots else slots
-        if known:
-            rows = np.array(known, np.int64)
-            self._table.policy.touch(rows)
+        _, rows = self._table.touch(keys)
+        if len(rows):
+            self._stamp(rows)
+
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        _, rows = self._table.refresh(keys)
+        if len(rows):
             self._stamp(rows)
 
     # ----------------------------------------------------------------------------------------------------------- stores

@@ -57,6 +57,11 @@ class ARCEvictionPolicy(EvictionPolicy):
             self._t2.size += len(promoted)
         self._t2.append(rows)
 
+    def refresh(self, rows: Rows) -> None:
+        again = self._in_t2[rows]
+        self._t1.append(rows[~again])
+        self._t2.append(rows[again])
+
     def evict(self, count: int) -> Rows:
         excess = self._t1.size - int(self.target)
         first = self._t1.take(min(count, max(excess, 0)))

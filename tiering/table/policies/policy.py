@@ -47,6 +47,13 @@ class EvictionPolicy(ABC):
     def touch(self, rows: Rows) -> None:
         """Record a use of known rows."""
 
+    def refresh(self, rows: Rows) -> None:
+        """Make known rows the most recent ones without counting a use.
+
+        The default counts a use. Policies that count uses override this method.
+        """
+        self.touch(rows)
+
     @abstractmethod
     def evict(self, count: int) -> Rows:
         """Choose and forget ``count`` rows whose reference count is 0, least valuable first.
