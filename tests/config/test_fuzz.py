@@ -1,5 +1,4 @@
-"""Whatever a stack is made of: it is refused with a ConfigError, or it is a stack that can be printed and read
-again."""
+"""Any input as a stack: it is refused with a ConfigError, or it can be printed and read again."""
 
 from __future__ import annotations
 
@@ -251,7 +250,7 @@ def valid_stacks(draw: st.DrawFn) -> StackConfig:
 
 
 def written(words: dict[str, Any]) -> StackConfig:
-    """The stack of these values, which are not to be expanded."""
+    """Return the stack of these values, without expansion of variables."""
     return StackConfig.model_validate(words)
 
 

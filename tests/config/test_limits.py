@@ -1,5 +1,4 @@
-"""What a stack may hold: bounded files, sizes, durations and paths; whatever else it is given is refused with a
-ConfigError."""
+"""Bounds of files, sizes, durations and paths in a stack: any other value raises a ConfigError."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def tier(kind: str = FAKE, /, **words: object) -> dict[str, object]:
 
 
 def str_of(value: object) -> str:
-    """A test's name: Python writes no integers of more than 4,300 digits."""
+    """Return a test's name for a value, because Python prints no integers of more than 4,300 digits."""
     return f"{value.bit_length()} bits" if isinstance(value, int) else str(value)[:20]
 
 

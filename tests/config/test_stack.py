@@ -1,5 +1,4 @@
-"""From a stack to a running manager: what is checked first, what is opened, and what is closed again when something
-fails."""
+"""From a stack to a running manager: checks, the order of opening, cleanup after a failure."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def built() -> Any:
 
 @pytest.fixture
 def no_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test if memory is taken."""
+    """Fail the test if memory is allocated."""
 
     def create(*args: object, **words: object) -> None:
         pytest.fail("a region was created before everything was checked")

@@ -1,4 +1,4 @@
-"""The stack file: what it may say, and what a wrong one is told."""
+"""The stack file: its accepted content, and the errors for invalid content."""
 
 from __future__ import annotations
 

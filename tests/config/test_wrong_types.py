@@ -1,4 +1,4 @@
-"""Arguments and values of a wrong kind are typed errors, and numbers and paths are read as they are written."""
+"""Arguments and values of a wrong type raise typed errors; numbers and paths are read as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that forks a child which misbehaves, and is killed afterwards."""
+"""An engine that forks a misbehaving child, and is killed afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store_all(rig: LocalRig, numbers: range) -> None:
 
 
 def fork(action: Callable[[], object]) -> int:
-    """The exit code of a child that does ``action`` and ends as a process does."""
+    """Return the exit code of a forked child that calls ``action`` and then ends like any process."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -54,7 +54,7 @@ def fork(action: Callable[[], object]) -> int:
 
 
 def misbehave(rig: LocalRig, how: str) -> None:
-    """What no child should do, in a child."""
+    """Use the parent's tier from a child, which must have no effect."""
     tier = rig.tier
     if how == "shutdown":
         tier.shutdown(rig.context.clock() + 5)
@@ -74,8 +74,10 @@ def misbehave(rig: LocalRig, how: str) -> None:
 
 
 def run(path: str, how: str, pipe: Connection) -> None:
-    """Store, let a child misbehave, store more, and die.  Sends the exit code of the child, and ("stored",) in the
-    end."""
+    """Store, fork a child that misbehaves, store more, and die.
+
+    Sends the exit code of the child, and ("stored",) at the end.
+    """
     rig = LocalRig(Path(path), checkpoint_interval="1h", capacity="8MiB").open()
     store_all(rig, BEFORE[:50])
     rig.checkpoint()
@@ -90,7 +92,11 @@ def run(path: str, how: str, pipe: Connection) -> None:
 
 
 def use_manager(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingManager) -> None:
-    """Every method of a manager, in a child; raises :class:`AssertionError` for one that does something."""
+    """Call every method of a manager in a child.
+
+    Raises:
+        AssertionError: a method had an effect.
+    """
     key = keys(range(1))
     manager.on_new_request(CTX)
     assert manager.lookup(key[0], CTX) is False
@@ -116,8 +122,10 @@ def use_manager(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingMana
 
 
 def run_manager(path: str, region: str, pipe: Connection) -> None:
-    """A manager with rows in /dev/shm for a worker that has not come yet; a child uses all of it.  Sends what became
-    of both."""
+    """Use a manager with rows in /dev/shm, before its worker is there, in a child and then in the parent.
+
+    Sends the results of both.
+    """
     stack = load_stack(
         {
             "primary": {"capacity": 32 * 8192},

@@ -1,8 +1,7 @@
-"""The engine that the kill loop kills: a whole stack through the public API, storing, loading and resetting until it
-dies.
+"""The engine that the kill loop kills: a stack that stores, loads and resets through the public API.
 
-What a block contains depends on its number and on the weights that computed it.  A process starts with weights 0, as
-its identity says; a reset comes with other ones.
+The content of a block depends on its number and on the weights that computed it. A process starts with weights 0, as
+its identity says; each reset brings other weights.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def content(number: int, weights: int) -> bytes:
 
 
 class Child:
-    """An engine around a manager.  The accelerator's side has its own mapping of the rows, as a worker has."""
+    """An engine around a manager, with a second mapping of the rows, like the mapping of a worker."""
 
     def __init__(self, path: str, region: str, durability: str) -> None:
         stack = load_stack(
@@ -85,7 +84,7 @@ class Child:
         return ctx
 
     def store(self, numbers: Sequence[int]) -> bool:
-        """Whether there was room to begin with it."""
+        """Store blocks; return False if the primary tier had no room."""
         ctx = self.request()
         out = self.manager.prepare_store([key_of(number) for number in numbers], ctx)
         if out is not None:
@@ -97,7 +96,7 @@ class Child:
         return out is not None
 
     def load(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Of ``numbers``: those that are not there, and those that arrive with other bytes than they must have."""
+        """Return those of ``numbers`` that are missing, and those that arrive with wrong bytes."""
         missing: list[int] = []
         wrong: list[int] = []
         for number in numbers:
@@ -117,7 +116,7 @@ class Child:
         return missing, wrong
 
     def news(self) -> list[tuple[str, list[int]]]:
-        """What came to the disk and left it since the last call."""
+        """Return the blocks that came to the disk or left it since the last call."""
         self.manager.on_schedule_end()
         return [
             ("removed" if event.removed else "stored", [number_of(key) for key in event.keys])

@@ -1,8 +1,8 @@
-"""Everything that can fail does, at once and repeatably from a seed, and no output shows it.
+"""All faults at once, repeatable from a seed: no output is wrong.
 
-Copies that are refused, fail half way, or happen as late as they may; a medium in memory that throttles, hangs, flips
-bits, truncates and swaps; a disk that is full, reports errors and returns other sectors; aborts, preemptions, new
-weights and a restart meanwhile.
+Copies that are refused, fail half way, or happen as late as the contract allows; a medium in memory that throttles,
+hangs, flips bits, truncates and swaps; a disk that is full, reports errors and returns other sectors; aborts,
+preemptions, new weights and a restart meanwhile.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from tiering.spec import TieringOffloadingSpec
 
 
 class BadCopies(OffloadingHandler):
-    """Some transfers are refused or fail with rubbish at their destination; the others happen as late as the contract
-    allows.
+    """A handler whose transfers are refused, scribble and fail, or happen as late as possible.
 
-    A transfer that was waited for happens then; any other at some later question for results.
+    A transfer happens when a caller waits for it, or at a random later query for results.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class BadCopies(OffloadingHandler):
 
 @pytest.fixture
 def bad_copies(monkeypatch: pytest.MonkeyPatch) -> list[BadCopies]:
-    """Every engine built from now on copies badly; the handlers that do."""
+    """Make every engine copy badly from now on; return the list of its handlers."""
     made: list[BadCopies] = []
     good = TieringOffloadingSpec.get_handlers
 
@@ -165,7 +164,7 @@ def random_options(dice: random.Random, path: Path) -> EngineOptions:
 
 
 def check_nothing_is_held(engine: Engine, seed: int) -> None:
-    """Whatever has hung has ended: no row is missing, and no tier has been found to break its contract."""
+    """Check that after all hangs no row is missing and no tier was found to break its contract."""
     assert engine.tiers is not None
     manager = engine.tiers.scheduler_half.get_stats
     deadline = time.monotonic() + 10
@@ -179,7 +178,7 @@ def check_nothing_is_held(engine: Engine, seed: int) -> None:
 
 
 def check(seed: int, path: Path) -> None:
-    """Play one seed's requests over faulty tiers, and raise if an answer is wrong or something is lost."""
+    """Run one seed's requests over faulty tiers; raise if an answer is wrong or a block is lost."""
     dice = random.Random(seed)
     BadDisk.seed, BadDisk.injected_in_all = seed, 0
     settings = random_options(dice, path)
@@ -217,7 +216,7 @@ def test_no_fault_shows_in_an_answer_for_long(seed: int, tmp_path: Path, bad_cop
 
 @pytest.mark.usefixtures("bad_copies")
 def test_late_copies_show_if_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the fences, the same faults give wrong answers."""
+    """Negative control: without the fences, the same faults give wrong answers."""
     monkeypatch.setattr(OffloadingConnectorWorker, "handle_preemptions", lambda self, metadata: None)
     with pytest.raises(AssertionError, match=r"^r\d+"):
         check_all(range(30), tmp_path)

@@ -1,5 +1,4 @@
-"""Random engines, stacks and events, repeatable from a seed: whatever happens, what is answered is right to the last
-bit."""
+"""Random engines, stacks and events, repeatable from a seed: every answer is bit-identical."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def random_options(dice: random.Random, path: Path) -> EngineOptions:
 
 
 def play(dice: random.Random, engine: Engine, model: ModelConfig, *, may_change_weights: bool) -> int:
-    """Let things happen; returns how many answers were checked."""
+    """Run random events; return the number of checked answers."""
     texts = [prompt(seed, dice.randrange(9, 110), shared=dice.choice([0, 8, 40])) for seed in range(6)]
     coming = [Request(f"r{number}", dice.choice(texts), dice.choice([1, 8])) for number in range(24)]
     asked: list[tuple[Request, ModelConfig | None]] = []

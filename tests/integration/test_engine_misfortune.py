@@ -1,5 +1,4 @@
-"""What goes wrong while blocks are stored and loaded does not show in the outputs: preemption, aborts, failed
-copies, broken media."""
+"""Preemptions, aborts, failed copies and broken media during stores and loads never change outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def test_aborts_at_any_moment(model: Any, seed: int) -> None:
 
 
 class FailSome(Wrapped):
-    """Every third transfer reports a failure, after having written rubbish where it should have copied to."""
+    """A handler whose every third transfer scribbles over its destination and reports a failure."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         super().__init__(inner)
@@ -95,7 +94,7 @@ class FailSome(Wrapped):
 
 
 class RefuseSome(Wrapped):
-    """Every second transfer cannot be started."""
+    """A handler that refuses to start every second transfer."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         super().__init__(inner)
@@ -128,7 +127,7 @@ def test_failed_loads_are_computed(model: Any, handler: Callable[[OffloadingHand
 
 
 class SkipFirstBlock(Wrapped):
-    """Forgets to fill the first block of each load, and claims success."""
+    """A handler that leaves out the first block of each load and reports success."""
 
     def __init__(self, inner: OffloadingHandler, engine: list[Engine]) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""What a request asks of the tiers is what happens, from the engine to the last tier."""
+"""The policy of a request reaches every part, from the engine to the last tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = {"type": "memory", "capacity": "16MiB"}
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """Two secondary tiers, and no prefix cache on the GPU: what comes back comes from the tiers."""
+    """An engine with two secondary tiers and no prefix cache on the GPU: every hit comes from the tiers."""
     stack = {
         "primary": {"capacity": 100 * one_row()},
         "secondary": [{**MEMORY, "name": "near"}, {**MEMORY, "name": "far"}],
@@ -26,7 +26,7 @@ def engine() -> Iterator[Engine]:
 
 
 def ask(engine: Engine, name: str, **wishes: Any) -> Output:
-    """Ask the same prompt again and let everything come to rest; the answer is right whatever was wished."""
+    """Ask the same prompt again, check the answer, and run until nothing is in flight."""
     output = engine.run([Request(name, TOKENS, 8, kv_transfer_params={"kv_tiering": wishes} if wishes else None)])[name]
     assert result(output) == reference(TOKENS)
     assert engine.settle()
@@ -34,7 +34,7 @@ def ask(engine: Engine, name: str, **wishes: Any) -> Output:
 
 
 def blocks(engine: Engine) -> dict[str, int]:
-    """Blocks that each secondary tier holds."""
+    """Return the number of blocks that each secondary tier holds."""
     assert engine.tiers is not None
     return {name: stats["blocks"] for name, stats in engine.tiers.secondary_stats().items()}
 

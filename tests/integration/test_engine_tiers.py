@@ -1,5 +1,4 @@
-"""The mini engine over real stacks: outputs are, to the last bit, those of an engine without tiers, and blocks
-really come from them."""
+"""The mini engine over real stacks: outputs are bit-identical, and hits really come from the tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +17,10 @@ STACKS = pytest.mark.parametrize("kind", ["cpu", "memory", "local"])
 
 
 def stack(kind: str, path: Path, rows: int = 40, **words: Any) -> dict[str, Any]:
-    """A stack of ``kind`` whose CPU tier has ``rows`` rows: fewer than the prompts' blocks if there is another tier."""
+    """Return a stack of ``kind`` whose CPU tier has ``rows`` rows.
+
+    With another tier, the prompts have more blocks than the CPU tier has rows.
+    """
     primary = {"capacity": (100 if kind == "cpu" else rows) * one_row()}
     secondary = {
         "cpu": [],
@@ -29,7 +31,7 @@ def stack(kind: str, path: Path, rows: int = 40, **words: Any) -> dict[str, Any]
 
 
 def read_bytes(engine: Engine) -> int:
-    """Bytes that the secondary tiers have read."""
+    """Return the number of bytes that the secondary tiers have read."""
     return sum(stats["read_bytes"] for stats in engine.tiers.secondary_stats().values()) if engine.tiers else 0
 
 

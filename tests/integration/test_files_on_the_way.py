@@ -76,7 +76,7 @@ class Walk:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Watch this thread, and all threads that start meanwhile; files are recorded while ``recording`` is True."""
+        """Watch this thread and all new threads; files are recorded while ``recording`` is True."""
         threading.setprofile(self)
         sys.setprofile(self)
         try:

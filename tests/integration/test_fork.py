@@ -1,4 +1,4 @@
-"""A child made by fork that writes, resets, shuts down or simply ends changes nothing of what its parent has."""
+"""A forked child that writes, resets, shuts down or simply ends changes nothing of its parent's tiers."""
 
 from __future__ import annotations
 

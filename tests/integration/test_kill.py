@@ -1,5 +1,4 @@
-"""kill -9 at any moment, over the whole stack: what was reported stored is there again, nothing is wrong, nothing is
-left behind."""
+"""kill -9 at any moment of a whole stack: reported blocks survive, none is wrong, no debris stays."""
 
 from __future__ import annotations
 
@@ -17,22 +16,24 @@ from tiering.primary.memory.region import SHM, shared_path
 from tiers.local.layout import used_bytes
 
 NEWEST = 200
-"""Of some 1,300 slots: eviction cannot have reached the blocks that were reported last, with all that may have been
-written unreported."""
+"""Number of newest blocks, of some 1,300 slots, that eviction cannot have reached.
+
+The number leaves room for blocks that were written and not reported.
+"""
 
 OTHERS = 40
-"""Blocks of which it is only asked that they are not wrong, should they be there."""
+"""Number of older blocks to check: these may be missing, but not wrong."""
 
 
 class Loop:
-    """Starts engines in one directory, one after the other, and keeps count of what they reported."""
+    """Engines in one directory, one after the other, and their reports."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
         self.rng = random.Random(seed)
         self.region = f"kill-{os.getpid()}-{seed}"
         self.stored: dict[int, None] = {}
-        """Blocks on the disk, the one reported last coming last."""
+        """Blocks on the disk, in the order of their reports."""
         self.others: list[int] = []
         """Blocks that were on the disk once."""
         self.checked = 0
@@ -86,7 +87,7 @@ class Loop:
             process.close()
             ours.close()
         if self.resets > resets:
-            # What an engine stores after a reset, with weights that its identity does not name, is its own.
+            # Blocks stored after a reset have weights that the identity does not name, so no later engine finds them.
             self._forget(list(self.stored))
         assert used_bytes(self.path) <= kill_child.CAPACITY
 
@@ -100,7 +101,7 @@ class Loop:
         pytest.fail("the engine ended before it had looked")
 
     def _note(self, pipe: Connection, timeout: float) -> bool:
-        """Take one message; False if there is none in time, or the engine is gone."""
+        """Take one message; return False if none comes in time or the engine has ended."""
         for message in _messages(pipe, timeout):
             word, numbers = message[:2]
             if word == "stored":
@@ -124,11 +125,11 @@ class Loop:
 
 
 Message = tuple[str, list[int]] | tuple[str, list[int], list[int]]
-"""A word, the numbers of blocks that it concerns, and for "checked" the numbers of wrong blocks."""
+"""A word, the block numbers that it concerns, and for "checked" the numbers of wrong blocks."""
 
 
 def _messages(pipe: Connection, timeout: float) -> Iterator[Message]:
-    """What comes, until nothing comes in time or the other side is gone."""
+    """Yield messages until none comes in time or the other side has ended."""
     try:
         while pipe.poll(timeout):
             yield pipe.recv()

@@ -1,4 +1,4 @@
-"""Details of the manager's contract: its thread, its defaults, uses that tiers are told of, counters and gauges."""
+"""Details of the manager's contract: its thread, its defaults, notices of use, counters and gauges."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALLS: dict[str, Call] = {
 
 
 def in_another_thread(call: Callable[[], object]) -> BaseException | None:
-    """The exception that a call raises in a thread of its own; None if it returns."""
+    """Return the exception that a call raises in another thread; None if it returns."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A tier that hangs or has broken its contract keeps neither the engine busy nor the other tiers from working."""
+"""A tier that hangs or has broken its contract blocks neither the engine nor the other tiers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_reset_reaches_a_retired_tier_whose_blocks_would_be_served_after_a_res
 
 
 class SlowTier(FakeTier):
-    """Uses all the time it is given."""
+    """A tier that uses all the time it is given."""
 
     def reset(self, deadline: float, revision: str | None = None) -> bool:
         self.rig.clock.advance(max(0.0, deadline - self.rig.clock()))

@@ -1,4 +1,4 @@
-"""Jobs of tiers: cascades of promoted and of awaited blocks, and tiers that break their contract in the middle."""
+"""Jobs of tiers: cascades of promoted and of pending blocks, and tiers that break their contract."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ A, B, C, D = K = keys_of(*range(4))
 
 
 def stored(tier: FakeTier, ctx: ReqContext | None = None) -> list[list[OffloadKey]]:
-    """The blocks of each open store of a tier, or those for one request."""
+    """Return the blocks of each open store of a tier, or only those for one request."""
     return [list(job.keys) for job in tier.stores if ctx is None or job.req_context is ctx]
 
 
 def promote(rig: ManagerRig, tier: FakeTier, keys: list[OffloadKey], arrive: list[OffloadKey] | None = None) -> None:
-    """Promote ``keys`` from a tier; ``arrive``: those that the tier can load, default: all."""
+    """Promote ``keys`` from a tier; ``arrive`` are the keys that the tier can load, default: all."""
     rig.manager.match_prefix(keys, rig.ctx)
     rig.step()
     tier.finish(tier.loads[0], arrive is None, arrive)
@@ -140,7 +140,7 @@ def test_a_tier_that_reports_the_job_of_another_is_retired_and_the_job_stays() -
 
 
 class Awaiting:
-    """A tier that wants whole requests, "r1" that writes blocks, and others that need them."""
+    """A request-level tier, request "r1" that writes blocks, and other requests that need these blocks."""
 
     def __init__(self) -> None:
         self.tier = FakeTier(policy=OffloadPolicy.REQUEST_LEVEL)

@@ -1,4 +1,4 @@
-"""Long loads come in several jobs: what arrived before the deadline counts, from the head on."""
+"""Long loads run as several jobs; blocks that arrive before the deadline count, from the head on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ K = keys_of(*range(12))
 
 
 def loading() -> tuple[ManagerRig, FakeTier]:
-    """A manager that loads twelve blocks from a tier whose loads have at most four."""
+    """Return a manager that loads twelve blocks from a tier whose loads have at most four."""
     tier = FakeTier("slow", held=set(K), load_deadline=2.0, max_load_blocks=4)
     rig = ManagerRig(32, [tier])
     assert rig.manager.match_prefix(K, rig.ctx) == (12, True)

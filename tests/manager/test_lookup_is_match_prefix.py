@@ -1,7 +1,7 @@
-"""``lookup`` and ``match_prefix`` mean the same, whatever state the manager is in.
+"""``lookup`` and ``match_prefix`` agree in every state of the manager.
 
-Two managers are led through the same random history; then one is asked about a key, the other about the prefix of that
-key alone. They must give the same answer, and do the same: bring in the same blocks, from the same tier, or none.
+Two managers go through the same random history; then one looks up a key, the other the prefix of that key alone. Both
+must give the same answer and promote the same blocks from the same tier, or none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Twin:
             self.rig.clock.advance(argument)
 
     def state(self) -> object:
-        """What an answer may have changed."""
+        """Return the state that a lookup may change."""
         self.rig.step()
         primary = self.rig.primary
         jobs = [(tier.name, list(job.keys), job.block_ids.tolist()) for tier in self.tiers for job in tier.loads]
@@ -127,8 +127,7 @@ def test_one_key(
 def test_a_prefix_is_its_keys_one_after_another(
     wishes: list[Any], history: list[tuple[str, int, Any]], who: int, keys: list[OffloadKey]
 ) -> None:
-    """As long as no tier asks for runs of a least length, and none leaves its answer open: a search stops at the
-    first open one."""
+    """Holds without minimum run lengths and pending answers: a search stops at the first pending one."""
     singly, at_once = Twin((1, 1), wishes), Twin((1, 1), wishes)
     for step in history:
         if step[0] != "not_known_yet":

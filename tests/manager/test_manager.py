@@ -1,5 +1,4 @@
-"""The tiering manager, behaviour by behaviour: cascades, promotions, reservations, deadlines, misbehaving tiers,
-resets."""
+"""The tiering manager: cascades, promotions, reservations, deadlines, misbehaving tiers, resets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups that are pending are repeated only if their answer may have changed."""
+"""Pending lookups are repeated only if their answer may have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CTX = ReqContext("r1")
 
 
 class Rig:
-    """A manager whose tier has not decided about :data:`KEYS`, and which was asked for them."""
+    """A manager with a pending lookup of :data:`KEYS`, about which its tier has not decided."""
 
     def __init__(self, announces: bool = True) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What a search for a prefix costs and leaves behind, whatever holes the prefix has."""
+"""The cost of a prefix search, and the state after it, for prefixes with any holes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiering.testing.manager_rig import ManagerRig
 
 
 class CountingTier(FakeTier):
-    """Counts how many keys it has answered for."""
+    """A tier that counts the keys of its answers."""
 
     answered = 0
 
@@ -27,7 +27,7 @@ class CountingTier(FakeTier):
 
 
 def holed(rig: ManagerRig, keys: list[OffloadKey]) -> None:
-    """Every second block is in the primary tier, the first is not."""
+    """Return a manager whose primary tier holds every second block, but not the first."""
     rig.store(keys[1::2])
 
 

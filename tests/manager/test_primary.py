@@ -162,7 +162,7 @@ def test_a_reset_forgets_everything_and_quarantines_what_is_busy(primary: CPUPri
     primary.reset_cache()
     assert [primary.lookup(key, CTX) for key in [*keys, *keys_of(5)]] == [False] * 3
     assert primary.count_rows().free == 2
-    # Nobody gets the rows that are still read and written.
+    # Rows that are still read and written are not free.
     busy = {*written, *read}
     assert not busy & set(rows_of(prepare(primary, keys_of(*range(10, 12)), ReqContext("other"))))
     primary.complete_load(keys[:1], CTX)

@@ -1,4 +1,4 @@
-"""Promotions, straight on the class: rows, shares, heirs, reservations, deadlines, failures and resets."""
+"""Promotions, tested on the class: rows, shares, heirs, reservations, deadlines, failures and resets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class World:
         return Request(ReqContext(req_id), DEFAULT_REQUEST_POLICY, [self.fast, self.slow], [])
 
     def run(self, keys: Sequence[OffloadKey], *others: Request, state: TierState | None = None) -> Promotion:
-        """A running promotion of ``keys`` that "r1" owns and ``others`` wait for."""
+        """Return a running promotion of ``keys`` that "r1" owns and ``others`` wait for."""
         assert self.promotions.start(state or self.fast, self.r1, keys) == len(keys)
         for other in others:
             self.promotions.join(other, keys)
@@ -56,7 +56,7 @@ class World:
         self.primary.complete_store(output.keys_to_store, STORER)
 
     def load(self, request: Request, keys: Sequence[OffloadKey]) -> None:
-        """A load of ``keys``, from its beginning to its end."""
+        """Run a load of ``keys`` from its beginning to its end."""
         self.promotions.claim(request, keys, self.primary.claim_load(keys, request.ctx.req_id))
         self.primary.complete_load(keys, request.ctx)
 
@@ -69,7 +69,7 @@ class World:
         return self.primary.count_rows()[1:]
 
     def counts(self) -> tuple[int, int, int]:
-        """Rows that are promoting, that are reserved, and that the fast tier is loading into."""
+        """Numbers of rows that are promoting, that are reserved, and into which the fast tier is loading."""
         return self.promotions.rows_promoting, self.promotions.rows_reserved, self.fast.loading_rows
 
 

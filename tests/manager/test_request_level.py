@@ -1,4 +1,4 @@
-"""A tier that wants all of a request's blocks gets those that somebody else is writing when the request offers them."""
+"""A request-level tier also gets blocks that another request still writes at the time of the offer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ K = keys_of(*range(6))
 
 
 class Both:
-    """Two requests of a picky tier: the first writes blocks that the second has as well."""
+    """Two requests over a request-level tier; the first writes blocks that the second needs as well."""
 
     def __init__(self, **params: object) -> None:
         self.picky = FakeTier("picky", policy=OffloadPolicy.REQUEST_LEVEL)

@@ -1,9 +1,9 @@
-"""The manager against a model, in random order: nobody ever reads a block that is not the one asked for.
+"""The manager against a model, in random order: a reader never gets another block than its own.
 
-Rows have real content: (key number, epoch).  Every writer scribbles over its rows when it may begin to write and puts
-the right content there when it succeeds; every reader checks on entering and on leaving.  The epoch goes up at each
-reset: what is read must carry the present one.  The model also knows who writes and who reads each row, so that two
-never meet.
+Rows have real content: (key number, epoch). Every writer scribbles over its rows when it may begin to write, and puts
+the right content there when it succeeds. Every reader checks the content at its start and at its end. Each reset
+begins a new epoch, and reads must return content of the current one. The model also knows the writer and the readers of
+each row, so that a row never has both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WritingTier(FakeTier):
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """See the module."""
+    """The state machine that the module describes."""
 
     @initialize(policy=st.sampled_from(["lru", "arc"]), wants_all=st.booleans(), keep=st.booleans())
     def start(self, policy: str, wants_all: bool, keep: bool) -> None:
@@ -211,7 +211,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 1), keys=prefixes)
     def tier_gains_blocks(self, tier: int, keys: list[bytes]) -> None:
-        """Another engine has stored them there."""
+        """Another engine has stored these blocks in the tier."""
         self.tiers[tier].held.update(keys)
         self.tiers[tier].contents.update(dict.fromkeys(keys, self.epoch))
 
@@ -224,8 +224,7 @@ class ManagerMachine(RuleBasedStateMachine):
         arrive=st.booleans(),
     )
     def promote(self, choice: int, tier: int, keys: list[bytes], wait: float, arrive: bool) -> None:
-        """The whole way of a promotion in one rule, since single rules find it rarely: ask, submit, perhaps too
-        late, arrive."""
+        """Run a whole promotion in one rule, because random single rules rarely complete one."""
         ctx = self._request(choice)
         self.tier_gains_blocks(tier, keys)
         self.manager.match_prefix(keys, ctx)
@@ -264,7 +263,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.reset()
 
     def reset(self) -> None:
-        """A load that began before still brings what it was reading: its content is of the old epoch."""
+        """A load that began before the reset still delivers content of the old epoch."""
         for tier in self.tiers:
             if not self.keep:
                 tier.contents.clear()
@@ -310,7 +309,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(self.primary.pending.keys() - written) <= int(0.6 * ROWS)
 
     def teardown(self) -> None:
-        """When everybody has gone, every row is free or evictable."""
+        """Check that without users every row is free or evictable."""
         if not hasattr(self, "primary"):
             return
         for ctx, keys, rows, epoch in self.writes:
@@ -350,8 +349,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("seed", range(12))
 def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
-    """Hypothesis finds short surprises; what needs a long history (eviction, expiry, late arrivals) a weighted walk
-    finds sooner."""
+    """These walks find defects with a long history (eviction, expiry, late arrivals) before Hypothesis."""
     rnd = random.Random(seed)
     machine = ManagerMachine()
     machine.start(rnd.choice(["lru", "arc"]), rnd.random() < 0.5, seed % 4 == 3)

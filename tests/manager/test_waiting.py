@@ -1,4 +1,4 @@
-"""Waiting without an engine's loop: woken by news, bounded, on asyncio too; and never by asking in a circle."""
+"""Waits without an engine's loop: woken by news, bounded, on asyncio too, and never spinning."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tiering.testing.keys import keys_of
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="waiting")
 BLOCK = 4096
 KEYS = keys_of(*range(4))
-FOREVER = 1000.0  # the test's own limit comes first
+FOREVER = 1000.0  # longer than the limit of a test
 
 
 class GatedTier(tiering.SecondaryTierManager):
-    """Holds every key; its loads end, on a thread of their own, when ``gate`` is open."""
+    """A tier that holds every key; its loads end on a separate thread once ``gate`` is open."""
 
     announces_news = True
 
@@ -67,7 +67,7 @@ class GatedTier(tiering.SecondaryTierManager):
 
 
 class SilentTier(GatedTier):
-    """Does not announce what has ended, like a tier that knows nothing of news."""
+    """A tier that does not announce ended jobs, like a tier without support for news."""
 
     announces_news = False
 
@@ -147,7 +147,7 @@ class TestNewsWakes:
         async def open_the_gate() -> None:
             while not tier.threads:
                 await asyncio.sleep(0)
-            tier.gate.set()  # only a loop that goes on gets here
+            tier.gate.set()  # only a loop that is not blocked gets here
 
         async def ask() -> list[tiering.PrefixMatch]:
             contexts = [begin(manager, f"r{number}") for number in range(8)]
@@ -181,7 +181,7 @@ def test_a_wait_ends_with_its_time_and_says_that_the_answer_is_open() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_a_wait_does_not_spin(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are counted instead of time: each sleep is as long as all that is left, cut into so many pieces."""
+    """The test counts steps instead of time; each sleep lasts the rest of the wait divided by ``pieces``."""
     monkeypatch.setattr(waiting, "LONGEST_SLEEP", 0.05 / pieces)
     manager, tier = gated()
     with manager:
@@ -193,7 +193,7 @@ def test_a_wait_does_not_spin(pieces: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def on_another_thread(call: Callable[[], object]) -> BaseException | None:
-    """What ``call`` raises on a thread of its own, which has ended then."""
+    """Return the exception of ``call`` on another thread, which has ended by then."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -249,7 +249,7 @@ def test_a_second_thread_is_told_what_to_do_and_changes_nothing(
 def test_a_manager_may_be_opened_in_one_thread_and_used_in_another() -> None:
     with opened() as manager:
         assert on_another_thread(lambda: store(manager)) is None
-        # The thread that owned it has ended: the next one takes over.
+        # The thread that owned the manager has ended, so the next one takes over.
         assert manager.match_prefix(KEYS, CTX) == (4, False)
 
 

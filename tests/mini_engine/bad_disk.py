@@ -1,4 +1,4 @@
-"""A local tier on a disk that fails by chance, repeatably: ``type: tests.mini_engine.bad_disk:BAD_DISK``."""
+"""A local tier on a disk that fails repeatably: ``type: tests.mini_engine.bad_disk:BAD_DISK``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ERRORS = {
 
 
 class BadDisk(FaultyDevice):
-    """Real files on a disk that is full, broken or busy, or whose reads have a flipped bit.  ``injected`` counts
-    what was done."""
+    """Real files on a disk that is full, broken or busy, or whose reads have a flipped bit."""
 
     seed: ClassVar[int] = 0
-    """Of the next one that is made."""
+    """Seed of the next disk."""
     injected_in_all: ClassVar[int] = 0
+    """Number of faults so far, on all disks."""
 
     def __init__(self) -> None:
         super().__init__()

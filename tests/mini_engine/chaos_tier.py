@@ -1,5 +1,4 @@
-"""A memory tier whose medium fails as media do, by chance and repeatably: ``type:
-tests.mini_engine.chaos_tier:CHAOS_TIER``."""
+"""A memory tier with random, repeatable faults: ``type: tests.mini_engine.chaos_tier:CHAOS_TIER``."""
 
 from __future__ import annotations
 
@@ -20,7 +19,11 @@ from tiers.memory import MemoryStore
 
 
 class ChaosOptions(BlockTierOptions, CapacityOptions):
-    """``faults``: the fault's name → probability, per attempt on a block."""
+    """The options of the tier.
+
+    Attributes:
+        faults: the fault's name → probability, per attempt on a block.
+    """
 
     capacity: Size = 1 << 24
     seed: int
@@ -33,7 +36,7 @@ class ChaosTier(BlockTier):
 
     index: SlotIndex
     latest: ClassVar[ChaosTier | None] = None
-    """The one that was built last, for tests to look at."""
+    """The tier that was built last."""
 
     def __init__(self, options: ChaosOptions, context: TierContext) -> None:
         plan = ChaosPlan(

@@ -12,31 +12,31 @@ import torch
 
 from examples.mini_engine import Engine, EngineOptions, ModelConfig, Output, Request
 
-torch.set_num_threads(1)  # small matrices: a second thread would only spin
+torch.set_num_threads(1)  # the matrices are so small that a second thread would only spin
 
 SMALL = ModelConfig(vocabulary=512, hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, feed_forward=128)
 WINDOWED = replace(SMALL, sliding_window=20)
 
 
 def options(**changes: Any) -> EngineOptions:
-    """A small engine: 64 blocks of 8 tokens."""
+    """Return options for a small engine: 64 blocks of 8 tokens."""
     return replace(EngineOptions(model=SMALL, num_blocks=64, block_size=8, max_batch_tokens=48), **changes)
 
 
 def prompt(seed: int, length: int, shared: int = 0) -> list[int]:
-    """Random tokens; prompts have their first ``shared`` tokens in common."""
+    """Return random tokens; prompts have their first ``shared`` tokens in common."""
     common = random.Random(-1)
     own = random.Random(seed)
     return [common.randrange(512) for _ in range(shared)] + [own.randrange(512) for _ in range(length - shared)]
 
 
 def result(output: Output) -> tuple[list[int], list[int]]:
-    """What must not depend on anything: the tokens, and the logits behind them to the last bit."""
+    """Return the tokens and the exact logits, which must depend on the prompt alone."""
     return output.tokens, output.logit_digests
 
 
 def reference(tokens: Sequence[int], max_tokens: int = 8, **changes: Any) -> tuple[list[int], list[int]]:
-    """The result of one prompt, computed alone in one piece by a fresh engine without any cache."""
+    """Return the result of a prompt that a fresh engine without any cache computes alone, in one piece."""
     return _reference(
         tuple(tokens), max_tokens, options(max_batch_tokens=100_000, prefix_caching=False, **changes).model
     )
@@ -49,7 +49,7 @@ def _reference(tokens: tuple[int, ...], max_tokens: int, model: ModelConfig) -> 
 
 
 def one_row(model: ModelConfig = SMALL, block_size: int = 8, factor: int = 1) -> int:
-    """Bytes of a primary row of such an engine: a block of its largest group, in whole pages."""
+    """Return the bytes of a primary row: a block of the engine's largest group, in whole pages."""
     layers = max(len(group) for group in model.groups)
     return -(-layers * 2 * block_size * model.kv_heads * model.head_dim * 4 * factor // 4096) * 4096
 
@@ -57,7 +57,7 @@ def one_row(model: ModelConfig = SMALL, block_size: int = 8, factor: int = 1) ->
 def ask_all(
     engine: Engine, prompts: Sequence[Sequence[int]], name: str, max_tokens: int = 8, at_once: int = 2
 ) -> list[Output]:
-    """Ask ``prompts``, ``at_once`` at a time; the outputs in their order."""
+    """Ask ``prompts``, ``at_once`` at a time; return the outputs in order."""
     outputs: dict[str, Output] = {}
     requests = [Request(f"{name} {number}", tokens, max_tokens) for number, tokens in enumerate(prompts)]
     for first in range(0, len(requests), at_once):
@@ -68,7 +68,7 @@ def ask_all(
 def wrong_answers(
     outputs: Sequence[Output], prompts: Sequence[Sequence[int]], max_tokens: int = 8, **changes: Any
 ) -> list[int]:
-    """The numbers of the prompts whose output is not, to the last bit, what it must be."""
+    """Return the indexes of the prompts whose output differs in any bit."""
     pairs = zip(outputs, prompts, strict=True)
     return [
         number

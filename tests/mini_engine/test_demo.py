@@ -1,5 +1,4 @@
-"""The parts of the demonstration: its workload is repeatable, its comparison can fail, its tampering hits blocks and
-nothing else."""
+"""The demonstration: repeatable workload, comparison that can fail, tampering that hits only blocks."""
 
 from __future__ import annotations
 

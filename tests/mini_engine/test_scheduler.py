@@ -1,5 +1,4 @@
-"""What the scheduler decides, and the connector calls it makes on the way (a scripted connector stands in for the
-real one)."""
+"""The scheduler's decisions and its connector calls; a scripted connector stands in for the real one."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ DONE = (1, 1, 0.0)
 
 @dataclass
 class ScriptedConnector:
-    """Offers ``offers`` tokens, in turn, to whoever asks; records every call."""
+    """A connector that offers ``offers`` tokens, one entry per query, and records every call."""
 
     offers: list[int | None] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Doubles for a tier's I/O side: nothing happens but what a test lets happen, and time stands still."""
+"""Doubles for a tier's I/O side: events happen and time passes only when a test says so."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ NUM_ROWS = 64
 
 
 class FakeStore(BlockStore):
-    """Documents, and names that are there; counts questions.  ``failure``: what every call raises.  ``touched``:
-    puts and gets."""
+    """A store with documents and names that records its calls.
+
+    Attributes:
+        failure: the error that every call raises; None: none.
+        touched: ("put" or "get", place) of each call, in order.
+    """
 
     traits = StoreTraits(medium="FAKE")
 
@@ -71,9 +75,9 @@ class FakeStore(BlockStore):
 
 
 class FakeIo:
-    """An I/O side that a test drives: :meth:`finish` ends a job, :meth:`run_tasks` runs what was asked for.
+    """An I/O side that a test drives: :meth:`finish` ends a job, :meth:`run_tasks` runs requested tasks.
 
-    While someone waits, tasks run, unless ``hold``, and time passes.
+    A wait runs tasks, unless ``hold`` is set, and advances the clock.
     """
 
     def __init__(self, store: BlockStore, clock: FakeClock, options: BreakerOptions) -> None:
@@ -86,7 +90,7 @@ class FakeIo:
         self.ran: list[IoTask] = []
         self.hold = False
         self.refused: StoreError | None = None
-        """The error with which background tasks end, as they do when no thread can be started."""
+        """Error with which background tasks end, as if no thread could be started."""
         self._ended: list[IoResult] = []
         self._done: list[tuple[IoTask, Any, BaseException | None]] = []
 
@@ -101,7 +105,7 @@ class FakeIo:
             self.tasks.append(task)
 
     def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> IoJob:
-        """End a job: every block done, or ``outcomes``."""
+        """End a job with ``outcomes``; default: every block is done."""
         (job,) = [job for job in self.jobs if job.job_id == job_id]
         self.jobs.remove(job)
         self._ended.append(IoResult(job, outcomes or [Done.DONE] * len(job.keys), sum(job.sizes), 0.5))
@@ -112,7 +116,7 @@ class FakeIo:
             self.finish(job.job_id)
 
     def run_tasks(self, *names: str) -> None:
-        """Run the tasks that are waiting, or those called ``names``."""
+        """Run the waiting tasks, or only those called ``names``."""
         chosen = [task for task in self.tasks if not names or task.name in names]
         self.tasks = [task for task in self.tasks if task not in chosen]
         for task in chosen:
@@ -135,7 +139,7 @@ class FakeIo:
         return bool(self._ended or self._done)
 
     def discard(self) -> None:
-        """Jobs stay: a test decides how each of them ends."""
+        """Keep the jobs: a test decides how each of them ends."""
 
     def drain(self, deadline: float) -> bool:
         if not self.hold:
@@ -162,6 +166,6 @@ def make_namespace(name: str = "demo", group_bytes: tuple[int, ...] = (BLOCK_BYT
 def make_context(
     clock: FakeClock, *, group_bytes: tuple[int, ...] = (BLOCK_BYTES,), events: bool = True
 ) -> TierContext:
-    """A tier's context with an ordinary array as the primary buffer."""
+    """Return a tier's context with an ordinary array as the primary buffer."""
     view = np.zeros((NUM_ROWS, max(group_bytes)), np.uint8).data
     return TierContext("t", view, group_bytes, make_namespace(group_bytes=group_bytes), clock, enable_events=events)

@@ -1,4 +1,4 @@
-"""What the tests of the I/O side share: a primary buffer, jobs, and a host around a store."""
+"""Shared parts of the I/O tests: a primary buffer, jobs, and a host around a store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_job(
     deadline: float = float("inf"),
     fingerprint: bytes = NAMESPACE.fingerprint,
 ) -> IoJob:
-    """A job on blocks ``numbers``, which lie in the rows and slots of the same numbers unless told otherwise."""
+    """Return a job on blocks ``numbers``; by default their rows and slots have the same numbers."""
     return IoJob(
         job_id,
         kind,
@@ -69,7 +69,7 @@ def make_job(
 
 
 def finish(host: IoHost, jobs: int = 1) -> list[IoResult]:
-    """The results of the next ``jobs`` jobs."""
+    """Return the results of the next ``jobs`` jobs."""
     results: list[IoResult] = []
 
     def arrived() -> bool:
@@ -92,7 +92,7 @@ def running_host(
     compression: str = "none",
     release: Callable[[], None] = lambda: None,
 ) -> Iterator[IoHost]:
-    """A host on ``store``, closed at the end after ``release`` was called."""
+    """A host on ``store``; at the end ``release`` is called and the host closed."""
     clock = FakeClock() if clock is None else clock
     options = _Options(
         type="test",
@@ -110,12 +110,12 @@ def running_host(
 
 
 def outcome_names(outcomes: Sequence[Outcome]) -> list[str]:
-    """Outcomes as words, for comparison."""
+    """Return outcomes as words, for comparison."""
     return [type(outcome).__name__ if isinstance(outcome, Exception) else outcome.name for outcome in outcomes]
 
 
 def make_blocks(count: int, size: int = 64, deadline: float = float("inf")) -> list[BlockIO]:
-    """Blocks with buffers of their own, filled with their number."""
+    """Return blocks with buffers of their own, each filled with its number."""
     return [
         BlockIO(
             key_of(number), number, memoryview(bytearray(128)), memoryview(bytearray([number % 256] * size)), deadline

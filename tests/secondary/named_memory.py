@@ -1,4 +1,4 @@
-"""A medium whose places are names, in memory: the smallest shared one."""
+"""A medium in memory whose places are names: the smallest shared medium."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NamedMemoryStore(MemoryStore):
 
 
 def make_named_tier(memory: MemoryMedium, context: TierContext, **options: object) -> BlockTier:
-    """A tier on ``memory`` as a shared medium."""
+    """Return a tier on ``memory`` as a shared medium."""
     return BlockTier(
         context,
         BlockTierOptions.model_validate({"type": "named", **options}),

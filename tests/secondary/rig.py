@@ -65,7 +65,7 @@ class Rig:
 
     @property
     def epoch(self) -> bytes:
-        """The epoch that the tier is in."""
+        """The current epoch of the tier."""
         assert self.tier.namespace is not None
         return self.tier.namespace.epoch
 
@@ -84,7 +84,7 @@ class Rig:
         return job.job_id
 
     def store_blocks(self, keys: Sequence[OffloadKey]) -> None:
-        """Store ``keys`` and let it succeed."""
+        """Store ``keys``; the store succeeds."""
         self.io.finish(self.submit_store(keys))
         assert [result.success for result in self.tier.get_finished()] == [True]
 

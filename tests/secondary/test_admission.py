@@ -1,4 +1,4 @@
-"""Admission and its memory."""
+"""Admission to a tier, and the bounds of its memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_wanted_blocks_are_bounded() -> None:
 
 
 def test_what_is_remembered_of_requests_is_bounded() -> None:
-    """A block that arrives for a request after its end is offered all the same, and no second end follows."""
+    """A block admitted after its request's end is still offered, although no second end follows."""
     admission = AdmitSecondTouch(own_requests=2)
     for number, req_id in enumerate(("r1", "r2", "r3", "")):
         admission.admit([K[number]], req_id)

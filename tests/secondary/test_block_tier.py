@@ -1,4 +1,4 @@
-"""The generic tier, driven step by step: what it answers, what it hands to its I/O side, and how jobs end."""
+"""The generic tier, driven step by step: its answers, its I/O orders, and the ends of jobs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_tail_of_what_exceeds_the_queue_is_dropped() -> None:
 
 
 def test_rows_of_overdue_loads_open_the_breaker_when_they_have_spent_their_share() -> None:
-    """As many rows as that are the most that a manager lets a tier load into: more there are never."""
+    """A manager lets a tier load into this many rows at most, so the count cannot exceed them."""
     rig = Rig(slots=NUM_ROWS, primary_share=0.1, deadline=5).opened()
     rig.store_blocks(K[:10])
     large = rig.submit_load(K[:5])
@@ -219,7 +219,7 @@ def test_loads_that_do_not_end_count_as_failures_of_the_medium() -> None:
 
 
 def test_loads_that_nobody_takes_up_in_time_count_as_failures_of_the_medium() -> None:
-    """All threads hang: every request would wait for the whole deadline, one after the other, for ever."""
+    """All threads hang, so without the breaker each request in turn would wait for the whole deadline."""
     rig = Rig(slots=NUM_ROWS, deadline=5, breaker={"failures": 3}).opened()
     rig.store_blocks(K[:4])
     for _ in range(3):

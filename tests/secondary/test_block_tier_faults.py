@@ -1,4 +1,4 @@
-"""The generic tier on the real I/O side, on a medium that fails: outcomes stay right, and jobs are reported once."""
+"""The generic tier on the real I/O side and a failing medium: right outcomes, one report per job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compression: what it restores, what it leaves raw, and that nothing malformed gets through."""
+"""Compression: round trips, blocks that stay raw, and refusal of all malformed data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODEC16, CODEC8 = BlockCodec(2), BlockCodec(1)
 
 
 def bf16_like(count: int, seed: int = 0) -> bytes:
-    """``count`` numbers as bf16: the upper halves of float32 numbers."""
+    """Return ``count`` numbers as bf16: the upper halves of float32 numbers."""
     numbers = np.random.default_rng(seed).normal(size=count).astype(np.float32)
     return (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
@@ -29,7 +29,7 @@ def encode(codec: BlockCodec, raw: bytes) -> tuple[Codec, bytes]:
 
 
 def decode(codec: BlockCodec, kind: int, stored: bytes, size: int) -> bytes:
-    """Decode in a row with canaries around it, which must live."""
+    """Decode into a row between canaries, and check that the canaries are unchanged."""
     memory = memoryview(bytearray(b"\xa5" * (size + 64)))
     memory[32 : 32 + min(len(stored), size)] = stored[:size]
     try:

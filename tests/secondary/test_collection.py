@@ -1,4 +1,4 @@
-"""The collection of blocks that a medium lists: by epoch, age and total size."""
+"""The collection of a medium's listed blocks by epoch, age and total size."""
 
 from __future__ import annotations
 

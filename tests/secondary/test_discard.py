@@ -1,4 +1,4 @@
-"""Jobs that a reset has made worthless: what nobody has begun ends at once, and what runs ends when it ends."""
+"""Jobs that a reset makes worthless: queued parts end at once, running parts end by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block frame: what is written is recognised, and nothing else is."""
+"""The block frame: a written frame is recognised, and any other content is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def header_of(
 def refusal(
     view: memoryview, raw: bytes = RAW, key: bytes = KEY, fingerprint: bytes = FINGERPRINT
 ) -> CorruptReason | None:
-    """Why a frame is refused; None if it is accepted."""
+    """Return the reason why a frame is refused; None if it is accepted."""
     try:
         verify_raw(verify(view, key=key, fingerprint=fingerprint, raw_length=len(RAW)), memoryview(raw), key)
     except FrameError as error:
@@ -56,7 +56,7 @@ def refusal(
 
 
 def resealed(view: memoryview, offset: int, data: bytes) -> memoryview:
-    """A header with other bytes at ``offset`` and a checksum that fits: a mistake rather than an accident."""
+    """Return a header with other bytes at ``offset`` and a matching checksum."""
     view[offset : offset + len(data)] = data
     view[120:128] = xxh3_64_intdigest(view[:120]).to_bytes(8, "little")
     return view

@@ -1,4 +1,4 @@
-"""The I/O host: how jobs are spread and ordered, that each is reported once, and how it stops."""
+"""The I/O host: distribution and order of jobs, one report per job, and shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiering.testing.faults import DictStore, FaultyStore
 
 
 class GatedStore(DictStore):
-    """Batches that wait until ``gate`` is open; ``waiting`` of them do."""
+    """A store whose batches wait for ``gate``; ``waiting`` is the number of waiting batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def places_of(store: DictStore, operation: str) -> list[tuple[object, ...]]:
 def run_task(
     host: IoHost, run: Callable[[], object], *, background: bool = False
 ) -> list[tuple[object, BaseException | None]]:
-    """Run a task; what its ``on_done`` was called with appears in the list that is returned."""
+    """Run a task; the returned list receives the argument of its ``on_done``."""
     seen: list[tuple[object, BaseException | None]] = []
     host.run(IoTask("task", run, lambda result, error: seen.append((result, error)), background))
     return seen
@@ -519,7 +519,7 @@ def test_the_clock_of_the_context_is_used_unless_another_is_given() -> None:
 
 
 def lookup(host: IoHost, run: Callable[[], object], expires: float = float("inf")) -> list[BaseException | None]:
-    """Run a lookup; its error, or None, appears in the list that is returned."""
+    """Run a lookup; the returned list receives its error, or None."""
     ended: list[BaseException | None] = []
     host.run(IoTask("probe", run, lambda result, error: ended.append(error), lookup=True, expires=expires))
     return ended

@@ -1,4 +1,4 @@
-"""The circuit breaker: when it opens, what it lets through, and that it closes again."""
+"""The circuit breaker: when it opens, which attempts it admits, and how it closes again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = BreakerOptions(failures=3, probe_after=1.0, probe_max=5.0)
 
 
 def state_of(breaker: Breaker) -> BreakerState:
-    """The state now, whatever an assertion before said of it."""
+    """Return the current state; a call, so that mypy does not narrow the type after an assertion."""
     return breaker.state
 
 
@@ -82,7 +82,7 @@ def test_a_failed_probe_doubles_the_wait_up_to_the_longest() -> None:
 
 
 def opens_again(breaker: Breaker, clock: FakeClock) -> float:
-    """Open a closed breaker, close it with the first probe; how long that took."""
+    """Open a closed breaker, close it with the first probe, and return the seconds in between."""
     begun = clock()
     for _ in range(3):
         breaker.record_failure("down again")
@@ -219,7 +219,7 @@ def test_it_can_be_opened_by_hand_and_recovers_the_same_way() -> None:
 
 
 class _Answers(DictStore):
-    """Answers each get with one given outcome."""
+    """A store that answers each get with one given outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fault injection: repeatable from a seed, and never touching a row that is read."""
+"""Fault injection: repeatable from a seed, and without any effect on a row that is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERYTHING = ChaosPlan(
 
 
 def history(seed: int, order: int) -> dict[int, list[str]]:
-    """What each of 50 blocks met in five rounds; ``order`` -1 hands them over from the last to the first."""
+    """Return the outcomes of 50 blocks in five rounds; ``order`` -1 reverses the order of the blocks."""
     store = FaultyStore(seed, EVERYTHING)
     seen: dict[int, list[str]] = {}
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Deadlines: what is overdue is not attempted."""
+"""Deadlines: an overdue block is not attempted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_medium_is_left_alone_when_everything_is_overdue() -> None:
 
 
 class _Slow(BlockStore):
-    """Takes a second for each block, one after the other."""
+    """A store that takes a second for each block, one after the other."""
 
     traits = StoreTraits(medium="SLOW")
 

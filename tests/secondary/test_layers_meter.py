@@ -1,4 +1,4 @@
-"""Metering: every attempt is counted, bytes only when they moved."""
+"""Metering: every attempt counts, and bytes count only if they moved."""
 
 from __future__ import annotations
 

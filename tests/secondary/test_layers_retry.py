@@ -1,4 +1,4 @@
-"""Retries: which blocks are sent again, when, and how often."""
+"""Retries: the blocks that are sent again, the waits, and the number of attempts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiering.testing.faults import DictStore, FaultyStore
 
 
 class Scripted(DictStore):
-    """Answers puts and gets with the outcomes it is given, batch by batch, and remembers what it was handed."""
+    """A store that answers puts and gets with given outcomes, batch by batch, and records the blocks."""
 
     def __init__(self, *script: list[Outcome]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Leases on epochs that no document names: written soon after a reset, renewed, tried again, and left behind."""
+"""Leases on epochs that no document names: written soon after a reset, renewed, retried, left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiering.secondary.service.lease import RENEWAL_SECONDS, RETRY_SECONDS
 
 
 def step(rig: Rig) -> list[str]:
-    """A step with time for tasks; the documents with leases that were written in it."""
+    """Run a step with time for tasks; return the lease documents written in it."""
     for name in [name for name in rig.store.documents if name.startswith("lease-")]:
         del rig.store.documents[name]
     rig.tier.on_schedule_end()

@@ -1,5 +1,4 @@
-"""A process that may have no more threads: whatever was to be done fails for now, and is done once threads can be
-started again."""
+"""In a process that cannot start threads, all work fails for now and succeeds once threads can start."""
 
 from __future__ import annotations
 

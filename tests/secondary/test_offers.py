@@ -1,5 +1,4 @@
-"""What a tier missed reaches it when it is used again: after an outage, when the tier is new, or when it could not
-keep up."""
+"""Blocks that a tier missed are offered on their next use, for example after an outage."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ class Stack:
         self.manager.on_new_request(CTX)
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Into the primary tier; what becomes of the cascade is the tier's affair."""
+        """Store ``keys`` in the primary tier; the tier decides about the cascade."""
         output = self.manager.prepare_store(keys, CTX)
         assert output is not None
         self.manager.complete_store(output.keys_to_store, CTX)
         self.step()
 
     def use(self, keys: Sequence[OffloadKey], name: str = "user", *, load: bool = False, **params: Any) -> None:
-        """A request of its own uses the blocks, for one step."""
+        """Use the blocks in a request of its own, for one step."""
         ctx = ReqContext(name, {"kv_tiering": params} if params else None)
         self.manager.on_new_request(ctx)
         if load:
@@ -65,7 +64,7 @@ class Stack:
         self.manager.on_schedule_end()
 
     def written(self) -> list[OffloadKey]:
-        """What the tier writes now, which succeeds."""
+        """Let the tier's stores succeed and return their keys."""
         keys = [key for job in self.rig.io.jobs for key in job.keys]
         self.rig.io.finish_all()
         self.step()
@@ -203,7 +202,7 @@ def test_a_reset_forgets_what_was_to_be_offered() -> None:
 
 
 class ToldTier(FakeTier):
-    """Notes what it is told of, and says for how long it need not be told again."""
+    """A tier that records its notices of use, and says for how long it needs no further notice."""
 
     told: list[list[OffloadKey]]
     silence = 30.0

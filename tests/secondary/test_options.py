@@ -1,4 +1,4 @@
-"""The options of a tier of one's own: it takes the common words that it names, and refuses all others by itself."""
+"""The options of a user's own tier: common words that the tier names work, all others are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GIVEN: Mapping[type[TierOptions], Mapping[str, object]] = {
     TtlOptions: {"ttl": "7d"},
     CompressionOptions: {"compression": "zstd"},
 }
-"""Each common word with a value that is not its default, by the mix-in that brings the word."""
+"""Each common word with a value that is not its default, by the mix-in that defines the word."""
 
 REASONS: Mapping[type[TierOptions], str] = {
     BlockTierOptions: "it has an I/O side of its own, which does not take this word",
@@ -69,11 +69,11 @@ class OwnOptions(TierOptions):
 
 
 class AllOptions(BlockTierOptions, SlotOptions, SharedOptions, TtlOptions, CompressionOptions):
-    """A tier that names all of them."""
+    """A tier that names all common words."""
 
 
 class ReasonedOptions(BlockTierOptions):
-    """A tier with better reasons, one of them for a word that its base brings."""
+    """A tier with reasons of its own for refusals, one of them for a word that its base class accepts."""
 
     unsupported: ClassVar[Mapping[str, str]] = {"ttl": "sand does not age", "fill": "it is filled by hand"}
 

@@ -1,4 +1,4 @@
-"""Rows of loads whose deadline has passed."""
+"""The count of rows whose load has passed its deadline."""
 
 from __future__ import annotations
 

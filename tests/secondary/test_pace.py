@@ -1,4 +1,4 @@
-"""The limit of loads: what the medium has delivered decides what is started."""
+"""The limit of loads: the delivered bandwidth of the medium decides how many loads are started."""
 
 from __future__ import annotations
 

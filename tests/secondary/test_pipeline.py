@@ -1,4 +1,4 @@
-"""A block's way between a row and a medium: what lands there, and what is refused on the way back."""
+"""The path of a block between a row and a medium: bytes on the medium, and refusals on the way back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def store_all(pipeline: Pipeline, primary: Primary, count: int) -> None:
 def load_refusals(
     pipeline: Pipeline, primary: Primary, count: int, fingerprint: bytes = NAMESPACE.fingerprint
 ) -> list[object]:
-    """For each block, why it was refused, or how it ended otherwise."""
+    """Return for each block the reason of its refusal, or its other outcome."""
     job = make_job(primary, IoKind.LOAD, range(count), fingerprint=fingerprint)
     return [
         outcome.reason if isinstance(outcome, FrameError) else outcome for outcome in pipeline.run(job, range(count))
@@ -135,7 +135,7 @@ def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(
     assert first is Done.DONE
     assert primary.block(0) == blocks[0]
     if not isinstance(second, CorruptReason):
-        # A bit of a zstd frame may mean nothing: then the block is right all the same.
+        # Some bits of a zstd frame have no meaning; then the block is right all the same.
         assert variable
         assert compress
         assert primary.block(1) == blocks[1]

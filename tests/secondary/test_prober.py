@@ -1,4 +1,4 @@
-"""Finding how far a chain is held, in few questions and fewer rounds."""
+"""The prober finds the held length of a chain in few questions and fewer rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiering.testing.keys import keys_of, number_of
 
 
 class Medium:
-    """Holds the first ``held`` positions; cannot say anything of those in ``silent``."""
+    """A medium that holds the first ``held`` positions and fails to answer for those in ``silent``."""
 
     def __init__(self, held: int, silent: frozenset[int] = frozenset()) -> None:
         self.held = held

@@ -1,4 +1,4 @@
-"""Epochs and resets of the generic tier: which document makes which blocks readable, and what a reset promises when."""
+"""Epochs and resets of the generic tier: documents that make blocks readable, and a reset's promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiering.secondary.service.epoch import EpochDocument
 
 
 def restarted(before: Rig, **options: object) -> Rig:
-    """A later process on the same medium, opened."""
+    """Return an opened tier of a later process on the same medium."""
     rig = Rig(**options)  # type: ignore[arg-type]
     rig.store.documents = before.store.documents
     return rig.opened()

@@ -1,4 +1,4 @@
-"""The service of a tier by itself: attempts to open, waits between them, epochs, and the log of failures."""
+"""The service of a tier by itself: attempts to open, waits between them, epochs, log of failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rig:
         self.io.poll()
 
     def wait(self, seconds: float) -> int:
-        """Let time pass, and return the number of attempts that were started."""
+        """Advance the clock, and return the number of attempts that were started."""
         before = len(self.io.ran)
         self.clock.advance(seconds)
         self.service.tick(self.clock())

@@ -1,4 +1,4 @@
-"""The index of a shared medium: what it learns, for how long, and what it asks."""
+"""The index of a shared medium: its entries, their lifetimes, and its questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(index: SharedIndex, keys: list[bytes], now: float = NOW) -> None:
 
 
 def ask(index: SharedIndex, keys: list[bytes], now: float = NOW) -> Probe:
-    """Ask about an unknown prefix and return the question it raises."""
+    """Ask about an unknown prefix and return the resulting question to the medium."""
     assert index.lookup_prefix(keys, now).undecided
     (probe,) = index.take_probes(now)
     return probe

@@ -1,4 +1,4 @@
-"""The generic tier with a shared index, on the real I/O side: conformance, and two engines on one medium."""
+"""The generic tier with a shared index and the real I/O side: conformance, two engines on one medium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of slots: where blocks go, what makes room, what is answered for, and how recovered blocks get in."""
+"""The index of slots: placement, eviction, answers, and recovered blocks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_eviction_begins_at_the_high_watermark_and_ends_at_the_low_one() -> None
 
 
 def test_a_large_medium_is_evicted_in_bounded_pieces() -> None:
-    """The scheduler waits for an eviction: what is between the watermarks may be a million blocks."""
+    """The scheduler waits for an eviction, and a million blocks may lie between the watermarks."""
     keys = [key_of(number) for number in range(3 * EVICT_AT_ONCE + 64)]
     index = make_index(3 * EVICT_AT_ONCE, high_watermark=1.0, low_watermark=0.25)
     store(index, keys[: 3 * EVICT_AT_ONCE])
@@ -394,7 +394,7 @@ def test_at_random_every_slot_has_one_owner_and_answers_are_those_of_a_dict(seed
         elif action == 4:
             index.touch(rng.sample(K[:64], 5))
         elif rng.random() < 0.05:
-            # Jobs in flight across a reset end without their blocks being held.
+            # Jobs in flight across a reset end, and their blocks are not held.
             assert sorted(index.clear()) == sorted(model), seed
             model.clear()
             for keys, places in writes:

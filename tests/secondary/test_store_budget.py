@@ -1,4 +1,4 @@
-"""The bytes of stores that may wait or run in one tier."""
+"""The limit on the bytes of stores that wait or run in one tier."""
 
 from __future__ import annotations
 
