@@ -1,7 +1,7 @@
-"""What holds for every test: it leaves nothing behind, it is repeatable, and it ends.
+"""Fixtures for every test: nothing is left behind, runs are repeatable, and tests end.
 
-After each test there may be no thread, child process or file in /dev/shm that was not there before it.  A fixture of a
-wider scope may own some (a server, say): what exists when the test's own fixtures are set up is not the test's.
+After each test, threads, child processes and files in /dev/shm must be those from before the test. Wider fixtures may
+own some (a server, say): objects that exist when the test's own fixtures are set up do not count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tiering.api import masking
 T = TypeVar("T")
 
 GRACE_SECONDS = 3.0
-"""How long what a test has just stopped may take to disappear."""
+"""Seconds that stopped threads, processes and files may take to disappear."""
 
 SLOW_TIMEOUT = 1200
-"""Seconds for a test marked slow; the others have what pyproject.toml says."""
+"""Time limit of a test marked slow, in seconds; pyproject.toml sets the limit of the others."""
 
 _SHM = Path("/dev/shm")
 _PREFIX = "kv"
@@ -64,7 +64,7 @@ def _command(pid: int) -> bytes:
 
 
 def _children() -> set[int]:
-    """Child processes, those that ended and were not waited for included."""
+    """Return the ids of child processes, including those that have ended and were not waited for."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -75,8 +75,10 @@ def _children() -> set[int]:
 
 
 def _processes() -> set[BaseProcess]:
-    """Those of multiprocessing.  Children of a fork server are nobody else's, and are waited for at the end, perhaps
-    for ever."""
+    """Return the child processes of multiprocessing.
+
+    Only this process waits for the children of a fork server, perhaps for ever at its end.
+    """
     return set(multiprocessing.active_children())
 
 
@@ -85,7 +87,10 @@ def _shm_files() -> set[str]:
 
 
 def _in_use_elsewhere(name: str) -> bool:
-    """Whether a process that is not this one or its child holds the file: tests may run side by side on one machine."""
+    """Return True if a process other than this one and its children holds the file.
+
+    Tests may run side by side on one machine.
+    """
     path = str(_SHM / name)
     mine = {os.getpid()} | _children()
     for process in Path("/proc").glob("[0-9]*"):
@@ -102,7 +107,7 @@ def _in_use_elsewhere(name: str) -> bool:
 
 
 def _left_after(now: Callable[[], set[T]], before: set[T]) -> set[T]:
-    """What is there and was not, once it has had time to go."""
+    """Return the objects that are new and remain after a grace period."""
     end = time.monotonic() + GRACE_SECONDS
     pause = threading.Event()
     while (left := now() - before) and time.monotonic() < end:
@@ -112,7 +117,7 @@ def _left_after(now: Callable[[], set[T]], before: set[T]) -> set[T]:
 
 @pytest.fixture(autouse=True)
 def _forgets_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stack of one test taught as a secret is not masked in the logs of the next."""
+    """Keep the secrets of one test's stack from being masked in the logs of the next test."""
     monkeypatch.setattr(masking, "_learnt", masking._Learnt())
 
 

@@ -1,7 +1,7 @@
-"""A tiny S3 server that fails on command: statuses, resets, hangs, bodies cut short.  It keeps objects in a dict and
-what it was asked.
+"""A tiny S3 server that fails on command: statuses, resets, hangs, truncated bodies.
 
-Signatures are not checked.  Only what the s3 tier uses is there.
+The server keeps objects in a dict and records its requests. Signatures are not checked. Only calls that the s3 tier
+uses are there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOGIN_PAGE = b"<html>Please sign in to continue</html>"
 
 
 def etag(data: bytes) -> str:
-    """The ETag of an object: the MD5 of its bytes, in quotes."""
+    """Return the ETag of an object: the MD5 of its bytes, in quotes."""
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
@@ -34,7 +34,7 @@ _BEGINNING = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 class Trouble(enum.Enum):
-    """What a server can do that is no status."""
+    """The faults of a server other than a status."""
 
     RESET = "the connection is reset"
     HANG = "nothing comes until the server is closed"
@@ -45,14 +45,14 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request as it came in."""
+    """A recorded request."""
 
     method: str
     name: str
     headers: Mapping[str, str]
     query: Mapping[str, list[str]]
     port: int = 0
-    """The client's port: one for each connection."""
+    """The client's port, which differs for each connection."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,11 @@ class _Fault:
 
 @dataclass(eq=False)
 class FakeS3:
-    """The server's state; :func:`fake_s3` runs it.  ``objects`` of the one bucket, by name."""
+    """The server's state; :func:`fake_s3` runs the server.
+
+    Attributes:
+        objects: the objects of the one bucket, by name.
+    """
 
     bucket: str = "kv-cache"
     endpoint: str = ""
@@ -77,32 +81,40 @@ class FakeS3:
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each request that hangs."""
     conditional_delete: int = 412
-    """Status for a deletion whose If-Match is another ETag; 0: the condition is ignored; 501: it is not understood."""
+    """Status for a deletion with another ETag in If-Match.
+
+    With 0 the server ignores the condition, with 501 it does not understand the condition.
+    """
     access_key: str = ""
     """Access key that requests must be signed with; empty: any."""
     redirect_to: str = ""
     """Endpoint to which every request is redirected; empty: none."""
     modified: dict[str, datetime.datetime] = field(default_factory=dict)
-    """When objects were last written, by name; the others were at the beginning of 2026."""
+    """Time of the last write by object name; default: the beginning of 2026."""
     _faults: deque[_Fault] = field(default_factory=deque)
 
     def fail(
         self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1, code: str = "Injected"
     ) -> None:
-        """Let the next ``times`` requests with that method ("": any) and ``part`` in their name end like that.
+        """Fail the next ``times`` requests with this method and ``part`` in their name.
 
-        ``code`` is the error code in the body of a status.
+        Args:
+            what: a status or a fault.
+            method: HTTP method; "": any.
+            part: part of the object's name; "": any.
+            times: number of requests.
+            code: error code in the body of a status.
         """
         with self.lock:
             self._faults.append(_Fault(what, method, part, times, code))
 
     def heal(self) -> None:
-        """Forget all faults that are still to come."""
+        """Remove all faults that have not happened yet."""
         with self.lock:
             self._faults.clear()
 
     def asked(self, method: str, part: str = "") -> list[Seen]:
-        """The requests so far with that method and ``part`` in their name."""
+        """Return the requests so far with this method and ``part`` in their name."""
         with self.lock:
             return [seen for seen in self.seen if seen.method == method and part in seen.name]
 
@@ -151,7 +163,10 @@ def fake_s3() -> Iterator[FakeS3]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16
-    """An answer is sent as a whole: in two parts, the second waits for an acknowledgement of the first."""
+    """Size of the write buffer in bytes, so that an answer is sent as a whole.
+
+    The second of two parts would wait until the client acknowledges the first one.
+    """
     fake: FakeS3
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002

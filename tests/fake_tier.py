@@ -1,5 +1,4 @@
-"""A tier of one's own, as a stack file would name it (``tests.fake_tier:FAKE_TIER``): opens when told, holds
-nothing."""
+"""A fake of a user's own tier, ``tests.fake_tier:FAKE_TIER`` in a stack file, which holds no blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +15,12 @@ from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 
 class FakeOptions(BlockTierOptions, SlotOptions):
-    """What the fake tier may be told.  ``opens`` False: it cannot be opened.
+    """The options of the fake tier.
 
-    ``divisor`` 0: a validator of its own raises; ``place_divisor`` 0: its location does.
+    Attributes:
+        opens: False: the tier cannot be opened.
+        divisor: 0: the validator of this option raises.
+        place_divisor: 0: the tier's location raises.
     """
 
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -42,7 +44,7 @@ class FakeOptions(BlockTierOptions, SlotOptions):
 
 
 class FakeTier(SecondaryTierManager):
-    """Takes jobs and fails them at once; remembers what was done to it in ``log``."""
+    """A tier that accepts jobs, fails them at once, and records its calls in ``log``."""
 
     medium = "FAKE"
     definition: ClassVar[TierDefinition]
@@ -79,7 +81,7 @@ class FakeTier(SecondaryTierManager):
 
 
 BUILT: list[FakeTier] = []
-"""Every tier that was built, for tests to look at; they clear it."""
+"""Every tier that was built; tests clear the list."""
 
 
 def build(options: FakeOptions, context: TierContext) -> FakeTier:

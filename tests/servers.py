@@ -1,5 +1,4 @@
-"""S3 servers for tests, each a process on loopback in a temporary directory, ended by its id; and raw access to their
-buckets.
+"""S3 servers for tests, each a process on loopback in a temporary directory, with raw bucket access.
 
 Raw access goes through boto3, so that the tier, which moves bytes with obstore, is never checked against itself.
 """
@@ -31,7 +30,7 @@ class S3Endpoint:
     secret_key: str
 
     def environment(self) -> dict[str, str]:
-        """What makes boto3's chain, and nothing else of this machine, yield this server's credentials."""
+        """Return the environment in which boto3's chain yields this server's credentials alone."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -42,7 +41,7 @@ class S3Endpoint:
         }
 
     def client(self) -> Any:
-        """A boto3 client."""
+        """Return a boto3 client."""
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -53,7 +52,7 @@ class S3Endpoint:
         )
 
     def make_bucket(self, name: str) -> RawBucket:
-        """A new bucket, and raw access to it."""
+        """Create a bucket and return raw access to it."""
         client = self.client()
         client.create_bucket(Bucket=name)
         return RawBucket(client, name)
@@ -61,7 +60,7 @@ class S3Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class RawBucket:
-    """A bucket as boto3 sees it."""
+    """Raw access to a bucket through boto3."""
 
     client: Any
     name: str
@@ -91,21 +90,21 @@ class RawBucket:
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[S3Endpoint]:
-    """moto's server: in memory, believes any credentials."""
+    """A moto server, which keeps objects in memory and accepts any credentials."""
     with _process(s3_server.start_moto) as endpoint:
         yield endpoint
 
 
 @contextlib.contextmanager
 def rclone_server() -> Iterator[S3Endpoint]:
-    """``rclone serve s3``: a real server over files; checks signatures."""
+    """A server of ``rclone serve s3`` over files, which checks signatures."""
     with _process(s3_server.start_rclone) as endpoint:
         yield endpoint
 
 
 @contextlib.contextmanager
 def ceph_rgw() -> Iterator[S3Endpoint]:
-    """Ceph's object gateway over a store in memory.  Skips the test where Ceph is not installed."""
+    """Ceph's object gateway over a store in memory; skips the test where Ceph is not installed."""
     if not ceph_script.installed():
         pytest.skip(f"Ceph is not installed; apt-get install --no-install-recommends {' '.join(ceph_script.PACKAGES)}")
     with ceph_script.serving() as ceph:

@@ -1,5 +1,4 @@
-"""The benchmarks' harness: what is compared with what, what counts as reached, and where results go.  Nothing is
-timed here."""
+"""The benchmarks' harness: comparisons, verdicts, and the places of results. No test measures time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example stacks: each is loaded as it stands and used, with its sizes and places set through its own variables."""
+"""The example stacks are loaded unchanged and used; their variables set sizes and places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET = "kv-blocks"
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="example stacks")
 BLOCK_BYTES = 32 << 10
 PROMPT = 24
-"""Blocks of one prompt: more than any example's min_prefix_blocks."""
+"""Number of blocks of one prompt, more than any example's min_prefix_blocks."""
 ROWS = 64
 KEYS = keys_of(*range(PROMPT))
 
@@ -36,7 +36,7 @@ def blocks() -> Blocks:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The sizes and places of a test; a deployment sets the same variables."""
+    """Set the sizes and places of a test through the variables that a deployment sets."""
     monkeypatch.setenv("KV_CPU_CAPACITY", str(ROWS * BLOCK_BYTES))
     monkeypatch.setenv("KV_DISK_CAPACITY", "64MiB")
     monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-1"))
@@ -68,7 +68,7 @@ def store(manager: TieringOffloadingManager, keys: list[bytes], data: Blocks, ct
     rows[out.store_spec.block_ids, :BLOCK_BYTES] = data
     manager.complete_store(keys, ctx)
     manager.on_schedule_end()
-    again = ReqContext(f"{ctx.req_id} again")  # the second use: what admission may have waited for
+    again = ReqContext(f"{ctx.req_id} again")  # the second use, for which admission may wait
     manager.on_new_request(again)
     manager.touch(keys, again)
     manager.on_schedule_end()
@@ -86,7 +86,7 @@ def load(manager: TieringOffloadingManager, keys: list[bytes], ctx: ReqContext) 
 
 
 def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None:
-    """Push everything else out of the primary tier."""
+    """Evict all other blocks from the primary tier."""
     rows = manager.primary_tier.num_rows
     for start in range(0, rows, ROWS):
         keys = keys_of(*range(1000 + start, 1000 + min(start + ROWS, rows)))

@@ -1,4 +1,4 @@
-"""What the documents show works: their Python runs, their stacks are valid, their links lead somewhere."""
+"""The documents' examples work: their Python runs, their stacks are valid, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _words() -> set[str]:
 
 
 def quickstart(*arguments: str, code: str = "") -> str:
-    """What the library example prints; ``code`` runs before it."""
+    """Return the output of the library example; ``code`` runs before it."""
     run = (
         f"{code}\nimport runpy, sys\nsys.argv[1:] = {list(arguments)!r}\n"
         "runpy.run_module('examples.library_quickstart', run_name='__main__')"

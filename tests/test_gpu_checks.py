@@ -1,4 +1,4 @@
-"""The checks of a GPU machine, run dry: their logic, and a report that never calls anything passed without a GPU."""
+"""A dry run of the checks for GPU machines: without a GPU, their report never says passed."""
 
 from __future__ import annotations
 

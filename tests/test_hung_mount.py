@@ -1,4 +1,4 @@
-"""A medium that hangs is met when tiers are opened, under ``open_deadline``; nothing before that touches it."""
+"""A medium that hangs delays only the opening of tiers, up to ``open_deadline``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def local(path: Path, **words: object) -> dict[str, object]:
 
 @pytest.fixture
 def untouchable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory at which nobody may look."""
+    """A directory whose every access fails the test."""
     place = tmp_path / "mount"
 
     def guarded(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def hung(place: Path) -> Iterator[None]:
         yield
     finally:
         libc.umount2(os.fsencode(place), MNT_DETACH)
-        os.close(server)  # whoever waits for an answer gets an error
+        os.close(server)  # waiting callers get an error
 
 
 def test_a_hung_mount_costs_the_start_no_more_than_the_deadline(tmp_path: Path) -> None:

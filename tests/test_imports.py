@@ -1,5 +1,7 @@
-"""The arrows between the parts, and what may be imported where.  (Layer by layer, import-linter checks them in
-``make lint``.)"""
+"""The dependencies between the parts, and the imports that are allowed in each part.
+
+Import-linter checks the layers in ``make lint``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FILES = sorted(path for package in ("tiering", "tiers") for path in (ROOT / pack
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports, anywhere in it."""
+    """Return the modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,7 +117,7 @@ def test_the_version_is_the_distributions() -> None:
 
 
 PUBLIC = ("tiering", "tiering.tier", "tiering.engines.vllm", "tiering.testing")
-"""The names that people outside the framework import; everything else may move."""
+"""The modules that users may import; all others may move."""
 
 
 def is_public(name: str) -> bool:
@@ -124,7 +126,7 @@ def is_public(name: str) -> bool:
 
 @pytest.mark.parametrize("folder", [".", "demo"])
 def test_examples_import_public_names_only(folder: str) -> None:
-    """The mini engine is no example of a user: it is an engine, and drives the halves of the connector."""
+    """The mini engine is not a user's example but an engine, which drives the halves of the connector."""
     found = {name for path in (ROOT / "examples" / folder).glob("*.py") for name in imports(path)}
     assert {name for name in found if name.split(".")[0] in {"tiering", "tiers"} and not is_public(name)} == set()
 

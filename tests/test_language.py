@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
-    path for room in ("tiering", "tiers", "benchmarks", "examples", "scripts") for path in (ROOT / room).rglob("*.py")
+    path
+    for room in ("tiering", "tiers", "benchmarks", "examples", "scripts", "tests")
+    for path in (ROOT / room).rglob("*.py")
 )
 LONGEST = 100
 
@@ -25,11 +27,14 @@ TURNS = re.compile(
 """Turns of phrase whose noun the reader has to guess."""
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a file, those of attributes included."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value.strip()
+@cache
+def docstrings(path: Path) -> tuple[tuple[int, str], ...]:
+    """Return line and text of each docstring of a file, including those of attributes."""
+    return tuple(
+        (node.lineno, node.value.value.strip())
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
 
 
 def test_first_lines_are_short_sentences() -> None:

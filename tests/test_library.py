@@ -1,4 +1,4 @@
-"""The library example of the specification, to the letter: what it names is the public API, and it runs."""
+"""The library example of the specification, unchanged: its names are public, and it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = np.random.default_rng(0).integers(0, 256, (3, BLOCK), np.uint8)
 
 
 def run(first: int, wanted: int) -> None:
-    """Store blocks ``first``.. and read block ``wanted``."""
+    """Store blocks from ``first`` on and read block ``wanted``."""
     keys = [tiering.make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + 3)]
     key = tiering.make_offload_key(wanted.to_bytes(32, "big"), 0)
     loaded: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]] = []

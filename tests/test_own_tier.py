@@ -1,5 +1,4 @@
-"""The example of a tier of one's own does what a tier must: it keeps blocks over a restart, apart by namespace,
-verified."""
+"""The example of a user's own tier keeps verified blocks over a restart, apart by namespace."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ DATA = np.random.default_rng(3).integers(0, 4, (len(KEYS), BLOCK_BYTES), np.uint
 CTX = ReqContext("a")
 
 MakeStack = Callable[..., StackConfig]
-"""Returns the stack with further words in the tier's section."""
+"""Function that returns the stack with further words in the tier's section."""
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def fill(stack: StackConfig) -> None:
 
 
 def held(stack: StackConfig, model: ModelIdentity = MODEL) -> int:
-    """How many blocks a new process finds; each must be intact."""
+    """Return the number of blocks that a new process finds; fails if one is not intact."""
     with open_manager(stack, BLOCK_BYTES, model) as manager:
         manager.on_new_request(CTX)
         step_until_idle(manager)
@@ -112,7 +111,7 @@ def test_a_database_that_cannot_be_opened_does_not_stop_the_engine(stack: MakeSt
 
 
 class _Raw:
-    """The database, reached without the store.  ``header_bytes`` of a frame stand in a column of their own."""
+    """Raw access to the database; ``header_bytes`` of a frame have a column of their own."""
 
     path: Path
 

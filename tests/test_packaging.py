@@ -1,4 +1,4 @@
-"""What is built and installed: the source distribution has what its tests need, and installing is told as it works."""
+"""Packages: the source distribution contains all files for its tests, and documented installs work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
 NOT_SHIPPED = {".ci/run", ".gitignore", ".pre-commit-config.yaml"}
-"""Files of the repository that work on a clone, and that no test needs."""
+"""Files of the repository that work only on a clone, and that no test needs."""
 
 
 def test_the_source_distribution_has_every_file_that_the_repository_has(monkeypatch: pytest.MonkeyPatch) -> None:

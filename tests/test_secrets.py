@@ -1,5 +1,4 @@
-"""A secret of a stack is shown nowhere: not in an error, a traceback, a log line or what is printed, whoever writes
-the text."""
+"""A secret of a stack appears nowhere: no error, traceback, log line or output shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ KEYS = keys_of(*range(2))
 
 
 class LeakyOptions(tiering.TierOptions):
-    """A tier of one's own with an address that holds a password, and every way to repeat it."""
+    """The options of a user's tier with an address that holds a password, and every way to repeat it."""
 
     endpoint: str = ""
     dsn: str = ""
@@ -48,7 +47,7 @@ class LeakyOptions(tiering.TierOptions):
 
 
 class LeakyTier(tiering.SecondaryTierManager):
-    """Raises with its options in the text, in the method that ``fails`` names."""
+    """A tier that raises an error with its options in the text, in the method that ``fails`` names."""
 
     def __init__(self, options: LeakyOptions, context: tiering.TierContext) -> None:
         self.name = context.name
@@ -111,7 +110,7 @@ TYPE = "tests.test_secrets:LEAKY"
 
 @pytest.fixture
 def written(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    """What was logged, tracebacks included, by handlers that format what a record carries."""
+    """Function that returns all log text, including tracebacks and the raw arguments of records."""
     formatter = logging.Formatter("%(name)s %(message)s")
 
     def text() -> str:
@@ -123,7 +122,7 @@ def written(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
 
 
 def told(error: BaseException) -> str:
-    """All that an error shows, in all that it leads to."""
+    """Return all text of an error and of the errors that it refers to."""
     shown, seen = "".join(traceback.format_exception(error)), error.__context__
     while seen is not None:
         shown, seen = shown + repr(seen), seen.__context__
@@ -220,7 +219,7 @@ def test_a_secret_in_any_text_of_any_tier_is_not_repeated(
     for word in words:
         plain = form == "{}"
         if plain and not masking.is_secret(word):
-            continue  # nothing says that this is a secret
+            continue  # no option marks this value as a secret
         for value in (
             form.replace("{}", SENTINEL).replace("{{", "{").replace("}}", "}"),
             [form.replace("{}", SENTINEL)],
@@ -294,7 +293,7 @@ def test_a_record_that_cannot_be_formatted_is_left_to_the_handlers(monkeypatch: 
     "piece", ["x", "//", "//:", "://a:b", "?", "&key", "token", "passw=", "a:", "a@", ".", "=", "://a@"]
 )
 def test_a_long_text_is_searched_in_time_that_grows_with_its_length_only(piece: str) -> None:
-    """A search that grows with the square of the length would take hours, and the test would not end in its time."""
+    """A search with quadratic time would take hours, so that the test would run into its time limit."""
     assert mask_text(piece * (300_000 // len(piece)))
 
 

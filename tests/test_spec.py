@@ -1,4 +1,4 @@
-"""The spec of a stack: what is refused, and how the two sides come to share rows."""
+"""The spec of a stack: refused configurations, and the way to shared rows for both sides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiering.spec import TieringOffloadingSpec
 from tiering.testing.clock import until
 
 BLOCK_BYTES = 2 * 4 * 16 * 4
-"""Of a GPU block of two layers: 4 tokens of 16 floats each."""
+"""Bytes of a GPU block of two layers, with 4 tokens of 16 floats each."""
 STACK = {"primary": {"capacity": "1MiB"}}
 ENGINE = EngineConfig(block_sizes=(4,), hash_block_size=4, groups=(KVCacheGroup(("a", "b"), 4),))
 MODEL = ModelIdentity(name="toy", weights="0123abcd", dtype="float32", layout="two layers of 16 floats")

@@ -1,5 +1,4 @@
-"""A process that may have no more threads, for tests: starting one fails as it does at the limit of a container or a
-user."""
+"""A process that cannot start threads, for tests: a start fails as at the limit of a container."""
 
 from __future__ import annotations
 
@@ -10,10 +9,11 @@ import pytest
 
 
 class ThreadLimit:
-    """Refuses to start threads while :attr:`refuse` says so.
+    """A limit that refuses to start threads.
 
-    ``refuse``: called with the name of each thread that is started (default: none is refused).  ``refused``: names of
-    those refused.
+    Attributes:
+        refuse: called with the name of each thread that is started; True refuses the thread. Default: none is refused.
+        refused: names of the refused threads.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,5 +34,5 @@ class ThreadLimit:
         self.refuse = lambda name: not parts or any(part in name for part in parts)
 
     def leave(self) -> None:
-        """Refuse none any more."""
+        """Refuse no thread any more."""
         self.refuse = lambda name: False

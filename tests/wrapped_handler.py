@@ -9,7 +9,7 @@ from tiering.copy.contract import OffloadingHandler, TransferResult
 
 
 class Wrapped(OffloadingHandler):
-    """Passes everything on to the real handler; tests override one thing."""
+    """A handler that forwards every call to the real one; tests override single calls."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         self.inner = inner

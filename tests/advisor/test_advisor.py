@@ -1,4 +1,4 @@
-"""The size advisor: close to the exact curve, cheap, each request counted once, and exported."""
+"""The size advisor: a curve close to the exact one, low cost, one count per request, and its metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_estimate_is_exact_while_every_key_is_sampled() -> None:
     for key in [1, 2, 3, 1, 2, 2, 4]:
         shards.access([key])
         shards.accesses += 1
-    # Distances: 1 after 2 and 3 is 3; 2 after 3 and 1 is 3; 2 again is 1.
+    # Distances: 3 for the 1 after 2 and 3; 3 for the 2 after 3 and 1; 1 for the repeated 2.
     assert [shards.hit_rate(size) for size in (1, 2, 3)] == [pytest.approx(hits / 7) for hits in (1, 1, 3)]
 
 

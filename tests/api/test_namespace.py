@@ -1,4 +1,4 @@
-"""The parameters of a namespace, and the line that explains a cold start beside other namespaces."""
+"""The parameters of a namespace, and the log line that explains a cold start beside other namespaces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_name_counts_where_the_weights_are_only_named_too() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A local tier's store, which is opened by whoever enters a namespace."""
+    """A local tier's store, not opened yet."""
     return LocalStore(tmp_path / "tier", GEOMETRY, CAPACITY)
 
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the tiers, and that a wrong wish is an error which names the field, never a crash."""
+"""The request's fields for the tiers: accepted values, and errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_request_that_names_other_tiers_reaches_no_other() -> None:
 
 
 def lengths_searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of all texts that are searched for secrets from now on."""
+    """The lengths of all texts that are searched for secrets during the test."""
     searched: list[int] = []
     mask = masking.mask_text
 

@@ -33,7 +33,7 @@ def moto() -> Iterator[S3Endpoint]:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Let boto3's chain yield a server's credentials, and nothing of this machine."""
+    """Make boto3's chain yield a server's credentials and ignore this machine's."""
 
     def set_environment(server: S3Endpoint | FakeS3) -> None:
         for name, value in server.environment().items():

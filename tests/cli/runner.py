@@ -1,4 +1,4 @@
-"""Runs of the command line, in this process and in one of its own."""
+"""Runs of the command line, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def kv_tiering(*arguments: object) -> Done:
 
 
 def command(*arguments: object) -> list[str]:
-    """The words that start a process of its own."""
+    """Return the words that start a separate process."""
     return [sys.executable, "-m", "tiering.cli", *map(str, arguments)]
 
 
 @contextmanager
 def started(*arguments: object, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process of its own that a test interrupts; it is killed if the test ends before the process does.
+    """Run a separate process that a test interrupts; it is killed if the test ends first.
 
-    SIGINT gets its default action, because a shell that runs the tests in the background lets them ignore it.
+    SIGINT gets its default action, because a shell that runs the tests in the background makes them ignore it.
     """
     default = ("env", "--default-signal=INT")
     with subprocess.Popen([*default, *command(*arguments)], cwd=ROOT, **options) as running:
@@ -55,7 +55,7 @@ def started(*arguments: object, **options: Any) -> Iterator[subprocess.Popen[byt
 
 
 def process(*arguments: object, environment: Mapping[str, str] | None = None) -> Done:
-    """Run in a process of its own."""
+    """Run in a separate process."""
     done = subprocess.run(
         command(*arguments),
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, versions, wrong words, exit codes, pipes, and packages that are missing."""
+"""The command line as a whole: help, versions, wrong words, exit codes, pipes, missing packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench``: every tier is measured through its own layers at a scratch place, and the break-even that follows."""
+"""``bench`` measures every tier through its layers at a scratch place, and computes the break-even."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_break_even_is_told_with_the_word_of_the_stack(write_stack: WriteSta
 
 
 def test_the_break_even_is_the_first_prefix_whose_load_is_faster() -> None:
-    # A block is 20 tokens, computed in 4 ms; alone it takes 30 ms, and 2 ms at the best bandwidth.
+    # A block is 20 tokens, computed in 4 ms. One load takes 30 ms alone, and 2 ms more per block at the best bandwidth.
     found = [measured(p50=0.030, speed=0.1e9), measured(depth=16, speed=1e9), measured("store", speed=9e9)]
     (pay,) = break_evens(found, tokens_per_second=5000, bytes_per_token=100_000)
     assert (pay.blocks, pay.tokens) == (14, 280)

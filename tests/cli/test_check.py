@@ -1,4 +1,4 @@
-"""``check``: what it finds in stacks that are broken in each of the ways, and that it disturbs nothing."""
+"""``check`` finds each kind of defect in stacks, and disturbs nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCK = "64KiB"
 
 
 class Report(NamedTuple):
-    """What a run of ``check`` said."""
+    """The report of a run of ``check``."""
 
     code: int
     findings: dict[tuple[str, str], dict[str, str]]

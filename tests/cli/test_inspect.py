@@ -1,4 +1,4 @@
-"""``inspect``, ``gc``, ``clear`` and ``epoch new`` on real directories and buckets, engines running or not."""
+"""``inspect``, ``gc``, ``clear`` and ``epoch new`` on real media, with and without running engines."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def report(name: str, *words: object, code: int = 0) -> Any:
 
 
 def flip(path: Path) -> None:
-    """Change one bit of the payload of the first block in a segment."""
+    """Flip one bit of the payload of the first block in a segment."""
     with path.open("r+b") as file:
         data = file.read()
         at = data.index(MAGIC) + 4096 + 77

@@ -1,4 +1,4 @@
-"""The commands that make and replay traces."""
+"""The commands that generate and replay traces."""
 
 from __future__ import annotations
 

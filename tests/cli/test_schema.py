@@ -1,4 +1,4 @@
-"""The JSON schema of stack files: current where it is shipped, and of one mind with the stack's own validation."""
+"""The JSON schema of stack files: the shipped file is current and agrees with the stack's validation."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
 
 
 def reported(*engines: dict[str, TierStats]) -> str:
-    """The text of an endpoint after each engine has reported these stats of its tiers."""
+    """Return an endpoint's text after each engine has reported these stats of its tiers."""
     registry = CollectorRegistry()
     metrics = OffloadPromMetrics(
         MetricClasses.default(registry),
@@ -57,7 +57,7 @@ HEALTHY = stats(
 
 @dataclass
 class Endpoint:
-    """An engine's endpoint; ``text`` is its answer."""
+    """An engine's endpoint, which answers with ``text``."""
 
     text: str
     url: str = ""

@@ -26,7 +26,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 BLOCK = 4
 Content = tuple[int, str]
-"""The epoch (resets so far) and the name of what was written."""
+"""The epoch (number of resets so far) and the name of the written content."""
 
 
 class WrongKVError(AssertionError):

@@ -69,7 +69,7 @@ def other_prompt(tokens: int, name: str, first: int) -> FakeRequest:
 
 
 def store_in_two_pieces(scheduler: OffloadingConnectorScheduler, request: FakeRequest) -> None:
-    """Run a prompt of 16 tokens, of which each step stores a half, to its end."""
+    """Run a prompt of 16 tokens to its end, in two steps that store one half each."""
     name = request.request_id
     for meta in (run_prompt(scheduler, request, ids(2), tokens=8), go_on(scheduler, request, 8, ids(2, 3))):
         scheduler.update_connector_output(finished(meta.reqs_to_store[name].job_id))

@@ -34,7 +34,7 @@ KERNELS = {"index_select", "index_copy_", "fill_", "zero_", "zeros"}
 """Operators that launch a kernel."""
 
 Clock = dict[object, int]
-"""How much of the work of each stream has been waited for."""
+"""Time up to which a waiter has seen each stream's work."""
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -44,7 +44,11 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 @dataclass(eq=False)
 class FakeStream:
-    """``broken``: every call on the stream fails."""
+    """A stream of the fake device.
+
+    Attributes:
+        broken: True: every call on the stream fails.
+    """
 
     api: FakeCuda
     name: str
@@ -73,7 +77,7 @@ class FakeStream:
         _merge(self.api.host, self.clock)
 
     def work(self) -> int:
-        """Begin a piece of work, which follows all that the host has waited for; return its time."""
+        """Begin a piece of work after all work that the host has waited for; return its time."""
         _merge(self.clock, self.api.host)
         self.clock[self] = self.clock.get(self, 0) + 1
         return self.clock[self]
@@ -119,8 +123,10 @@ class FakeEvent:
 class FakeRuntime:
     """The CUDA runtime's host registrations, and its last error.
 
-    ``code``: what registering answers if not zero. ``limit``: largest range that can be registered. ``on``: the current
-    device of each call.
+    Attributes:
+        code: error code of every registration; 0: none.
+        limit: largest range that can be registered, in bytes.
+        on: the current device of each call.
     """
 
     api: FakeCuda
@@ -150,13 +156,13 @@ class FakeRuntime:
         return self._answer(713 if self.registered.pop(ptr, None) is None else 0)
 
     def launch(self) -> None:
-        """Launch a kernel: torch asks for the last error behind every launch."""
+        """Launch a kernel and raise the runtime's last error, as torch does after every launch."""
         code, self.last_error = self.last_error, 0
         if code:
             raise RuntimeError(f"CUDA error {code}")
 
     def holds(self, address: int, nbytes: int) -> bool | None:
-        """True if one registration holds the range, False if it holds a part of the range, None if none does."""
+        """Return True if one registration holds the range, False if only a part of it, None if none does."""
         found = [
             start <= address and address + nbytes <= start + size
             for start, size in self.registered.items()
@@ -188,9 +194,11 @@ class Call(NamedTuple):
 
 
 class FakeCuda:
-    """``instant``: events are done when recorded; else they are when somebody waits, or the test says so.
+    """The fake of ``torch.cuda`` and of the driver.
 
-    ``checks_order``: False leaves out the check of the order of accesses, whose time grows with their number squared.
+    Args:
+        instant: True: events are done when recorded. False: they are done when a caller waits, or a test says so.
+        checks_order: False leaves out the check of the order of accesses, whose time is quadratic in their number.
     """
 
     def __init__(self, *, instant: bool = True, checks_order: bool = True) -> None:
@@ -277,12 +285,12 @@ class FakeCuda:
 
     @contextmanager
     def watched(self) -> Iterator[FakeCuda]:
-        """See the kernels and copies of torch on CPU tensors as those of this device."""
+        """Record the kernels and copies of torch on CPU tensors as those of this device."""
         with _Watch(self):
             yield self
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Let the compute stream write to a tensor, like a forward pass."""
+        """Write to a tensor on the compute stream, like a forward pass."""
         self._touch_tensor(self.compute, self.compute.work(), tensor, writes=True)
 
     def saw(self, name: str, arguments: tuple[Any, ...], out: torch.Tensor | None) -> None:

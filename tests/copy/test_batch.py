@@ -1,4 +1,4 @@
-"""The call of the driver's batched copy, with the driver faked."""
+"""The call of the driver's batched copy, with a fake driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiering.copy.batch import BatchCopy, BatchCopyError, find_batch_copy
 
 
 class Driver:
-    """Records the arguments of each call, read as C reads them."""
+    """A driver that records the arguments of each call, read as C reads them."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code

@@ -1,5 +1,4 @@
-"""Every engine's tensors become int8 tensors (num_blocks, page bytes) over the same memory; what cannot is refused
-by name."""
+"""Every engine's tensors become int8 tensors (num_blocks, page bytes) in place, or are refused."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def test_tensors_begin_with_the_blocks_and_are_int8(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_block_s_pages_are_exactly_that_block_s_bytes(layout: str) -> None:
-    """Setting one block through the canonical pages changes what the engine sees of that block, all of it, and
-    nothing else."""
+    """Setting a block through the canonical pages changes the engine's view of exactly this block."""
     tensors = LAYOUTS[layout]()
     canonical = canonicalize(tensors, kv.one_group(), NUM_BLOCKS)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -74,14 +72,14 @@ def test_neighbours_are_joined_in_memory_s_order_whatever_the_group_s() -> None:
 
 
 def test_neighbours_in_memory_that_are_other_blocks_are_not_joined() -> None:
-    """With one block, the second layer begins where the first one's only page ends."""
+    """With one block, the second layer begins at the end of the first layer's only page."""
     pool = kv.fill(torch.empty(2, 1, 8, dtype=torch.uint8), 1)
     canonical = canonicalize({"l0": pool[0], "l1": pool[1]}, [KVCacheGroup(("l0", "l1"), 16)], 1)
     assert [ref.page_size_bytes for ref in canonical.group_data_refs[0]] == [8, 8]
 
 
 def test_groups_that_share_blocks_share_what_begins_at_one_place() -> None:
-    """A block is of one group or the other: pages of other sizes lie where the first group's do."""
+    """Each block belongs to one group, so pages of different sizes may lie at the same place."""
     pool = kv.fill(torch.empty(NUM_BLOCKS, 80, dtype=torch.uint8), 1)
     tensors = {"a": pool[:, :40], "b": pool[:, 40:64], "c": pool[:, :48], "d": pool[:, 48:80]}
     canonical = canonicalize(tensors, [KVCacheGroup(("a", "b"), 16), KVCacheGroup(("c", "d"), 16)], NUM_BLOCKS)

@@ -1,4 +1,4 @@
-"""CUDA copies with torch.cuda faked: how many calls a step takes, what waits for what, and when results come."""
+"""CUDA copies with torch.cuda faked: the calls of a step, the order of work, and the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backwards(jobs: list[tuple[int, TransferSpec]]) -> list[tuple[int, TransferS
 
 
 def many_layers(page_bytes: int = 64, layers: int = 32, blocks: int = 40) -> CanonicalKVCaches:
-    """Each layer in an allocation of its own."""
+    """Return a cache with each layer in an allocation of its own."""
     caches = {f"l{layer}": torch.zeros(blocks, page_bytes, dtype=torch.uint8) for layer in range(layers)}
     return canonicalize(caches, [KVCacheGroup(tuple(caches), 16)], blocks)
 
@@ -92,7 +92,7 @@ def test_large_pages_are_one_call_without_staging(direction: Direction) -> None:
     with api.watched():
         assert copies.transfer_all_async(jobs) == []
     assert api.calls == [Call("batch", "side1", 8 * 4 * (28 << 10))]
-    assert api.orders == [direction is Direction.STORE]  # stores read what the compute stream has just written
+    assert api.orders == [direction is Direction.STORE]  # the compute stream has just written the stored blocks
 
 
 def test_large_pages_are_staged_if_the_rows_are_not_pinned() -> None:
@@ -139,7 +139,7 @@ def test_no_copy_crosses_the_border_of_two_registrations(monkeypatch: pytest.Mon
 
 
 def test_gathering_needs_no_memory_beside_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary of the size of the pages would be reserved by torch for good."""
+    """Torch would keep a temporary of the size of the pages reserved for good."""
     made: list[int] = []
     results = []
     for direction in Direction:
@@ -153,7 +153,7 @@ def test_gathering_needs_no_memory_beside_the_staging_buffer(monkeypatch: pytest
 
 
 class _Allocations(DispatchMode):  # type: ignore[misc]
-    """Records the bytes of tensors that operators allocate."""
+    """A mode that records the bytes of tensors which operators allocate."""
 
     def __init__(self, made: list[int]) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_the_driver_s_refusal_of_a_batch_costs_no_job(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("page_bytes", [64, 28 << 10])
 def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_bytes: int, batch: bool) -> None:
-    """The engine writes to a block, stores the block, and loads another; many chunks use the staging buffer in turn."""
+    """The engine writes to a block, stores it and loads another one; many chunks share the staging buffer."""
     api = FakeCuda(instant=False)
     cache = many_layers(page_bytes, 3)
     layout = RowLayout.of(cache)
@@ -219,7 +219,7 @@ def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_byte
 
 
 def test_the_fake_sees_a_block_that_is_overwritten_while_it_is_stored() -> None:
-    """The negative control of the test above."""
+    """Negative control of the test above."""
     api = FakeCuda(instant=False)
     cache = many_layers(64, 1)
     copies = handler(api, cache=cache)
@@ -244,7 +244,7 @@ def test_what_is_computed_later_can_be_ordered_after_a_job_without_the_host_wait
 
 
 def test_a_staged_load_crosses_the_bus_before_the_engine_s_work_has_ended() -> None:
-    """Only its scatter to the KV cache has to wait."""
+    """Only the scatter to the KV cache has to wait."""
     api = FakeCuda(instant=False)
     copies = handler(api, Direction.LOAD, many_layers())
     copies.transfer_async(1, spec()[::-1])
@@ -391,7 +391,7 @@ def test_a_device_that_is_gone_does_not_keep_the_other_direction_from_shutting_d
 
 
 def test_shutdown_lets_the_engine_free_its_kv_cache_and_frees_the_staging_buffer() -> None:
-    """Also while the engine still holds the handler."""
+    """This holds while the engine still has the handler, too."""
     api = FakeCuda()
     tensors = kv.block_first()
     cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
@@ -477,7 +477,7 @@ def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.Mo
     [(FakeCuda, torch.cuda), (FakeStream, torch.cuda.Stream), (FakeEvent, torch.cuda.Event)],
 )
 def test_the_fake_takes_the_arguments_of_torch(fake: type, real: Any) -> None:
-    """Each parameter of the fake has the name and the place that it has in torch."""
+    """Each parameter of the fake has torch's name and position."""
     own = {"watched", "write", "saw", "batch", "work", "Stream", "Event"}
     checked = []
     for name, function in vars(fake).items():

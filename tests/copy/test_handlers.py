@@ -1,5 +1,4 @@
-"""What every copy handler guarantees, on the host and with CUDA's calls faked: bitwise round trips, and clean
-failures."""
+"""The guarantees of every copy handler, on the host and with faked CUDA: exact copies, clean failures."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Make = Callable[[CanonicalKVCaches, NDArray[np.uint8], RowLayout, Direction], Of
 
 @pytest.fixture(params=["host", "cuda", "cuda, batched copies", "cuda, no staging"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes handlers whose chunks are so small that every test with a few blocks has several."""
+    """Function that makes handlers with small chunks, so that a few blocks need several of them."""
     handlers: list[OffloadingHandler] = []
     api = FakeCuda()
     batch = api.batch() if "," in request.param else None
@@ -192,7 +191,7 @@ def test_the_transfers_of_a_step_run_together_and_end_one_by_one(make: Make) -> 
     store = make(cache, rows, layout, Direction.STORE)
     jobs = [
         (1, store_spec([3, 4], [5], sizes=[2, 0], indices=[10, 2])),
-        (2, store_spec([1, 2], [99], sizes=[2, 0], indices=[0, 0])),  # there is no such row
+        (2, store_spec([1, 2], [99], sizes=[2, 0], indices=[0, 0])),  # there is no row 99
         (3, store_spec([9, 8, 6, 5], [6, 7], sizes=[2, 2], indices=[2, 2])),
         (4, store_spec([], [], sizes=[0, 0], indices=[0, 0])),
     ]
@@ -208,7 +207,7 @@ def test_the_transfers_of_a_step_run_together_and_end_one_by_one(make: Make) -> 
     load = make(other, rows, layout, Direction.LOAD)
     loads = [
         (1, load_spec([11], [5], sizes=[1, 0], indices=[1, 0])),  # the second half of row 5
-        (2, load_spec([12, 13, 14], [5, 6], sizes=[3, 0], indices=[0, 0])),  # row 5 again, and a half of row 6
+        (2, load_spec([12, 13, 14], [5, 6], sizes=[3, 0], indices=[0, 0])),  # row 5 again, and half of row 6
         (3, load_spec([15], [7], sizes=[0, 1], indices=[0, 3])),
     ]
     assert load.transfer_all_async(loads) == []

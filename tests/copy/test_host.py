@@ -1,4 +1,4 @@
-"""Host copies: off the engine's thread, and a failure in the middle is a result, not an exception."""
+"""Host copies run off the engine's thread, and a failure in the middle is a result, not an exception."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiering.errors import ConfigError
 
 
 class Blocked(HostCopyHandler):
-    """Copies only once ``gate`` is open; then fails if ``error`` is set."""
+    """A copy that waits for ``gate``, and then fails if ``error`` is set."""
 
     def __init__(self, *args: object, error: Exception | None = None) -> None:
         super().__init__(*args)  # type: ignore[arg-type]

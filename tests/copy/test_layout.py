@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie in its row, and how a transfer's GPU blocks are paired with rows."""
+"""The layout of a block's bytes in its row, and the pairing of a transfer's GPU blocks with rows."""
 
 from __future__ import annotations
 

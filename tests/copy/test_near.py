@@ -1,4 +1,4 @@
-"""The CPUs near a GPU, from a faked sysfs, and the share of the rows of a rank."""
+"""The CPUs near a GPU, from a faked sysfs, and a rank's share of the rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def test_a_torch_that_does_not_tell_the_address_is_no_error(tmp_path: Path) -> N
 def test_a_rank_prepares_its_part_of_each_row() -> None:
     cache = kv.two_groups()
     share = share_of(cache, RowLayout.of(cache, 2, 1, 2))
-    assert (share.start, share.stop, share.turns) == (80, 320, 1)  # from the smaller group's part to the larger's end
+    assert (share.start, share.stop, share.turns) == (
+        80,
+        320,
+        1,
+    )  # from the begin of the smaller group's part to the end of the larger group's
     assert share.row_stride == 4096
 
 

@@ -1,4 +1,4 @@
-"""The registration of the rows with a faked CUDA runtime: chunks, parts, failures, and the agreement of ranks."""
+"""The registration of rows with a faked CUDA runtime: chunks, parts, failures, agreement of ranks."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_rank_pins_its_large_part_of_each_row_alone() -> None:
     ("num_rows", "layout"),
     [
         (100, RowLayout(((1 << 20,),), rank=1, world_size=8)),  # small parts
-        (1 << 15, RowLayout(((2 << 20,),), rank=1, world_size=8)),  # too many
-        (100, RowLayout(((2 << 20,),))),  # the whole row
+        (1 << 15, RowLayout(((2 << 20,),), rank=1, world_size=8)),  # too many parts
+        (100, RowLayout(((2 << 20,),))),  # the part is the whole row
         (100, RowLayout(((2 << 20,),), rank=1, world_size=8, replicated=True)),
-        (100, RowLayout(((8 << 20,), (1 << 20,)), rank=1, world_size=2)),  # groups in different places
+        (100, RowLayout(((8 << 20,), (1 << 20,)), rank=1, world_size=2)),  # the groups' parts lie in different places
     ],
 )
 def test_a_rank_pins_all_rows_where_parts_gain_little(num_rows: int, layout: RowLayout) -> None:
@@ -111,7 +111,7 @@ def test_a_chunk_that_fails_leaves_nothing_pinned_and_no_error_behind(
 
 
 def test_the_error_of_memory_that_is_registered_already_is_not_left_to_the_engine() -> None:
-    """The second attempt succeeds, and the first one's error would still be raised by the engine's next kernel."""
+    """The second attempt succeeds, but the engine's next kernel would still raise the first one's error."""
     api = FakeCuda()
     rows = rows_of(4)
     api.runtime.registered[rows.ctypes.data] = PAGE
@@ -123,7 +123,7 @@ def test_the_error_of_memory_that_is_registered_already_is_not_left_to_the_engin
 
 
 def test_rows_that_copies_would_miss_are_refused_without_an_error_left_behind() -> None:
-    """CUDA knows a part of the range from before, and would copy to the pages that were there then."""
+    """CUDA holds an old registration of a part of the range, whose pages a copy would use."""
     api = FakeCuda()
     rows = rows_of(4)
     api.runtime.registered[rows.ctypes.data + PAGE] = PAGE
@@ -155,7 +155,7 @@ def test_rows_are_pinned_on_the_device_of_the_kv_cache() -> None:
 
 
 class Status(enum.Enum):
-    """An enum of Python's, as newer bindings make them."""
+    """A Python enum, as in newer bindings."""
 
     success = 0
 
@@ -174,7 +174,7 @@ def test_an_answer_of_cuda_may_be_any_kind_of_enum(
 
     def register(ptr: int, size: int, flags: int) -> Any:
         if isinstance(answer, Exception):
-            raise answer  # no name for this number
+            raise answer  # the enum has no name for this number
         return answer
 
     monkeypatch.setattr(api.runtime, "cudaHostRegister", register)
@@ -187,7 +187,7 @@ def test_an_answer_of_cuda_may_be_any_kind_of_enum(
 
 
 def test_ranks_agree_that_no_rank_keeps_pinned_rows_when_one_cannot(caplog: pytest.LogCaptureFixture) -> None:
-    """Through the byte that the sides of a region share."""
+    """They agree through the byte that the sides of a region share."""
     name = f"test-agree-{id(caplog)}"
     sides = [SharedRegion.open_shared(name, 4, PAGE, sides=2) for _ in range(2)]
     apis = [FakeCuda(), FakeCuda()]
@@ -197,7 +197,7 @@ def test_ranks_agree_that_no_rank_keeps_pinned_rows_when_one_cannot(caplog: pyte
         for rank, (side, api) in enumerate(zip(sides, apis, strict=True))
     ]
     ranks[0].acquire(CPU)
-    ranks[0].agree(CPU)  # a copy of the self-check, before the others have registered
+    ranks[0].agree(CPU)  # a copy of the self-check, before the other ranks have registered
     ranks[0].expect_agreement()
     assert ranks[0].is_pinned
     ranks[1].acquire(CPU)

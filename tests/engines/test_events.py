@@ -1,4 +1,4 @@
-"""KV events in vLLM's words, with classes and functions as its releases have them."""
+"""KV events in vLLM's form, with the classes and functions of its releases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ def test_fields_in_another_order_are_told_by_their_names() -> None:
 
 
 class Utils:
-    """The functions of vLLM's that make extra keys; ``asked`` are the tokens that they were asked about."""
+    """vLLM's functions that make extra keys.
+
+    Attributes:
+        asked: arguments (start, end, feature) of each call.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []

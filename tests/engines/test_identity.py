@@ -1,4 +1,4 @@
-"""The identity of a model in vLLM's connector: weights and settings, however its path is spelled.
+"""The identity of a model in vLLM's connector: weights and settings, but not the spelling of its path.
 
 No vLLM is needed.
 """
@@ -36,7 +36,10 @@ def write_model(directory: Path, weights: bytes = b"weights", **config: Any) -> 
 
 
 def write_snapshot(cache: Path, name: str = "org--model", commit: str = COMMIT) -> Path:
-    """A model as the Hugging Face cache lays it out: files are links to blobs.  Returns the directory of the commit."""
+    """Write a model in the layout of the Hugging Face cache; return the directory of the commit.
+
+    Its files are links to blobs.
+    """
     written, snapshot = write_model(cache / "written"), cache / f"models--{name}" / "snapshots" / commit
     snapshot.mkdir(parents=True)
     for file in written.iterdir():
@@ -56,7 +59,7 @@ def link_to_blob(link: Path, content: bytes) -> None:
 
 
 def model(path: object, **words: Any) -> Any:
-    """vLLM's configuration of a model."""
+    """Return vLLM's configuration of a model."""
     config = SimpleNamespace(to_dict=lambda: dict(CONFIG), architectures=CONFIG["architectures"], _commit_hash=None)
     return SimpleNamespace(
         **{"model": str(path), "revision": None, "hf_config": config, "seed": 0, "max_model_len": 4096, **words}

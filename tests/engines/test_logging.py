@@ -1,4 +1,4 @@
-"""Our log lines beside vLLM's own, which configures only its own logger."""
+"""Log lines of the connector beside those of vLLM, which configures only its own logger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiering.engines.vllm.logging import OURS, share_logging
 
 @pytest.fixture
 def loggers() -> logging.Manager:
-    """Loggers as a new process has them: apart from the test runner's."""
+    """The loggers of a new process, separate from the test runner's."""
     return logging.Manager(logging.RootLogger(logging.WARNING))
 
 
@@ -56,7 +56,7 @@ def test_a_line_is_written_once_however_often_it_is_set_up(
 ) -> None:
     assert share_logging(engine, {})
     assert share_logging(engine, {})
-    loggers.root.addHandler(logging.StreamHandler(written))  # somebody configures the root later
+    loggers.root.addHandler(logging.StreamHandler(written))  # the root logger may be configured later
     loggers.getLogger("kv_tiering.vllm").info("once")
     assert written.getvalue().count("once") == 1
 

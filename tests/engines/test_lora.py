@@ -1,4 +1,4 @@
-"""What requests with LoRA adapters may use: blocks are known by an adapter's name, whatever it stands for."""
+"""Requests with LoRA adapters: their blocks are named by the adapter's name, not by its content."""
 
 from __future__ import annotations
 

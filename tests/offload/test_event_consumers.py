@@ -1,4 +1,4 @@
-"""Who applies the events in their order knows at every step what each tier holds, whatever happens to blocks."""
+"""A consumer that applies the events in order knows at every step which blocks each tier holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events that describe themselves."""
+"""KV events with tokens, hash and parent of their blocks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TestRemoved:
 
 
 class TestExtraKeys:
-    """What the engine hashed beside the tokens comes from the engine's own function."""
+    """The engine's own function returns the extra keys that the engine hashed."""
 
     @staticmethod
     def numbered(req: object, first: int, count: int, size: int) -> list[tuple[object, ...] | None]:
@@ -192,7 +192,7 @@ class TestExtraKeys:
 
 
 class TestLookups:
-    """Blocks that were found, not stored, are announced with their tokens when a request first uses them."""
+    """Blocks that a lookup found are announced with their tokens when a request first uses them."""
 
     def test_what_was_found_is_announced_again_with_tokens_and_parents(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)

@@ -1,4 +1,4 @@
-"""Metrics as a scraper sees them: names, labels, buckets, and what several reports add up to."""
+"""Metrics as a scraper sees them: names, labels, buckets, and sums over several reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer statistics: what is recorded, added up, and handed to another process."""
+"""Transfer statistics: records, sums, and the transfer to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspects among the GPU blocks: which blocks become suspects, and when they are trusted again."""
+"""Suspects among the GPU blocks: causes of suspicion, and the return of trust."""
 
 from __future__ import annotations
 

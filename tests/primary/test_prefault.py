@@ -1,4 +1,4 @@
-"""The share of a region that one side prepares: which pages, in which order, and on which CPUs."""
+"""One side's share of a region's preparation: its pages, their order, and its CPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The shared region: its shape, several sides mapping it in any order, and nothing left behind whoever is killed
-when."""
+"""The shared region: its shape, sides that map it in any order, and no debris after any kill."""
 
 from __future__ import annotations
 
@@ -158,7 +157,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     holder = os.open(path, os.O_RDWR)
     try:
-        assert try_lock(holder, 0, 0)  # so that it is not swept
+        assert try_lock(holder, 0, 0)  # keeps the region from being swept
         with pytest.raises(RegionError, match="not private"):
             open_side(tmp_path)
     finally:
@@ -256,7 +255,7 @@ def test_once_both_sides_have_it_nothing_is_there_to_be_left(tmp_path: Path) -> 
 
 def test_a_side_that_dies_is_not_counted_while_others_wait(tmp_path: Path) -> None:
     mine = open_side(tmp_path, sides=2)
-    theirs = open_side(tmp_path, name="other", sides=2)  # something else to sweep around
+    theirs = open_side(tmp_path, name="other", sides=2)  # a second region beside it
     third = SharedRegion.open_shared("three", ROWS, ROW_BYTES, sides=3, directory=tmp_path)
     dead = SharedRegion.open_shared("three", ROWS, ROW_BYTES, sides=3, directory=tmp_path)
     dead.close()

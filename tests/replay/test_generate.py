@@ -1,4 +1,4 @@
-"""The generator: equal seeds, requests in order, prompts that grow, prefixes that are shared."""
+"""The generator: equal seeds give equal traces, in order, with growing prompts and shared prefixes."""
 
 from __future__ import annotations
 

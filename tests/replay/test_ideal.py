@@ -1,4 +1,4 @@
-"""The bounds: exact where everything is kept, close where a sample is."""
+"""The bounds of hit rates: exact for a full trace, close for a sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lru_hits(keys: list[int], capacity: int) -> int:
 
 
 def best_hits(keys: list[int], capacity: int) -> int:
-    """The best of all policies, by trying all of them."""
+    """Return the hits of the best policy, by trying all of them."""
 
     @cache
     def best(position: int, held: frozenset[int]) -> int:
@@ -48,7 +48,7 @@ def test_the_optimum_is_the_best_of_all_policies(seed: int) -> None:
 
 
 def accesses(count: int, distinct: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Accesses in which a few keys are frequent, and many are not."""
+    """Return accesses to a few frequent keys and many rare ones."""
     chosen = (np.random.default_rng(seed).pareto(0.7, count) * 10).astype(np.uint64) % np.uint64(distinct)
     return mixed(chosen)
 

@@ -1,4 +1,4 @@
-"""Reading traces: three formats, several files, and files that are none."""
+"""Traces: three formats, several files, and files that are no traces."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_blocks_that_left_the_primary_tier_come_from_the_disk_in_the_modelled_ti
     share = {**DISK, "primary_share": 1.0}
     result = replayed(trace, 8, share, model=model, promotion_share=1.0)
     assert hits(result) == {"cpu": 0, "local": 8}
-    # Waiting: latency and 8 blocks at 10 a second; then 8 blocks into the accelerator, and the last token.
+    # The latency, and 8 blocks at 10 a second; then 8 blocks to the accelerator, and the last token.
     assert result.ttft_mean == pytest.approx((0.8 + 0.8 + 0.5 + 0.8 + 0.08 + 0.01) / 3)
     local = result.tiers[1]
     assert (local.bytes_written, local.bytes_read) == (16 * BLOCK_BYTES, 8 * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The page: everything in one file, everything escaped, all stacks to copy."""
+"""The report page: one self-contained file, all text escaped, all stacks ready to copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STACK = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "local", "path
 
 
 class Reader(HTMLParser):
-    """Collects the tags, and what they refer to."""
+    """A parser that collects the tags and their references."""
 
     def __init__(self) -> None:
         super().__init__()

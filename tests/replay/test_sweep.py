@@ -1,4 +1,4 @@
-"""Sweeps: the variants of a stack, and what is wrong with some."""
+"""Sweeps: the variants of a stack, and the errors of invalid variants."""
 
 from __future__ import annotations
 

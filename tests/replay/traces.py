@@ -13,7 +13,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def request(time: float, ids: Iterable[int], output: int = 1) -> TraceRequest:
-    """A request whose prompt is whole blocks."""
+    """Return a request whose prompt is whole blocks."""
     hashes = chained(ids)
     return TraceRequest(time, len(hashes) * BLOCK_TOKENS, output, hashes)
 

@@ -1,4 +1,4 @@
-"""Threads on demand: as many as the work needs, at most so many, and none that holds up the end."""
+"""Threads on demand: a bounded number, as the work needs, and no thread delays the process's end."""
 
 from __future__ import annotations
 

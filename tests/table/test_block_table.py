@@ -1,4 +1,4 @@
-"""The table of rows against a model: every row is in one place, and the counts are those of the rows."""
+"""The table of rows against a model: every row has one state, and the counts match the rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[list[bytes], list[int]]
 
 
 class TableMachine(RuleBasedStateMachine):
-    """A table, and the writers and readers that its rows have."""
+    """A table, and the writers and readers of its rows."""
 
     @initialize(policy=st.sampled_from(["lru", "arc"]))
     def start(self, policy: str) -> None:

@@ -1,4 +1,4 @@
-"""Eviction policies: exact LRU order with pins, ARC's adaptation, both against simple models."""
+"""Eviction policies against simple models: exact LRU order with pins, and ARC's adaptation."""
 
 from __future__ import annotations
 
