@@ -167,6 +167,18 @@ class TestAssigned:
         assert blocks.assigned([[]], [[1, 2, 3]], None, None) == 8
         assert among(blocks, 3) == {3}
 
+    def test_a_request_that_was_not_matched_may_also_fill_the_blocks_behind_a_suspect(self) -> None:
+        blocks = suspects(2, sizes=(4, 8))
+        assert blocks.assigned([[], []], [[1, 2, 0, 4, 5], [11, 12, 13]], None, None) == 4
+        assert among(blocks, 0, 1, 2, 4, 5, 11, 12, 13) == {2, 4, 5, 11, 12, 13}
+
+    def test_other_blocks_than_before_may_also_be_filled_behind_a_suspect(self) -> None:
+        blocks = suspects()
+        blocks.reset(None)
+        blocks.filled([[1, 3, 4]], None)
+        assert blocks.assigned([[9]], [[1, 2, 3, 4]], 4, None) == 4
+        assert among(blocks, 1, 2, 3, 4) == {2, 3, 4}
+
     def test_the_found_tokens_count_in_blocks_of_each_group(self) -> None:
         blocks = suspects(2, 12, sizes=(4, 8))
         assert blocks.assigned([[], []], [[1, 2, 3], [11, 12]], 8, None) == 4

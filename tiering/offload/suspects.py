@@ -138,8 +138,8 @@ class SuspectBlocks:
             known: block tables that the request had before; empty for a request that starts.
             tables: block tables that the request has now.
             found_tokens: tokens that the request found in the engine's cache; all other blocks are filled for the
-                request. None if the request was not matched since it started over: then it may have found any of its
-                blocks.
+                request. None if the request was not matched since it started over: then it may have found or may fill
+                any of its blocks.
             invalid_from: result of the previous call.
 
         Returns:
@@ -157,6 +157,9 @@ class SuspectBlocks:
             ]
             found = [table[:start] for table, start in zip(tables, starts, strict=True)]
             invalid_from = self.first_token(found, self) if self else None
+            if found_tokens is None and invalid_from is not None:
+                # The request may as well fill some of the blocks behind the suspect.
+                self.filled(self._behind(tables, invalid_from), invalid_from)
         self.filled([table[start:] for table, start in zip(tables, starts, strict=True)], invalid_from)
         return invalid_from
 
