@@ -1,6 +1,6 @@
 """An S3 server in memory that answers as late as a real one, with log-normal latencies.
 
-It is a process of its own, with one thread, and serves only the requests of the s3 tier.  Signatures are not checked.
+It is a process of its own, with one thread, and serves only the requests of the s3 tier. Signatures are not checked.
 """
 
 from __future__ import annotations

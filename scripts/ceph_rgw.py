@@ -87,7 +87,7 @@ class CephRgw:
                 raise
 
     def stop(self) -> None:
-        """End the processes, the gateway first.  May be called twice."""
+        """End the processes, the gateway first. May be called twice."""
         while self.processes:
             process = self.processes.pop()
             if process.poll() is None:

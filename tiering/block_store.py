@@ -217,7 +217,7 @@ class BlockStore(ABC):
         Raises:
             StoreError: the block could not be read, or (the default) the medium cannot read this way.
         """
-        raise PermanentStoreError("this medium cannot read a block again over a connection of its own")
+        raise PermanentStoreError("this medium cannot read a block again over a new connection")
 
     def delete_version(self, place: Place, version: str) -> bool:
         """Delete a block if it is still the given version, and return True if it was deleted.

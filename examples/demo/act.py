@@ -26,8 +26,8 @@ from examples.mini_engine.tiers import copy_nothing
 class ActSettings:
     """The arguments of an act's process.
 
-    ``seen``: the file of block names that were computed before (read, and extended).  ``broken_loads``: loads copy
-    nothing and claim success.  ``log``: where the act's log goes.
+    ``seen``: the file of block names that were computed before (read, and extended). ``broken_loads``: loads copy
+    nothing and claim success. ``log``: where the act's log goes.
     """
 
     name: str

@@ -20,7 +20,7 @@ class Progress(AbstractContextManager["Progress"], Protocol):
 
 
 class Display:
-    """Prints the story.  On a terminal with rich installed it is coloured and live."""
+    """Prints the story. On a terminal with rich installed it is coloured and live."""
 
     def __init__(self, plain: bool = False) -> None:
         self._console: Any = None

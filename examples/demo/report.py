@@ -13,7 +13,7 @@ TIERS = ("gpu", "cpu", "local", "s3")
 
 @dataclass(slots=True)
 class ActResult:
-    """One act.  Times in seconds, counts in tokens, sizes in bytes.
+    """One act. Times in seconds, counts in tokens, sizes in bytes.
 
     ``answers``: "user/turn" → tokens; ``digests``: the same with a hash of all logits behind each token.
     ``recomputed_tokens`` are prompt tokens that were computed although the same engine, or the one before it, had

@@ -58,7 +58,7 @@ class Output:
 
 
 class Engine:
-    """Runs requests.  With a stack of tiers, KV that leaves the GPU's pool is kept there and loaded again.
+    """Runs requests. With a stack of tiers, KV that leaves the GPU's pool is kept there and loaded again.
 
     ``replace_loads`` is for negative controls: see :mod:`examples.mini_engine.tiers`.
     """
@@ -146,11 +146,11 @@ class Engine:
         return self.reset()
 
     def reset(self) -> bool:
-        """Forget all KV.  Running requests start over."""
+        """Forget all KV. Running requests start over."""
         return self.scheduler.reset()
 
     def shutdown(self) -> None:
-        """Release the tiers.  May be called twice."""
+        """Release the tiers. May be called twice."""
         if self.tiers is not None:
             self.tiers.shutdown()
 

@@ -38,7 +38,7 @@ class BlockPool:
         self.cached: dict[CacheKey, Block] = {}
 
     def take(self, count: int) -> list[Block]:
-        """Take ``count`` free blocks, whose content is lost.  There must be as many."""
+        """Take ``count`` free blocks, whose content is lost. There must be as many."""
         taken = [self.free.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
             self._forget(block)
@@ -132,7 +132,7 @@ class KVCacheManager:
         return -(-tokens // self.block_size) * len(self.windows) < self.num_blocks
 
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest cached prefix, which leaves at least one token to compute.  Takes nothing yet."""
+        """The longest cached prefix, which leaves at least one token to compute. Takes nothing yet."""
         limit = (
             min(len(request.block_hashes), (request.num_tokens - 1) // self.block_size) if self.prefix_caching else 0
         )

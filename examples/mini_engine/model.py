@@ -2,7 +2,7 @@
 
 How that is done: every operation works on one *tile*, the tokens of one KV block of one sequence, and always has the
 same shape. The token at position p is row ``p % block_size`` of tile ``p // block_size``, whatever else is in the
-batch; rows that are not asked for are padding.  A row of a matrix product depends on no other row, and masked keys get
+batch; rows that are not asked for are padding. A row of a matrix product depends on no other row, and masked keys get
 a probability of exactly 0, so the bits of a token's KV and logits depend on the tokens before it and on nothing else.
 (The price is that a decoded token costs a whole tile.)
 """
@@ -149,7 +149,7 @@ class Transformer:
     def forward(self, cache: PagedKV, tokens: Sequence[int], start: int, tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute ``tokens``, which stand at positions from ``start``, of one sequence.
 
-        ``tables[g][i]`` is the block of group g that holds tile i (0 where a window has passed).  Reads the KV before
+        ``tables[g][i]`` is the block of group g that holds tile i (0 where a window has passed). Reads the KV before
         ``start`` from ``cache``, writes that of the tokens, and returns the logits after the last one, (vocabulary,).
         """
         size, config = cache.block_size, self.config

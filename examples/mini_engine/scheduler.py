@@ -102,7 +102,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request.  ValueError if it can never fit into the GPU's blocks."""
+        """Queue a request. ValueError if it can never fit into the GPU's blocks."""
         if not request.prompt or not self.kv.can_ever_hold(request.num_tokens + request.max_tokens):
             message = f"request {request.request_id}: the prompt is empty, or larger than the KV cache; use more blocks"
             raise ValueError(message)

@@ -1,7 +1,7 @@
 """The simple scheduler under the engine: a CPU pool that mirrors the GPU's, without tiers behind it.
 
 The simple scheduler works on the engine's own block pool: it holds references there while copies run and, in its lazy
-mode, walks the free queue.  So the engine's pool is replaced by one that has these things under the names that vLLM's
+mode, walks the free queue. So the engine's pool is replaced by one that has these things under the names that vLLM's
 pool has.
 """
 

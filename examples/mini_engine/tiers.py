@@ -22,7 +22,7 @@ ReplaceLoads = Callable[[OffloadingHandler], OffloadingHandler]
 
 @dataclass(slots=True)
 class Tiers:
-    """A connected stack.  ``block_bytes``: of an offloaded block, per KV-cache group."""
+    """A connected stack. ``block_bytes``: of an offloaded block, per KV-cache group."""
 
     scheduler_half: OffloadingConnectorScheduler
     worker_half: OffloadingConnectorWorker

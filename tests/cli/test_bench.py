@@ -93,7 +93,7 @@ def test_a_tier_that_cannot_be_used_is_one_line(write_stack: WriteStack, tmp_pat
 
 def test_words_about_tokens_need_each_other(write_stack: WriteStack) -> None:
     done = kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--bytes-per-token", "128KiB")
-    assert (done.code, "need each other" in done.err) == (2, True)
+    assert (done.code, "give both or neither" in done.err) == (2, True)
 
 
 def test_the_break_even_is_told_with_the_word_of_the_stack(write_stack: WriteStack) -> None:

@@ -78,7 +78,7 @@ def test_wrong_words_end_with_one_line(trace: Path, stack: Path, words: list[str
 
 def test_a_file_that_is_no_trace_and_a_missing_stack(trace: Path, stack: Path, tmp_path: Path) -> None:
     done = kv_tiering("replay", stack, "--stack", stack)
-    assert (done.code, "line 1: is no JSON" in done.err) == (USAGE, True)
+    assert (done.code, "line 1: is not JSON" in done.err) == (USAGE, True)
     assert kv_tiering("replay", trace, "--stack", tmp_path / "none.yaml").code == USAGE
 
 
@@ -87,5 +87,5 @@ def test_generated_traces_go_through_a_pipe_and_depend_on_the_seed() -> None:
     one, other = process(*words), process(*words, "--seed", "2")
     assert (one.code, len(one.out.splitlines())) == (OK, 21)
     assert one.out.splitlines()[1:] != other.out.splitlines()[1:]
-    assert "chess: is no kind" in kv_tiering("trace", "generate", "--kind", "chess").err
+    assert "chess: is not a kind" in kv_tiering("trace", "generate", "--kind", "chess").err
     assert "is not a number" in kv_tiering("trace", "generate", "--kind", "chat=many").err

@@ -126,7 +126,7 @@ def test_a_large_file_is_refused_unread(write: Write, monkeypatch: pytest.Monkey
         return read(fd, count)
 
     monkeypatch.setattr(os, "read", counted)
-    assert "has more than 1 MiB: this is no stack" in refusal(path)
+    assert "has more than 1 MiB: this is not a stack" in refusal(path)
     assert sum(taken) <= (1 << 20) + 1
 
 
@@ -175,7 +175,7 @@ def test_a_pipe_without_end_is_cut_off() -> None:
     thread = threading.Thread(target=pour)
     thread.start()
     try:
-        assert "has more than 1 MiB: this is no stack" in refusal(f"/dev/fd/{reader}")
+        assert "has more than 1 MiB: this is not a stack" in refusal(f"/dev/fd/{reader}")
     finally:
         os.close(reader)
         thread.join()
@@ -203,7 +203,7 @@ def test_a_path_that_cannot_be_is_refused(path: Any) -> None:
     ids=["depth", "mappings", "values", "aliases", "merges"],
 )
 def test_yaml_that_grows_without_end_is_refused_at_once(write: Write, text: Any) -> None:
-    assert "this is no stack" in refusal(write(text))
+    assert "this is not a stack" in refusal(write(text))
 
 
 @pytest.mark.parametrize(

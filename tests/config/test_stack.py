@@ -316,7 +316,7 @@ def test_a_tier_that_a_request_names_and_a_stack_does_not_have_is_told_once(capl
             manager.on_new_request(ctx)
             manager.on_request_finished(ctx)
     told = [record.message for record in caplog.records]
-    assert [text.partition(" is no tier")[0] for text in told] == [
+    assert [text.partition(" is not a tier")[0] for text in told] == [
         "request r1: kv_tiering.tiers: 'tire0'",
         "request r3: kv_tiering.tiers: 'tier2'",
     ]

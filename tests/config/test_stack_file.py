@@ -288,11 +288,11 @@ def test_broken_yaml_is_told_where(write: Write) -> None:
 
 def test_aliases_cannot_multiply_without_end(write: Write) -> None:
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
-    assert "this is no stack" in refusal(write("a0: &a0 x\n" + levels))
+    assert "this is not a stack" in refusal(write("a0: &a0 x\n" + levels))
 
 
 def test_an_alias_to_itself_is_refused(write: Write) -> None:
-    assert "this is no stack" in refusal(write("primary: &a {capacity: *a}\n"))
+    assert "this is not a stack" in refusal(write("primary: &a {capacity: *a}\n"))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])

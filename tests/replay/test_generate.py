@@ -41,7 +41,7 @@ def test_seeds_decide() -> None:
 
 
 def test_wrong_kinds_and_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"chess: is no kind.*chat"):
+    with pytest.raises(ConfigError, match=r"chess: is not a kind.*chat"):
         generate({"chess": 1.0}, 10, 1.0, 16)
     for requests, rate, share in ((0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, 0.0)):
         with pytest.raises(ConfigError, match="above 0"):

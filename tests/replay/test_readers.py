@@ -81,8 +81,8 @@ def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("", "holds no request"),
-        ("no json\n", "line 1: is no JSON"),
-        ('{"some": "thing"}\n', "is no trace that is known"),
+        ("no json\n", "line 1: is not JSON"),
+        ('{"some": "thing"}\n', "is not a known kind of trace"),
         (json.dumps({"format": "kv-tiering-trace", "version": 99, "block_tokens": 16}), "version 99"),
         (json.dumps({"format": "kv-tiering-trace", "version": 1, "block_tokens": 0}), "above 0"),
         (public_line(0, [1]) + '{"timestamp": 1}\n', "line 2: .* input_length is missing|line 2"),

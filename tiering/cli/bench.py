@@ -102,7 +102,7 @@ def bench(
       kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB --html bench.html
     """
     if (prefill_tokens_per_second is None) != (bytes_per_token is None):
-        raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token need each other")
+        raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token: give both or neither")
     if html is not None and not html.absolute().parent.is_dir():
         raise click.BadParameter(f"{html.parent} is not a directory", param_hint="--html")
     _, chosen = chosen_tiers(stack, tiers)

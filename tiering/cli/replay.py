@@ -72,7 +72,7 @@ def replay(
     trace = Trace(traces, block_tokens)
     stack = read_plain(stack_path)
     if not isinstance(stack, dict):
-        raise ConfigError(f"{stack_path}: is no stack; it must be a mapping with primary and secondary")
+        raise ConfigError(f"{stack_path}: is not a stack; it must be a mapping with primary and secondary")
     variants = points(stack, [parse_axis(text) for text in sweeps])
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: its directory does not exist")

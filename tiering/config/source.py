@@ -85,7 +85,7 @@ def escaped(text: str) -> str:
 def _expand(source: Source, value: object, path: FieldPath, carried: Carried, count: list[int]) -> object:
     count[0] += 1
     if count[0] > MAX_NODES or len(path) > MAX_DEPTH:
-        raise ConfigError(f"{source.name}: more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack")
+        raise ConfigError(f"{source.name}: more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is not a stack")
     if isinstance(value, str):
         return _expand_text(source, carried.restored(value), path)
     if isinstance(value, Mapping):

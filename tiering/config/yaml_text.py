@@ -93,7 +93,7 @@ def _read(path: str, fd: int) -> bytes:
         if not piece:
             return bytes(data)
         data += piece
-    raise ConfigError(f"{_file(path)}: has more than {MAX_BYTES >> 20} MiB: this is no stack")
+    raise ConfigError(f"{_file(path)}: has more than {MAX_BYTES >> 20} MiB: this is not a stack")
 
 
 def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[FieldPath, int]]:
@@ -119,7 +119,7 @@ def parse_yaml(name: str, text: str, carried: Carried) -> tuple[object, dict[Fie
                 return loader.construct_document(node), lines
         reason = "the stack file is empty; it needs at least primary: {capacity: 8GiB}"
     except _TooMuchError:
-        reason = f"more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is no stack"
+        reason = f"more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is not a stack"
     except (yaml.YAMLError, RecursionError) as error:
         reason = f"not valid YAML: {_message(error, carried)}"
     # Raised outside the handlers, because a parser error in the traceback quotes its input, which may be a password.

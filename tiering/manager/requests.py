@@ -79,7 +79,7 @@ class _UnknownNames:
             if len(self._told) < self._MOST:
                 self._told.add(name)
                 _log.warning(
-                    "request %s: kv_tiering.tiers: %s is no tier of this stack and is ignored (told once); "
+                    "request %s: kv_tiering.tiers: %s is not a tier of this stack and is ignored (logged once); "
                     "the tiers are %s",
                     shown_name(req_id),
                     shown(name),

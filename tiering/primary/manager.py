@@ -296,7 +296,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def _count_ignored(self, count: int, req_id: str) -> None:
         self.ignored_completions += count
-        _log.debug("ignored %d completions of %s: not known (any more)", count, shown_name(req_id))
+        _log.debug("ignored %d completions of %s: no such copy is running", count, shown_name(req_id))
 
 
 def _event(keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:

@@ -81,7 +81,7 @@ def generate(
     """
     unknown = sorted(set(kinds) - WORKLOADS.keys())
     if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: is no kind of session; allowed are {', '.join(WORKLOADS)}")
+        raise ConfigError(f"{', '.join(unknown)}: is not a kind of session; allowed are {', '.join(WORKLOADS)}")
     if not kinds or min(requests, rate, block_tokens, *kinds.values()) <= 0:
         raise ConfigError("a trace needs kinds of sessions, and requests, rate and block_tokens above 0")
     return _generate(kinds, requests, rate, block_tokens, np.random.default_rng(seed))

@@ -127,7 +127,7 @@ class Trace:
         except (OSError, EOFError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
         except Exception as error:
-            raise ConfigError(f"{path}, line {number}: is no request of a trace: {_reason(error)}") from error
+            raise ConfigError(f"{path}, line {number}: is not a request of a trace: {_reason(error)}") from error
 
 
 def in_order(requests: Iterable[TraceRequest], window: int = REORDERED) -> Iterator[TraceRequest]:
@@ -175,7 +175,7 @@ def _info(path: Path, block_tokens: int | None) -> TraceInfo:
     try:
         words = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{path}, line 1: is no JSON: {error}") from error
+        raise ConfigError(f"{path}, line 1: is not JSON: {error}") from error
     info = _recognised(path, words)
     return info if block_tokens is None else TraceInfo(info.format, block_tokens, info.block_bytes)
 
@@ -194,7 +194,7 @@ def _recognised(path: Path, words: object) -> TraceInfo:
                 return TraceInfo("bailian", BAILIAN_BLOCK_TOKENS)
             return TraceInfo("mooncake", MOONCAKE_BLOCK_TOKENS)
     raise ConfigError(
-        f"{path}: is no trace that is known; its first line must have timestamp, input_length, output_length and "
+        f"{path}: is not a known kind of trace; its first line must have timestamp, input_length, output_length and "
         f"hash_ids (the formats of Mooncake and Bailian), or format: {FORMAT}"
     )
 

@@ -129,7 +129,7 @@ def _tier(
 ) -> SimulatedTier:
     name, medium = options.tier_name, model.medium(options)
     if not isinstance(options, BlockTierOptions):
-        raise ConfigError(f"secondary[{index}] ({name}): a replay simulates block tiers, and {options.type} is none")
+        raise ConfigError(f"secondary[{index}] ({name}): a replay simulates block tiers, and {options.type} is not one")
     named = not isinstance(options, SlotOptions)
     ttl = options.ttl if isinstance(options, TtlOptions) else None
     store = SimulatedStore(name, named=named, ttl=ttl, clock=clock)

@@ -69,7 +69,7 @@ def parse_axis(text: str) -> Axis:
     for part in name.split("."):
         match = _PART.fullmatch(part)
         if match is None:
-            raise ConfigError(f"--sweep {text}: {name} is no word of a stack; write it like secondary[0].capacity")
+            raise ConfigError(f"--sweep {text}: {name} is not a word of a stack; write it like secondary[0].capacity")
         path.append(match[1])
         path += [int(index) for index in re.findall(r"[0-9]+", match[2])]
     span = _RANGE.fullmatch(values)
@@ -156,7 +156,7 @@ def _set(words: dict[str, Any], axis: Axis, value: object) -> None:
             raise ConfigError(f"--sweep {axis.name}: the stack has no {_path_text(axis.path[:-1])}") from None
     last = axis.path[-1]
     if not (isinstance(place, dict) and isinstance(last, str)):
-        raise ConfigError(f"--sweep {axis.name}: is no word of the stack; write it like secondary[0].capacity")
+        raise ConfigError(f"--sweep {axis.name}: is not a word of the stack; write it like secondary[0].capacity")
     place[last] = value
 
 

@@ -86,4 +86,4 @@ class DaemonThreads:
             try:
                 work()
             except BaseException:
-                _log.exception("%s: an error that nothing handles", self._name)
+                _log.exception("thread %s: unexpected error; the thread goes on", self._name)

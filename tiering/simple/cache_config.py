@@ -98,5 +98,6 @@ def _check_kinds(cache: KVCacheConfig) -> None:
     for index, group in enumerate(cache.kv_cache_groups):
         if kind_of(group) is GroupKind.WINDOW and (group.sliding_window is None or group.sliding_window < 1):
             raise ConfigError(
-                f"KV-cache group {index} ({group.kind}): sliding_window {group.sliding_window} is no number of tokens"
+                f"KV-cache group {index} ({group.kind}): "
+                f"sliding_window {group.sliding_window} is not a number of tokens"
             )

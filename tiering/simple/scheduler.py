@@ -99,8 +99,8 @@ class SimpleCPUOffloadScheduler:
             and any(kind_of(group) is GroupKind.STATE for group in kv_cache_config.kv_cache_groups)
         ):
             raise ConfigError(
-                "mode simple: of state-space groups only the states that the engine's prefix caching keeps can be "
-                "stored; turn prefix caching on"
+                "mode simple stores only those states of state-space groups that the engine's prefix caching keeps: "
+                "turn prefix caching on"
             )
         if lazy_offload and self_describing_kv_events:
             raise ConfigError(

@@ -54,7 +54,7 @@ class Documents:
         self._make_directory(self._path)
         if lost:
             logger.warning(
-                "%s is missing: every block that was stored in %s before is foreign", self._path, self._directory
+                "%s is missing: blocks that were stored in %s before are not used", self._path, self._directory
             )
 
     def _make_directory(self, path: Path) -> None:

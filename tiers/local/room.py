@@ -97,7 +97,7 @@ class Room:
             return False
         oldest = min(modified, key=lambda number: (modified[number][1], number))
         path = self._directory / self._geometry.segment_name(oldest)
-        logger.warning("%s is full: giving up %s", self._directory, path.name)
+        logger.warning("%s is full: truncating %s; its blocks are lost", self._directory, path.name)
         fd = self._files.open(path, os.O_RDWR)
         try:
             self._files.truncate(fd, 0)

@@ -125,5 +125,5 @@ def test_a_full_disk_that_frees_nothing_costs_one_segment_and_one_line(
     disk.full = False
     rig.wait(lambda: rig.tier.get_stats().available)
     rig.close()
-    assert caplog.text.count("giving up slots-") == 1
+    assert caplog.text.count("is full: truncating slots-") == 1
     assert caplog.text.count("begins empty, because") == 1

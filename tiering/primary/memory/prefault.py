@@ -171,7 +171,7 @@ def _move_near(cpus: frozenset[int]) -> None:
         try:
             os.sched_setaffinity(0, usable)
         except OSError as error:
-            logger.debug("preparing the primary tier's memory anywhere: %s", error)
+            logger.debug("the primary tier's memory is prepared on any CPU, not near the GPU: %s", error)
 
 
 def _start_threads(work: Callable[[], None], count: int) -> list[threading.Thread]:

@@ -160,7 +160,7 @@ class EpochWatch:
             self._running = False
             self._plan()
             if error is not None:
-                logger.debug("tier %s: no look for a new common epoch: %s", self._name, error)
+                logger.debug("tier %s: cannot look for a new common epoch: %s", self._name, error)
             if found is None or self._namespace is not namespace:
                 return
             self._known = found

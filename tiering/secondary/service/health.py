@@ -97,7 +97,7 @@ class HealthCheck:
         if error is not None:
             raise error
         if self._store.read_document(self._document) not in {None, _PROOF}:
-            raise TemporaryStoreError(f"document {self._document} is not what was written")
+            raise TemporaryStoreError(f"document {self._document} was read back with other bytes than were written")
 
     # ----------------------------------------------------------------------------------------------------------- writes
 
