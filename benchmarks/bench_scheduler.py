@@ -18,7 +18,8 @@ import numpy as np
 
 from benchmarks.harness import Bench, Sample, timed
 from tests.connector.fakes import FakeBlocks, FakeConnectorOutput, FakeSchedulerOutput, make_spec
-from tiering.api.keys import OffloadKey
+from tiering.advisor.advisor import SizeAdvisor
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
@@ -193,25 +194,28 @@ class Engine:
         return new
 
 
-def scheduler_half(asked: int | None) -> OffloadingConnectorScheduler:
+def scheduler_half(asked: int | None, advisor: SizeAdvisor | None = None) -> OffloadingConnectorScheduler:
     """Return a scheduler half with a full CPU tier.
 
     Args:
         asked: number of steps after which a tier behind the CPU tier answers; None: there is no such tier.
+        advisor: the manager's size advisor; default: none.
     """
     spec = make_spec(gpu_block_size=BLOCK)
     rows = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 1), np.uint8).data)
     news = News()
-    manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked, news)], news=news)
+    manager = TieringOffloadingManager(rows, [] if asked is None else [Tier(asked, news)], news=news, advisor=advisor)
     spec.get_manager = lambda: manager  # type: ignore[method-assign]
     return OffloadingConnectorScheduler(spec)
 
 
 def run(bench: Bench) -> None:
     count = 20 if bench.quick else 300
+    advisor = SizeAdvisor({PRIMARY_TIER: ROWS})
     engines: dict[str, Engine] = {
         "no connector": Engine(NoConnector()),
         "cpu": Engine(scheduler_half(None)),
+        "cpu + advisor": Engine(scheduler_half(None, advisor)),
         "cpu + disk": Engine(scheduler_half(1)),
         "cpu + bucket": Engine(scheduler_half(ASKED)),
     }
@@ -233,3 +237,6 @@ def run(bench: Bench) -> None:
     for name, limit in (("cpu", 60), ("cpu + disk", 80), ("cpu + bucket", 80)):
         added = sorted(mine - bare for mine, bare in zip(stats[name].samples, floor.samples, strict=True))
         bench.target(f"CPU per step that {name} adds", added[len(added) // 2], limit, "max", "µs")
+    extra = sorted(mine - bare for mine, bare in zip(stats["cpu + advisor"].samples, stats["cpu"].samples, strict=True))
+    per_step = advisor.accesses / engines["cpu + advisor"].steps
+    bench.target("CPU per block looked up that the advisor adds", extra[len(extra) // 2] / per_step, 1.0, "max", "µs")

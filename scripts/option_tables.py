@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from tiering.config.problems import allowed_words
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.config.stack_file import PrimaryOptions, StackConfig
+from tiering.config.stack_file import PrimaryOptions, RecordOptions, StackConfig
 from tiering.config.words import descriptions
 from tiering.secondary.options import (
     BlockTierOptions,
@@ -43,7 +43,11 @@ DOCUMENTS = (ROOT / "docs" / "stack-file.md",)
 COMMON = (TierOptions, SlotOptions, BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions)
 """Classes with the words that several tiers have in common, in the order of the table."""
 
-_PARTS: Mapping[str, type[BaseModel]] = {"retries": RetryOptions, "breaker": BreakerOptions}
+_PARTS: Mapping[str, type[BaseModel]] = {
+    "retries": RetryOptions,
+    "breaker": BreakerOptions,
+    "record_trace": RecordOptions,
+}
 _REGION = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 _DEFAULTS = (
     re.compile(r"\s*\(default: ([^()]*)\)"),

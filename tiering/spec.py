@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec, TraceRecording
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import LoadStoreSpec
 from tiering.config.stack import open_manager
@@ -70,6 +71,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         """Identity of the model."""
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
+        self.recording = _recording(self.stack, self.group_bytes)
         self._rank = rank
         self._replicated = replicated
         self._replica = replica
@@ -153,6 +155,16 @@ class TieringOffloadingSpec(OffloadingSpec):
                 else SharedRegion.create(rows, row_bytes, share=share)
             )
         return self._region
+
+
+def _recording(stack: StackConfig, group_bytes: Sequence[int]) -> TraceRecording | None:
+    """Return the settings of the trace that the stack asks for."""
+    options = stack.record_trace
+    if options is None:
+        return None
+    return TraceRecording(
+        Path(options.path).expanduser(), options.max_size, sum(group_bytes), stack.salt, stack.shutdown_deadline
+    )
 
 
 def read_stack(extra: Mapping[str, Any]) -> StackConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tiering.api.manager import OffloadingManager
@@ -54,6 +55,22 @@ class EngineConfig:
     """Name of the shared memory between scheduler and workers; empty if the engine is a single process."""
 
 
+@dataclass(frozen=True, slots=True)
+class TraceRecording:
+    """Settings of the trace that a scheduler records of its requests."""
+
+    directory: Path
+    """Directory of the files."""
+    max_bytes: int
+    """Largest size of one process's files together, in bytes."""
+    block_bytes: int | None = None
+    """Size of one block's KV in bytes, for the replay; None (default): not known."""
+    salt: str = field(default="", repr=False)
+    """Secret that keys the hashes; empty (default): the hashes are the engine's own."""
+    shutdown_deadline: float = 30.0
+    """Time in seconds that a shutdown may wait for requests that are not written yet; default 30."""
+
+
 class OffloadingSpec(ABC):
     """The factory of one engine's offloading: its manager in the scheduler and its copies in the workers.
 
@@ -88,6 +105,8 @@ class OffloadingSpec(ABC):
                 )
         self.block_size_factor: int = self._block_size_factor(extra.get("block_size"))
         """Number of GPU blocks in one offloaded block."""
+        self.recording: TraceRecording | None = None
+        """Settings of the trace that the scheduler records; None: it records none."""
 
     def _block_size_factor(self, block_size: object) -> int:
         if block_size is None:

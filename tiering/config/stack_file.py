@@ -16,7 +16,7 @@ from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValida
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, masked, shown
 from tiering.api.namespace import revision_digest
-from tiering.api.units import Duration, Share, Size, Strict
+from tiering.api.units import Directory, Duration, Share, Size, Strict
 from tiering.config.problems import Problem, Problems, problems_of, refuse
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import escaped, read_source
@@ -83,6 +83,18 @@ class PrimaryOptions(Strict):
     """
 
 
+class RecordOptions(Strict):
+    """A trace of the requests, for later replays."""
+
+    path: Directory
+    """Directory for the files ``trace-HOST-PROCESS-NUMBER.jsonl``; made if it does not exist."""
+    max_size: Size = 1 << 30
+    """Largest size of one process's files together; default 1GiB.
+
+    The oldest file makes room for a new one.
+    """
+
+
 class StackConfig(Strict):
     """A whole stack: the primary tier, and the secondary tiers, fastest first.
 
@@ -111,6 +123,11 @@ class StackConfig(Strict):
     """True (default) to estimate the hit rates that other capacities of the tiers would have.
 
     The statistics of each tier show the estimates, from a quarter to sixteen times its capacity.
+    """
+    record_trace: RecordOptions | None = None
+    """Trace of the finished requests for replays; default None.
+
+    The trace holds times, lengths and hashes of blocks, and no text.
     """
     events: bool = False
     """True to announce stored and removed blocks; default False. An engine can also ask for events itself."""
@@ -200,6 +217,11 @@ class StackConfig(Strict):
         ]
         unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
         unused_primary = _changed(self.primary) - {"capacity"}
+        if "record_trace" in unused:
+            unused.remove("record_trace")
+            problems.append(
+                Problem(("record_trace",), "mode simple records no trace; leave it out, or use mode tiering")
+            )
         problems += [Problem((word,), "has no meaning in mode simple; leave it out") for word in sorted(unused)]
         problems += [
             Problem(("primary", word), "has no meaning in mode simple; leave it out") for word in sorted(unused_primary)

@@ -54,6 +54,10 @@ class SchedulerCounters:
 
     Events about such a block carry only its own hash.
     """
+    requests_recorded: int = 0
+    """Finished requests that were written to the trace (``record_trace`` in the stack)."""
+    records_dropped: int = 0
+    """Finished requests that were not written to the trace: the queue was full, or the disk failed."""
     jobs_active: int = 0
     """Jobs that have not ended on all workers."""
     requests_active: int = 0

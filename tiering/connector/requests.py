@@ -71,6 +71,8 @@ class RequestState(TrackedRequest[GroupState]):
     """
     may_load: bool = True
     """True if the request may load."""
+    arrived: float = 0.0
+    """Time at which the request was first named, in seconds since the epoch; 0 if no trace is recorded."""
     match: Match | None = None
     """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
     open_question: tuple[int, int] | None = None

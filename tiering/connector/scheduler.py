@@ -46,6 +46,7 @@ from tiering.offload.events import OffloadingEventsTracker
 from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.offload.requests import GroupState, policy_of
 from tiering.offload.suspects import EngineBlockPool
+from tiering.replay.recorder import TraceRecorder
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -113,6 +114,8 @@ class OffloadingConnectorScheduler:
             self._counters,
             clock,
         )
+        recording, size = spec.recording, self._loads.measure.offloaded_block_size
+        self._recorder = None if recording is None else TraceRecorder(recording, size)
         self._step = 0
         self._untaken_events: list[KVCacheEvent] = []
         self._warn_policy = LimitedWarning(logger, clock)
@@ -337,6 +340,8 @@ class OffloadingConnectorScheduler:
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
         counters.snapshots_dropped = self._events.snapshots_dropped
+        if self._recorder is not None:
+            counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
         stats = dict(self._manager.get_stats())
         primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
@@ -347,13 +352,21 @@ class OffloadingConnectorScheduler:
         }
 
     def shutdown(self) -> None:
-        """Shut the manager down.
+        """Shut the manager down, and write the requests that are to be recorded.
 
         Repeated calls are harmless. Engines may also never call this method: no durable state depends on it.
         """
-        if not self._is_shut_down:
-            self._is_shut_down = True
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        recorder, recording, start = self._recorder, self._spec.recording, time.monotonic()
+        if recorder is not None:
+            recorder.stop()
+        try:
             self._manager.shutdown()
+        finally:
+            if recorder is not None and recording is not None:
+                recorder.join(max(0.0, start + recording.shutdown_deadline - time.monotonic()))
 
     # -------------------------------------------------------------------------------------------------------- internals
 
@@ -375,6 +388,7 @@ class OffloadingConnectorScheduler:
             prompt_only=self._spec.offload_prompt_only,
             groups=[GroupState() for _ in self._groups],
             may_load=policy.load,
+            arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
         self._states[request.request_id] = state
         return state
@@ -408,6 +422,10 @@ class OffloadingConnectorScheduler:
                 self._stores.plan_last(state)
             if state.stale_blocks:
                 self._completions.refresh_stored(state)
+            if self._recorder is not None and state.scheduled:
+                request, keys = state.request, state.keys[self._loads.measure.group_idx]
+                tokens = request.num_prompt_tokens
+                self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
             self._events.request_finished(req_id)
             self._manager.on_request_finished(state.ctx)
         return False, None

@@ -215,6 +215,7 @@ METRICS: tuple[Metric, ...] = (
         "blocks",
         "Blocks whose KV events lost their tokens to the bound on snapshots",
     ),
+    Metric(CONNECTOR, COUNTER, "records_dropped", "requests", "Finished requests that the recorded trace lacks"),
 )
 """All metrics. A counter of a tier without another unit in its name counts blocks."""
 

@@ -116,7 +116,12 @@ class Trace:
                     self.bytes_read += len(line)
                     if line.isspace():
                         continue
-                    words = json.loads(line)
+                    try:
+                        words = json.loads(line)
+                    except ValueError:
+                        if parse is _own and not line.endswith("\n") and not file.readline(1):
+                            return  # the process that recorded the trace was killed while it wrote the last line
+                        raise
                     if parse is None:
                         parse = _PARSERS[_recognised(path, words).format]
                         if "format" in words:
