@@ -154,6 +154,9 @@ class FakeManager(OffloadingManager):
         self.live: set[str] = set()
         self.ended: list[str] = []
         self.steps = 0
+        self.epoch_begins = False
+        """True if the manager empties itself for a new common epoch at the end of this step."""
+        self.epochs_begun = 0
         self.shutdowns = 0
         self.events: list[OffloadingEvent] = []
         self.writing: set[tuple[str, OffloadKey]] = set()
@@ -263,6 +266,14 @@ class FakeManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self.steps += 1
+        if self.epoch_begins:
+            self.epoch_begins = False
+            self.epochs_begun += 1
+            self.reset_cache()
+
+    @property
+    def new_epochs(self) -> int:
+        return self.epochs_begun
 
     def reset_cache(self, revision: str | None = None) -> bool:
         for key in list(self.rows):

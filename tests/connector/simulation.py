@@ -175,6 +175,8 @@ class Simulation:
 
     half_resets = 0.02
     """Probability, per step, of a reset of the tiers that leaves the engine's own cache as it is."""
+    new_epochs = 0.02
+    """Probability, per step, of a new common epoch, which empties the manager at the step's end."""
 
     def __init__(
         self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool
@@ -236,10 +238,13 @@ class Simulation:
         if self.rng.random() < self.half_resets:
             self.epoch += 1
             self.connector.reset_cache()
+        self.manager.epoch_begins = self.rng.random() < self.new_epochs
 
     def step(self, progress: float) -> None:
         self.now += 1.0
+        epochs = self.manager.epochs_begun
         output = self.scheduler.schedule()
+        self.epoch += self.manager.epochs_begun - epochs
         metadata: OffloadingConnectorMetadata = output.connector_metadata
         self.flushed += len(metadata.jobs_to_flush)
         self.loaded_requests += len(metadata.reqs_to_load)

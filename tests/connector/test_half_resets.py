@@ -125,3 +125,34 @@ def test_a_second_reset_starts_over() -> None:
     scheduler.bind_gpu_block_pool(pool(cached=ids(10)))
     scheduler.reset_cache()
     assert not run_prompt(scheduler, prompt(44, "r2"), [*ids(10), 21], computed=40).reqs_to_store
+
+
+class TestANewCommonEpoch:
+    """The manager has emptied itself at the end of a step, and the engine's cache is as it was."""
+
+    def test_makes_suspects_of_what_the_engine_holds(self) -> None:
+        scheduler, manager = make_scheduler(offload_prompt_only=False)
+        scheduler.bind_gpu_block_pool(pool(cached=ids(4)))
+        manager.epoch_begins = True
+        scheduler.build_connector_meta(FakeSchedulerOutput())
+        request = prompt(40)
+        assert not run_prompt(scheduler, request, ids(10), computed=16).reqs_to_store
+        scheduler.request_finished(request, [])
+        assert run_prompt(scheduler, prompt(40, "r2"), ids(10, 20)).reqs_to_store
+
+    def test_lets_no_copy_in_flight_have_an_effect(self) -> None:
+        scheduler, manager = make_scheduler(offload_prompt_only=False)
+        manager.epoch_begins = True
+        job = run_prompt(scheduler, prompt(32), ids(8)).reqs_to_store["r1"].job_id
+        assert job in scheduler.build_connector_meta(FakeSchedulerOutput()).jobs_to_flush
+        scheduler.update_connector_output(finished(job))
+        assert [success for _, success in manager.completed_stores] == [False]
+
+    def test_is_processed_once(self) -> None:
+        scheduler, manager = make_scheduler(offload_prompt_only=False)
+        manager.epoch_begins = True
+        scheduler.build_connector_meta(FakeSchedulerOutput())
+        first = run_prompt(scheduler, prompt(40), ids(10))
+        job = first.reqs_to_store["r1"].job_id
+        scheduler.update_connector_output(finished(job))
+        assert [success for _, success in manager.completed_stores] == [True]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.connector.fakes import FakeManager
 from tests.connector.simulation import Simulation, WrongKVError
 from tiering.connector.fences import NO_JOBS, BlockFences
 from tiering.offload.suspects import SuspectBlocks
@@ -57,6 +58,15 @@ def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch)
 def test_without_suspects_the_walk_finds_kv_from_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control for resets that leave the engine's own cache as it is."""
     monkeypatch.setattr(SuspectBlocks, "reset", lambda self, pool: None)
+    walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
+    with pytest.raises(WrongKVError):
+        run_all(walks)
+
+
+def test_a_connector_that_misses_a_new_common_epoch_stores_kv_from_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control for new common epochs, which the connector learns from the manager."""
+    monkeypatch.setattr(FakeManager, "new_epochs", 0)
+    monkeypatch.setattr(Simulation, "half_resets", 0.0)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
     with pytest.raises(WrongKVError):
         run_all(walks)

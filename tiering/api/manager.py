@@ -217,7 +217,18 @@ class OffloadingManager(ABC):
         return ()
 
     def on_schedule_end(self) -> None:
-        """End a step. Called once per step, also for steps without requests."""
+        """End a step. Called once per step, also for steps without requests.
+
+        If a new common epoch has begun on a shared medium, the manager drops all blocks here (:attr:`new_epochs`).
+        """
+
+    @property
+    def new_epochs(self) -> int:
+        """Number of times that the manager dropped all blocks because a new common epoch had begun.
+
+        Changes only in :meth:`on_schedule_end`. The caller then treats its own blocks as after :meth:`reset_cache`.
+        """
+        return 0
 
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight; the engine must then keep stepping."""

@@ -34,9 +34,9 @@ def new(
 ) -> int:
     """Begin a new epoch of a namespace: blocks stored before are not served from the tier any more.
 
-    In a bucket, engines that run follow within a minute; their CPU tiers and disks keep their blocks. Engines in an
-    epoch of their own (after reset_cache) stay there. On a local disk, no engine may use the directory. The old blocks
-    remain until kv-tiering gc removes them.
+    In a bucket, engines that run follow within a minute, and empty their CPU tiers and disks as well. Engines in an
+    epoch of their own (after reset_cache) stay there. Engines that do not run keep their disks. On a local disk, no
+    engine may use the directory. The old blocks remain until kv-tiering gc removes them.
 
     \b
     Example:

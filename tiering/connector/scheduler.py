@@ -117,6 +117,7 @@ class OffloadingConnectorScheduler:
         recording, size = spec.recording, self._loads.measure.offloaded_block_size
         self._recorder = None if recording is None else TraceRecorder(recording, size)
         self._step = 0
+        self._new_epochs = self._manager.new_epochs
         self._untaken_events: list[KVCacheEvent] = []
         self._warn_policy = LimitedWarning(logger, clock)
         self._is_shut_down = False
@@ -282,6 +283,9 @@ class OffloadingConnectorScheduler:
         self._counters.stores += len(stores)
         self._counters.jobs_flushed += len(flush)
         self._manager.on_schedule_end()
+        if self._manager.new_epochs != self._new_epochs:
+            self._new_epochs = self._manager.new_epochs
+            self._forget_held()
         return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
@@ -322,13 +326,8 @@ class OffloadingConnectorScheduler:
         Returns:
             True if every tier guarantees that no block stored before is served again.
         """
-        self._completions.abandon_all()
-        self._tables.reset(self._pool)
-        self._loads.forget_keys()
         complete = self._manager.reset_cache()
-        # The manager's events until now need the snapshots, which the reset of the tracker drops.
-        self._untaken_events += self._events.take_events(self._manager.take_events())
-        self._events.reset()
+        self._forget_held()
         return complete
 
     def get_stats(self) -> Mapping[str, Any]:
@@ -369,6 +368,15 @@ class OffloadingConnectorScheduler:
                 recorder.join(max(0.0, start + recording.shutdown_deadline - time.monotonic()))
 
     # -------------------------------------------------------------------------------------------------------- internals
+
+    def _forget_held(self) -> None:
+        """Forget all held blocks, which the manager has just dropped; see :meth:`reset_cache`."""
+        self._completions.abandon_all()
+        self._tables.reset(self._pool)
+        self._loads.forget_keys()
+        # The manager's events until now need the snapshots, which the reset of the tracker drops.
+        self._untaken_events += self._events.take_events(self._manager.take_events())
+        self._events.reset()
 
     def _admit(self, request: EngineRequest) -> RequestState:
         """Register a request with the manager; a request with invalid parameters neither loads nor stores."""

@@ -295,15 +295,29 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade_awaited()
         if self._promotions.queued:
             self._jobs.submit_promotions()
+        superseded = False
         for state in self._states:
             if state.in_service:
                 wanted = self._call(state, state.tier.take_wanted_keys)
                 if wanted:
                     self._jobs.cascade_held((state,), wanted, NOBODY)
                 self._call(state, state.tier.on_schedule_end)
+                superseded |= bool(self._call(state, state.tier.superseded))
             elif state.resetting:
                 self._tiers.end_reset(state)
+        if superseded:
+            self._follow()
         self._jobs.collected = False
+
+    def _follow(self) -> None:
+        """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it."""
+        self._stats.new_epochs += 1
+        self._empty_primary()
+        self._tiers.follow()
+
+    @property
+    def new_epochs(self) -> int:
+        return self._stats.new_epochs
 
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight or queued.
@@ -362,10 +376,13 @@ class TieringOffloadingManager(OffloadingManager):
         if revision is not None:
             revision_digest(revision)
         self._stats.resets += 1
+        self._empty_primary()
+        return self._keep_secondary or self._tiers.reset(self._reset_deadline, revision)
+
+    def _empty_primary(self) -> None:
         if self._advisor is not None:
             self._advisor.forget()
         self.primary_tier.reset_cache()
-        return self._keep_secondary or self._tiers.reset(self._reset_deadline, revision)
 
     def _end_promotions(self) -> None:
         """Let no promotion bring a block into the primary table, which is about to be emptied."""

@@ -35,6 +35,8 @@ class ManagerStats:
     """Tiers that were taken out of service because they broke their contract."""
     resets: int = 0
     """Calls of ``reset_cache``."""
+    new_epochs: int = 0
+    """Times that all tiers were emptied because a new common epoch had begun on a shared medium."""
     evicted_blocks: int = 0
     """Blocks that were evicted from the primary tier."""
     jobs_in_flight: int = 0

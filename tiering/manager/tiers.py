@@ -152,11 +152,24 @@ class SecondaryTiers:
             True if all media have confirmed the reset.
         """
         shares = _Shares(self._clock, seconds, len(self.states))
-        confirmed = [self._reset(state, shares.next_deadline(), revision) for state in reversed(self.states)]
+        confirmed = [
+            self._reset(state, state.tier.reset, shares.next_deadline(), revision) for state in reversed(self.states)
+        ]
         return all(confirmed)
 
-    def _reset(self, state: TierState, deadline: float, revision: str | None) -> bool:
-        if self.call(state, state.tier.reset, deadline, revision):
+    def follow(self) -> None:
+        """Let all tiers leave the blocks stored before, because a new common epoch has begun in one of them.
+
+        No tier gets time to confirm: tiers that cannot confirm at once return to service in a later step.
+        """
+        now = self._clock()
+        for state in self.states:
+            self._reset(state, state.tier.follow, now)
+            if state.in_service and self.call(state, state.tier.superseded):
+                self.retire(state, "it did not enter the new common epoch that it reported")
+
+    def _reset(self, state: TierState, reset: Callable[..., bool], *arguments: object) -> bool:
+        if self.call(state, reset, *arguments):
             if state.resetting:
                 state.in_service, state.resetting = True, False
             return True

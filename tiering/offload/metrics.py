@@ -191,6 +191,7 @@ METRICS: tuple[Metric, ...] = (
         "Tiers taken out of service because they broke their contract",
     ),
     Metric(MANAGER, COUNTER, "resets", "resets", "Resets of the cache"),
+    Metric(MANAGER, COUNTER, "new_epochs", "epochs", "New common epochs for which all tiers were emptied"),
     Metric(MANAGER, COUNTER, "evicted_blocks", "blocks", "Blocks evicted from the CPU tier"),
     Metric(MANAGER, GAUGE, "jobs_in_flight", "jobs", "Jobs that tiers have not reported yet"),
     Metric(MANAGER, GAUGE, "rows", "rows", "Rows of the CPU tier"),

@@ -268,6 +268,12 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def reset_done(self) -> bool:
         return self._life.reset_done
 
+    def superseded(self) -> bool:
+        return self._life.superseded
+
+    def follow(self, deadline: float) -> bool:
+        return self._life.follow(deadline)
+
     def shutdown(self, deadline: float) -> bool:
         return self._life.shutdown(deadline)
 

@@ -290,6 +290,30 @@ class SecondaryTierManager(ABC):
         """
         return False
 
+    def superseded(self) -> bool:
+        """Return True if the common epoch of a shared medium has a successor that this tier has not entered.
+
+        Returns at once. The manager calls this method once per step, empties the primary tier, and calls
+        :meth:`follow` of all tiers. Until then the tier stays in its epoch.
+        """
+        return False
+
+    def follow(self, deadline: float) -> bool:
+        """Invalidate every block stored before this call, because the common epoch of a tier has a successor.
+
+        A tier that is :meth:`superseded` enters the new common epoch. Another tier of a shared medium may keep its
+        common epoch once it knows that this epoch has no successor. All other tiers do what :meth:`reset` does, which
+        is the default.
+
+        Args:
+            deadline: time on the tier's clock until which the call may block; the manager gives no time.
+
+        Returns:
+            True if the invalidation is certain. False: the tier is out of service until :meth:`reset_done` returns
+            True.
+        """
+        return self.reset(deadline)
+
     def shutdown(self, deadline: float) -> bool:
         """Shut the tier down until ``deadline``, and return True if it no longer touches the primary rows.
 

@@ -88,6 +88,14 @@ class InertTier:
         """Return False: a reset in this process is never certain."""
         return False
 
+    def superseded(self) -> bool:
+        """Return False: the tier is in no epoch in this process."""
+        return False
+
+    def follow(self, deadline: float) -> bool:
+        """Return False; the parent's blocks stay as they are."""
+        return False
+
     def shutdown(self, deadline: float) -> bool:
         """Return True: nothing of the tier runs in this process."""
         return True

@@ -64,12 +64,14 @@ class TierLife:
             context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes
         )
         self._lease = Lease(context.name, store, io, context.clock)
-        self._watch = EpochWatch(context.name, store, io, context.clock, self._follow)
+        self._watch = EpochWatch(context.name, store, io, context.clock, self._noticed)
         self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire)
         self._closed = False
         self._closing = False
         self._was_reset = False
+        self._successor: Namespace | None = None
+        """Namespace in the new common epoch that :meth:`follow` enters; None if there is none."""
 
     @property
     def error(self) -> BaseException | None:
@@ -101,6 +103,7 @@ class TierLife:
             self._service.in_service
             and self._io.breakers.reads.state is BreakerState.CLOSED
             and not self._jobs.overdue.spent
+            and not self._watch.doubted
             and not self._closing
         )
         self.storing = self.serving and self._io.breakers.writes.state is BreakerState.CLOSED
@@ -142,6 +145,7 @@ class TierLife:
         """
         target = self._opener.target(revision)
         self._was_reset = True
+        self._successor = None
         try:
             self._leave_epoch()
             self._intake.clear()
@@ -174,6 +178,7 @@ class TierLife:
         self._service.stop()
         self._lease.hold(None)
         self._watch.watch(None, None)
+        self._successor = None
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
@@ -225,15 +230,38 @@ class TierLife:
         self._hooks.on_left()
         self._events.cleared(self._index.clear())
 
-    def _follow(self, namespace: Namespace) -> None:
-        """Move to the common epoch of ``namespace``, which another process has begun."""
-        if not self._service.in_service or self.namespace is None:
-            return
-        self._opener.follow(namespace)
-        self._leave_epoch()
-        self._intake.offers.clear()
-        self._io.discard()
-        self._service.leave(Target(namespace))
+    def _noticed(self, namespace: Namespace) -> None:
+        """Record that another process has begun the common epoch of ``namespace``.
+
+        The tier stays in the old epoch until the primary tier is empty too; the new epoch gets no older block.
+        """
+        if self._service.in_service and self.namespace is not None:
+            self._successor = namespace
+
+    @property
+    def superseded(self) -> bool:
+        """True if a new common epoch has begun that the tier has not entered."""
+        return self._successor is not None
+
+    def follow(self, deadline: float) -> bool:
+        """Leave all blocks stored before, because a new common epoch has begun in a tier of the stack.
+
+        A tier whose common epoch has a successor enters it. Another shared tier is not used until it has looked for a
+        successor, and then keeps its epoch if there is none.
+        """
+        successor, self._successor = self._successor, None
+        if not self._opener.shared:
+            return self.reset(deadline, None)
+        if successor is None:
+            self._watch.doubt()
+        else:
+            self._opener.follow(successor)
+            self._leave_epoch()
+            self._intake.offers.clear()
+            self._io.discard()
+            self._service.leave(Target(successor))
+        self._refresh()
+        return True
 
     def _entered(self, namespace: Namespace) -> None:
         """Record that an epoch has been entered, at the first opening or by a reset."""

@@ -56,6 +56,8 @@ class FakeTier(SecondaryTierManager):
     """True if a reset that did not succeed at once is complete now; default False."""
     revision: str | None = None
     """Revision that the last reset was called with."""
+    has_successor: bool = False
+    """True if the tier's common epoch has a successor; :meth:`follow` enters it. Default False."""
     stops: bool = True
     """True if :meth:`shutdown` succeeds; default True."""
     raises: set[str] = field(default_factory=set)
@@ -149,6 +151,18 @@ class FakeTier(SecondaryTierManager):
 
     def reset_done(self) -> bool:
         return self.reset_later
+
+    def superseded(self) -> bool:
+        if "superseded" in self.raises:
+            raise RuntimeError("told to raise in superseded")
+        return self.has_successor
+
+    def follow(self, deadline: float) -> bool:
+        self._enter("follow", deadline)
+        self.has_successor = False
+        if self.resets:
+            self.held.clear()
+        return self.resets
 
     def shutdown(self, deadline: float) -> bool:
         self._enter("shutdown", deadline)

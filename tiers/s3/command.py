@@ -205,4 +205,4 @@ class S3Admin(TierAdmin):
 
     async def begin_epoch(self, namespace: str) -> str:
         await asyncio.to_thread(begin_epochs, self._store, [namespace])
-        return "engines that run follow within a minute; their CPU tiers and disks keep their blocks"
+        return "engines that run follow within a minute, and empty their CPU tiers and disks"

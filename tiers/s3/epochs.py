@@ -40,7 +40,7 @@ class BegunEpoch:
 def begin_epochs(store: EpochStore, namespaces: Collection[str] | None = None) -> list[BegunEpoch]:
     """Begin new common epochs: no process looks up blocks that were stored in the older ones.
 
-    Running processes notice within a minute; their CPU tiers and disks keep their blocks until a ``reset_cache``.
+    Running engines notice within a minute, and then drop the blocks in their CPU tiers and on their disks as well.
     Processes in a private epoch, or in that of a revision, stay there. ``kv-tiering gc`` removes the blocks of the
     older epochs after its grace time.
 

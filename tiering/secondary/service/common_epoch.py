@@ -27,6 +27,12 @@ MAX_DOCUMENTS = 10_000
 LOOK_SECONDS = 30.0
 """Seconds between two looks for a new common epoch."""
 
+SETTLE_SECONDS = 10.0
+"""Seconds that an operator may take to begin new common epochs on all shared media of a stack."""
+
+_ERROR_SECONDS = 1.0
+"""Seconds between two looks while the common epoch is in doubt."""
+
 _ATTEMPTS = 3
 
 
@@ -123,6 +129,9 @@ class EpochWatch:
         io: I/O side that reads the documents.
         clock: function that returns monotonic seconds.
         on_new: function that the scheduler's thread calls with the namespace in the new common epoch.
+
+    Attributes:
+        doubted: True while the medium must not be used, because its common epoch may have a successor.
     """
 
     def __init__(
@@ -142,12 +151,30 @@ class EpochWatch:
         self._known: CommonEpoch | None = None
         self._due = 0.0
         self._running = False
+        self._settled = 0.0
+        """Time from which a look ends the doubt."""
+        self.doubted = False
 
     def watch(self, namespace: Namespace | None, known: CommonEpoch | None) -> None:
         """Look for successors of the common epoch of ``namespace`` from now on; None: look for nothing."""
         self._namespace = namespace if known is not None else None
         self._known = known
+        self.doubted = False
         self._plan()
+
+    def doubt(self) -> None:
+        """Doubt the common epoch until a look in :data:`SETTLE_SECONDS` or later finds no successor.
+
+        Outside of the common epoch, the call does nothing.
+        """
+        if self._known is not None and self._namespace is not None:
+            logger.warning(
+                "tier %s: not used until a look for a new common epoch has ended, because another tier has one",
+                self._name,
+            )
+            self.doubted = True
+            self._settled = self._clock() + SETTLE_SECONDS
+            self._plan()
 
     def tick(self, now: float) -> None:
         """Look if it is time."""
@@ -166,12 +193,17 @@ class EpochWatch:
             self._known = found
             if found.epoch is not None and found.epoch != namespace.epoch:
                 logger.warning(
-                    "tier %s: a new common epoch has begun; no block that was stored before is looked up any more",
+                    "tier %s: a new common epoch has begun; the engine drops all blocks that were stored before",
                     self._name,
                 )
                 self._on_new(namespace.with_epoch(found.epoch))
+            elif now >= self._settled:
+                self.doubted = False
 
         self._io.run(IoTask("epoch", lambda: find_common(self._store, namespace, known=known), ended, background=True))
 
     def _plan(self) -> None:
-        self._due = self._clock() + LOOK_SECONDS * random.uniform(0.75, 1.0)
+        now = self._clock()
+        self._due = now + LOOK_SECONDS * random.uniform(0.75, 1.0)
+        if self.doubted:
+            self._due = min(self._due, max(now + _ERROR_SECONDS, self._settled))
