@@ -88,7 +88,7 @@ def test_an_engine_with_other_weights_finds_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_old_is_served_after_a_reset(tmp_path: Path) -> None:
-    with Engine(options(num_blocks=30, stack=stack("local", tmp_path))) as engine:
+    with Engine(options(num_blocks=30, stack=stack("local", tmp_path, reset_deadline="60s"))) as engine:
         ask_all(engine, PROMPTS, "old")
         assert engine.load_weights(1)
         new = replace(SMALL, seed=1)
