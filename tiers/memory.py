@@ -19,7 +19,7 @@ from tiering.api.namespace import Namespace
 from tiering.api.units import Size
 from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
 from tiering.errors import ConfigError, CorruptBlockError
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.contract import KnownNamespace, TierAdmin, UnsupportedError
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
@@ -220,6 +220,9 @@ class MemoryAdmin(TierAdmin):
     @property
     def place(self) -> str:
         return "the memory of the engine's process"
+
+    async def namespaces(self) -> list[KnownNamespace]:
+        raise UnsupportedError(f"the tier {self.name} cannot list its blocks: they are in the memory of its engine")
 
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:

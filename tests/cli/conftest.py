@@ -9,8 +9,11 @@ import yaml
 
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.servers import RawBucket, S3Endpoint, moto_server
+from tests.tiers.local.rig import LocalRig
 
 WriteStack = Callable[..., Path]
+SMALL = {"capacity": "4MiB", "segment_size": "512KiB"}
+"""Sizes of a local tier for tests."""
 
 
 @pytest.fixture
@@ -23,6 +26,24 @@ def write_stack(tmp_path: Path) -> WriteStack:
         return path
 
     return write
+
+
+@pytest.fixture
+def disk(write_stack: WriteStack, tmp_path: Path) -> Path:
+    return write_stack({"type": "local", "path": str(tmp_path / "kv")} | SMALL)
+
+
+@pytest.fixture
+def make_local(tmp_path: Path) -> Iterator[Callable[..., LocalRig]]:
+    rigs: list[LocalRig] = []
+
+    def build(model: str = "model-a") -> LocalRig:
+        rigs.append(LocalRig(tmp_path / "kv", model=model, **SMALL))  # type: ignore[arg-type]
+        return rigs[-1].open()
+
+    yield build
+    for rig in rigs:
+        rig.close()
 
 
 @pytest.fixture(scope="session")

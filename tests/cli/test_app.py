@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -71,6 +72,52 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error() -> None:
         running.stdout.close()
         error = running.stderr.read()
     assert error == ""
+
+
+@pytest.mark.parametrize("module", ["tiering", "numpy", "tiering.cli.app", "click", "tiering.cli.top"])
+def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module: str) -> None:
+    code = f"""
+import os, signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+from kv_tiering import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_after_the_run_ends_the_command_without_a_traceback() -> None:
+    code = (
+        "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT); "
+        "from kv_tiering import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_command_in_the_background_of_a_shell_ignores_ctrl_c() -> None:
+    code = (
+        "import atexit, os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT); from kv_tiering import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("group", ["epoch", "trace"])
+def test_a_group_without_a_command_shows_its_help(group: str) -> None:
+    done = kv_tiering(group)
+    assert (done.code, done.err, "Commands:" in done.out) == (0, "", True)
 
 
 @pytest.mark.parametrize("package", ["click"])

@@ -29,25 +29,6 @@ from tiers.s3 import S3_TIER, S3Options
 
 Make = Callable[..., TierRig]
 OBJECTS = K[:6]
-SMALL = {"capacity": "4MiB", "segment_size": "512KiB"}
-
-
-@pytest.fixture
-def disk(write_stack: WriteStack, tmp_path: Path) -> Path:
-    return write_stack({"type": "local", "path": str(tmp_path / "kv")} | SMALL)
-
-
-@pytest.fixture
-def make_local(tmp_path: Path) -> Iterator[Callable[..., LocalRig]]:
-    rigs: list[LocalRig] = []
-
-    def build(model: str = "model-a") -> LocalRig:
-        rigs.append(LocalRig(tmp_path / "kv", model=model, **SMALL))  # type: ignore[arg-type]
-        return rigs[-1].open()
-
-    yield build
-    for rig in rigs:
-        rig.close()
 
 
 @pytest.fixture
@@ -137,10 +118,14 @@ def test_a_directory_that_no_engine_has_used(disk: Path, tmp_path: Path) -> None
     assert done.err == f"kv-tiering: local: {tmp_path / 'kv'} does not exist: no engine has used this tier yet\n"
 
 
-def test_a_tier_in_the_memory_of_its_engine_cannot_be_inspected(write_stack: WriteStack) -> None:
+def test_a_tier_in_the_memory_of_its_engine_cannot_be_inspected(write_stack: WriteStack, tmp_path: Path) -> None:
     done = kv_tiering("inspect", write_stack({"type": "memory"}))
     assert (done.code, done.out) == (1, "")
     assert "cannot list its blocks" in done.err
+    for words in (("clear",), ("epoch", "new")):
+        done = kv_tiering(*words, tmp_path / "stack.yaml", "--all", "--yes")
+        assert (done.code, done.out) == (1, "")
+        assert "cannot list its blocks" in done.err
 
 
 # --------------------------------------------------------------------------------------------------------------- verify

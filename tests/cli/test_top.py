@@ -18,8 +18,9 @@ from rich.console import Console
 
 from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process, started
+from tiering.advisor.advisor import FIELDS
 from tiering.cli import top as top_module
-from tiering.cli.metrics import Sample, metrics_url, parse, quantile
+from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
 from tiering.errors import ConfigError
 from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.offload.stats import OffloadingConnectorStats
@@ -136,6 +137,54 @@ def test_rates_are_those_of_the_interval() -> None:
     later = stats(queries=300, hits=190, read_bytes=3 * GIB + 4_000_000_000, written_bytes=GIB, corrupt_blocks=2)
     (row,) = top_module.rows(before, parse(reported({"local": later}), 12.0), ())
     assert (row.hits, row.reads, row.writes, row.troubles) == ("100.0%", "2.00 GB/s", "0.0 MB/s", "corrupt_blocks 2")
+
+
+def estimated(*rates: float) -> dict[str, object]:
+    return dict(zip(FIELDS.values(), rates, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rates", "sentence"),
+    [
+        ((0.1, 0.2, 0.41, 0.55, 0.6, 0.7, 0.7), "twice the capacity would raise {} from 41% to 55%"),
+        ((0.1, 0.41, 0.41, 0.411, 0.5, 0.5, 0.5), "half the capacity would keep {} at 41%"),
+        (
+            (0.1, 0.2, 0.41, 0.41, 0.5, 0.5, 0.5),
+            "twice the capacity would leave {} at 41%; half of it would lower them to 20%",
+        ),
+        ((0, 0, 0, 0, 0, 0.3, 0.6), "8 times the capacity would raise {} from 0% to 30%"),
+        ((0, 0, 0, 0, 0, 0, 0), None),
+    ],
+)
+@pytest.mark.parametrize(("tier", "hits"), [("cpu", "hits"), ("local", "hits, with all faster tiers,")])
+def test_the_size_advisors_estimates_are_a_sentence_per_tier(
+    rates: tuple[float, ...], sentence: str | None, tier: str, hits: str
+) -> None:
+    report = OffloadingConnectorStats()
+    report.record_tiers({tier: stats().as_dict() | estimated(*rates), "s3": stats().as_dict()})
+    registry = CollectorRegistry()
+    OffloadPromMetrics(MetricClasses.default(registry), ("engine",), {0: (0,)}).observe(report.data)
+    sample = parse(generate_latest(registry).decode(), 0.0)
+    told = [] if sentence is None else [(tier, sentence.format(hits))]
+    assert list(top_module.advice(sample, ())) == told
+    console = Console(file=io.StringIO(), width=200, record=True)
+    console.print(top_module._screen(Sample(0.0), sample, (), "http://engine:8000/metrics", ""))
+    text = console.export_text()
+    assert all(f"{name}: {said}" in text for name, said in told)
+
+
+def test_estimates_of_replicas_are_averaged_not_added() -> None:
+    text = "\n".join(
+        f'{PREFIX}{field}{{engine="{engine}",tier="cpu"}} {rate}'
+        for field, rates in zip(
+            ("estimated_hit_ratio_x0_5", "estimated_hit_ratio_x1", "estimated_hit_ratio_x2"),
+            ((0.2, 0.3), (0.4, 0.6), (0.6, 0.8)),
+            strict=True,
+        )
+        for engine, rate in enumerate(rates)
+    )
+    sample = parse(f"{reported({'cpu': HEALTHY})}{text}\n", 0.0)
+    assert list(top_module.advice(sample, ())) == [("cpu", "twice the capacity would raise hits from 50% to 70%")]
 
 
 def test_quantiles_are_bounds_of_buckets() -> None:

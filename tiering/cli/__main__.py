@@ -1,7 +1,8 @@
-"""The entry point of ``kv-tiering`` and of ``python -m tiering.cli``."""
+"""The entry point of ``python -m tiering.cli``, and the part of ``kv-tiering``'s that needs the package."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 NEEDED = frozenset({"click", "rich", "aiofiles"})
@@ -9,9 +10,16 @@ NEEDED = frozenset({"click", "rich", "aiofiles"})
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its code.
+
+    Ctrl-C before and after the run ends the process at once. During the run it is a ``KeyboardInterrupt``, so that the
+    command can tidy up. A process that ignores Ctrl-C, as one in the background does, keeps ignoring it.
+    """
+    heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if heard:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from tiering.cli.app import run
+        from tiering.cli.app import INTERRUPTED, run
     except ModuleNotFoundError as error:
         if error.name not in NEEDED:
             raise
@@ -20,7 +28,17 @@ def main() -> None:
             "(in a clone: pip install '.[cli]')\n"
         )
         sys.exit(2)
-    sys.exit(run())
+    code = INTERRUPTED
+    try:
+        if heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run()
+        if heard:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:
+        # It came between the run and the change of the handler.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

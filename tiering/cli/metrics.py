@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from tiering.advisor.advisor import FIELDS
 from tiering.api.masking import mask_text
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 
@@ -18,12 +19,16 @@ OFFLOADED = "vllm:kv_offload_total_bytes"
 """Name of the metric of bytes that moved between the accelerator and the CPU tier."""
 _WORST_IS_HIGHEST = frozenset({"breaker_state", "recovering"})
 _WORST_IS_LOWEST = frozenset({"available", "writable"})
+_ESTIMATES = {field: factor for factor, field in FIELDS.items()}
 _MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class Sample:
-    """The metrics at one moment. Replicas are added up; of their states, the worst counts."""
+    """The metrics at one moment. Replicas are added up; of their states, the worst counts.
+
+    Estimates of the size advisor are not added up: each replica has its own.
+    """
 
     at: float
     """Time of the sample in monotonic seconds."""
@@ -31,6 +36,8 @@ class Sample:
     """Value by name of the tier and name of the metric without prefix and ``_total``."""
     latency: dict[str, dict[float, float]] = field(default_factory=dict)
     """Jobs per upper bound in seconds, cumulated, by name of the tier."""
+    estimates: dict[str, dict[float, list[float]]] = field(default_factory=dict)
+    """Estimated hit rates, one per replica, by name of the tier and multiple of its capacity."""
     manager: dict[str, float] = field(default_factory=dict)
     """Values of the metrics without the label ``tier``."""
     offloaded: dict[str, float] = field(default_factory=dict)
@@ -118,6 +125,8 @@ def _add(sample: Sample, name: str, labels: Mapping[str, str], value: float) -> 
         bounds = sample.latency.setdefault(tier, {})
         bound = float(labels["le"])
         bounds[bound] = bounds.get(bound, 0.0) + value
+    elif word in _ESTIMATES:
+        sample.estimates.setdefault(tier, {}).setdefault(_ESTIMATES[word], []).append(value)
     else:
         _merge(sample.tiers.setdefault(tier, {}), word, value)
 

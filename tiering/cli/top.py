@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 
 import click
 from rich.console import Group, RenderableType
@@ -36,6 +37,7 @@ _TROUBLES = (
     "retries",
 )
 _BAR_CELLS = 10
+_NO_HITS = "0%"
 
 WIDE = 100
 """Columns of a terminal from which on bars, latencies and active blocks are shown."""
@@ -124,6 +126,41 @@ def _print_once(sample: Sample, expected: Sequence[str]) -> None:
     for row in rows(since_start, sample, expected):
         words = (row.tier, row.state, row.full, row.hits, row.reads, row.writes, row.latency, row.active, row.troubles)
         click.echo("\t".join(words).rstrip())
+    for tier, sentence in advice(sample, expected):
+        click.echo(f"{tier}\tsize\t{sentence}")
+
+
+def _names(sample: Sample, expected: Sequence[str]) -> list[str]:
+    """Return the names of the tiers of a stack in its order, then those of the other tiers with metrics."""
+    return [*expected, *sorted((name for name in sample.tiers if name not in expected), key=lambda name: name != CPU)]
+
+
+def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each tier with a sentence about its size: the size advisor's estimates, as the mean of all replicas.
+
+    Tiers without estimates are left out: a bucket has no capacity, and the advisor may be off. So are tiers that would
+    have no hits at any estimated capacity.
+
+    Args:
+        sample: the present metrics.
+        expected: names of the tiers of the stack, in its order.
+    """
+    for name in filter(sample.estimates.__contains__, _names(sample, expected)):
+        rates = {factor: f"{100 * fmean(values):.0f}%" for factor, values in sorted(sample.estimates[name].items())}
+        now, half, twice = rates.get(1.0), rates.get(0.5), rates.get(2.0)
+        if now is None or half is None or twice is None:
+            continue
+        hits = "hits" if name == CPU else "hits, with all faster tiers,"
+        better = next((factor for factor, text in rates.items() if factor > 1 and text != now), None)
+        if better is not None and (better == 2 or now == _NO_HITS):
+            times = "twice" if better == 2 else f"{better:g} times"
+            yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}"
+        elif now == _NO_HITS:
+            continue
+        elif half == now:
+            yield name, f"half the capacity would keep {hits} at {now}"
+        else:
+            yield name, f"twice the capacity would leave {hits} at {now}; half of it would lower them to {half}"
 
 
 def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
@@ -134,8 +171,7 @@ def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
         now: the later sample.
         expected: names of the tiers of the stack; those without metrics are rows, too.
     """
-    names = [*expected, *sorted((name for name in now.tiers if name not in expected), key=lambda name: name != CPU)]
-    for name in names:
+    for name in _names(now, expected):
         if name in now.tiers:
             yield _row(name, before, now)
         else:
@@ -215,7 +251,9 @@ def _screen(before: Sample, now: Sample, expected: Sequence[str], address: str, 
             *((row.latency, row.active) if wide else ()),
             Text(row.troubles, style="yellow"),
         )
-    lines: list[RenderableType] = [Text(address, style="bold"), table, _summary(before, now)]
+    lines: list[RenderableType] = [Text(address, style="bold"), table]
+    lines += [Text(f"{tier}: {sentence}") for tier, sentence in advice(now, expected)]
+    lines.append(_summary(before, now))
     if fault:
         lines.append(Text(f"{fault}; trying again", style="bold red"))
     lines.append(Text("Ctrl-C ends", style="dim"))

@@ -12,14 +12,17 @@ from tiering.replay.generate import WORKLOADS, generate
 from tiering.replay.readers import own_lines
 
 
-@click.group()
-def trace() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def trace(context: click.Context) -> None:
     """Make traces of requests for replays.
 
     \b
     Example:
       kv-tiering trace generate --kind chat=3 --kind agents=1 -o trace.jsonl
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @trace.command("generate")

@@ -89,11 +89,11 @@ class KnownNamespace:
 
     @property
     def label(self) -> str:
-        """The model's name or weights, and the data type, for people."""
+        """The model's name or the beginning of its weights' digest, and the data type, for people."""
         model = self.parameters.get("model")
         if not isinstance(model, Mapping):
             return "unknown model"
-        return f"{model.get('name') or model.get('weights', '?')}, {model.get('dtype', '?')}"
+        return f"{model.get('name') or str(model.get('weights', '?'))[:12]}, {model.get('dtype', '?')}"
 
 
 @dataclass(frozen=True, slots=True)

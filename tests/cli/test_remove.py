@@ -1,0 +1,123 @@
+"""``gc``, ``clear`` and ``epoch new`` as processes of their own, on a terminal, and before a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import ROOT, command, kv_tiering, process
+from tests.tiers.local.rig import LocalRig
+from tiering.testing.tier_tests import K
+from tiers.local.checkpoint import CHECKPOINT_NAME
+
+MakeLocal = Callable[..., LocalRig]
+
+
+def held(disk: Path) -> int:
+    found = json.loads(kv_tiering("inspect", disk, "--json").out)
+    return sum(epoch["blocks"] for epoch in found["local"]["epochs"])
+
+
+def filled(make_local: MakeLocal) -> str:
+    """Fill a directory with 32 blocks, and return the namespace's name."""
+    rig = make_local()
+    rig.store(K)
+    name: str = rig.context.namespace.directory
+    rig.close()
+    return name
+
+
+def test_gc_in_a_process_of_its_own_counts_then_removes(disk: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    dry = process("gc", disk, "--max-total", "1KiB")
+    assert (dry.code, dry.err) == (0, "dry run: nothing was changed; repeat with --yes\n")
+    assert dry.out.startswith("local\twould remove 32 of 32 blocks, ")
+    assert held(disk) == 32
+    done = process("gc", disk, "--max-total", "1KiB", "--yes")
+    assert (done.code, done.err, done.out.partition(",")[0]) == (0, "", "local\tremoved 32 of 32 blocks")
+    assert held(disk) == 0
+
+
+def test_clear_in_a_process_of_its_own_removes_one_namespace(disk: Path, make_local: MakeLocal) -> None:
+    name = filled(make_local)
+    dry = process("clear", disk, "--namespace", name[:8])
+    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (0, "local\twould remove 32 of 32 blocks", 32)
+    done = process("clear", disk, "--namespace", name[:8], "--yes")
+    assert (done.code, done.err, done.out.partition(",")[0]) == (0, "", "local\tremoved 32 of 32 blocks")
+    assert held(disk) == 0
+    assert make_local().held(K) == []
+
+
+def test_epoch_new_in_a_process_of_its_own_makes_the_next_start_empty(disk: Path, make_local: MakeLocal) -> None:
+    name = filled(make_local)
+    dry = process("epoch", "new", disk, "--namespace", name)
+    assert (dry.code, dry.out) == (0, f"local\t{name[:8]} (model-a, bfloat16)\n")
+    assert "dry run" in dry.err
+    done = process("epoch", "new", disk, "--namespace", name, "--yes")
+    assert (done.code, done.err) == (0, "")
+    assert "the next engine that opens the directory begins empty" in done.out
+    assert make_local().held(K) == []
+
+
+@pytest.mark.parametrize(("answer", "left"), [(b"y\n", 0), (b"\n", 32), (b"\x03", 32)])
+def test_a_terminal_is_asked_before_anything_is_removed(
+    answer: bytes, left: int, disk: Path, make_local: MakeLocal
+) -> None:
+    filled(make_local)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(command()[0], command("clear", disk, "--all"))
+    seen = b""
+    while b"[y/N]" not in seen:
+        seen += os.read(terminal, 65536)
+    os.write(terminal, answer)
+    try:
+        while part := os.read(terminal, 65536):
+            seen += part
+    except OSError:  # Linux's end of a terminal
+        pass
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (130 if answer == b"\x03" else 0), seen
+    assert b"would remove 32 of 32 blocks" in seen
+    assert b"Traceback" not in seen
+    assert (b"\tremoved 32" in seen.replace(b"        ", b"\t") or left > 0, held(disk)) == (True, left)
+
+
+@pytest.mark.parametrize("limit", ["1KiB", "400KiB"])
+def test_blocks_removed_by_gc_are_not_reported_lost_at_the_next_start(
+    limit: str, disk: Path, tmp_path: Path, make_local: MakeLocal, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(make_local)
+    assert (tmp_path / "kv" / CHECKPOINT_NAME).exists()
+    assert process("gc", disk, "--max-total", limit, "--yes").code == 0
+    again = make_local()
+    left = again.held(K)
+    assert len(left) == held(disk) < 32
+    assert again.load(left) == left
+    assert again.tier.get_stats().blocks_lost == 0
+    assert [record.message for record in caplog.records if "lost" in record.message] == []
+
+
+def test_gc_of_an_abandoned_epoch_leaves_the_checkpoint(disk: Path, tmp_path: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    assert kv_tiering("epoch", "new", disk, "--all", "--yes").code == 0
+    rig = make_local()
+    rig.close()
+    assert process("gc", disk, "--yes").out.startswith("local\tremoved 32")
+    assert (tmp_path / "kv" / CHECKPOINT_NAME).exists(), "the next start need not read all headers"
+
+
+def test_a_process_that_is_asked_for_nothing_removes_nothing(disk: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    done = subprocess.run(
+        command("clear", disk, "--all"), cwd=ROOT, input="y\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, held(disk)) == (0, 32), "a yes in a pipe is no agreement"
