@@ -78,6 +78,7 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error() -> None:
 def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module: str) -> None:
     code = f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -94,7 +95,8 @@ main()
 
 def test_ctrl_c_after_the_run_ends_the_command_without_a_traceback() -> None:
     code = (
-        "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT); "
+        "import atexit, os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT); "
         "from kv_tiering import main; main()"
     )
     done = subprocess.run(
