@@ -1,4 +1,4 @@
-"""The entry point of ``python -m tiering.cli``, and the part of ``kv-tiering``'s that needs the package."""
+"""The entry point of ``python -m tiering.cli``, which ``kv-tiering`` calls too."""
 
 from __future__ import annotations
 

@@ -136,7 +136,9 @@ def _names(sample: Sample, expected: Sequence[str]) -> list[str]:
 
 
 def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each tier with a sentence about its size: the size advisor's estimates, as the mean of all replicas.
+    """Yield each tier with a sentence about its size, from the size advisor's estimates.
+
+    Estimates of several replicas count as their mean.
 
     Tiers without estimates are left out: a bucket has no capacity, and the advisor may be off. So are tiers that would
     have no hits at any estimated capacity.
