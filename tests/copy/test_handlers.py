@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tests.copy import kv
@@ -341,3 +343,18 @@ def test_a_device_that_nothing_copies_from_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="meta"):
         next(make_handlers(meta, rows.data, layout))
+
+
+@pytest.mark.parametrize(("device", "reason"), [("xpu", "torch.xpu's streams"), ("npu", "Ascend's own streams")])
+def test_a_kv_cache_on_a_device_without_copies_is_refused_with_the_reason(device: str, reason: str) -> None:
+    cache = kv.canonical()
+    elsewhere = CanonicalKVCaches(
+        tuple(
+            type(tensor)(cast("torch.Tensor", SimpleNamespace(device=SimpleNamespace(type=device))), 64)
+            for tensor in cache.tensors
+        ),
+        cache.group_data_refs,
+    )
+    layout = RowLayout.of(cache)
+    with pytest.raises(ConfigError, match=f"'{device}' device and cannot be offloaded: copies there need {reason}"):
+        next(make_handlers(elsewhere, kv.make_rows(layout).data, layout))
