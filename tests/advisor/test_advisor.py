@@ -22,7 +22,7 @@ MODEL = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="test")
 
 def zipf(count: int, distinct: int, seed: int = 0) -> list[int]:
     chosen = (np.random.default_rng(seed).pareto(0.6, count) * 20).astype(np.uint64) % np.uint64(distinct)
-    return (mixed(chosen) >> np.uint64(32)).tolist()
+    return [int(number) for number in mixed(chosen) >> np.uint64(32)]
 
 
 def test_the_estimate_is_exact_while_every_key_is_sampled() -> None:
