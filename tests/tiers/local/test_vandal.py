@@ -85,7 +85,7 @@ def test_lives_among_vandals(
         index = rig.tier.index
         life.take_events()
         gone = remembered - life.held()
-        told = "block(s) are lost" in caplog.text or "documents is missing: every block" in caplog.text
+        told = "block(s) are lost" in caplog.text or "documents is missing: blocks that were stored" in caplog.text
         assert not gone or told, f"{note}: {len(gone)} of {len(remembered)} gone silently"
         caplog.clear()
         try:
