@@ -219,7 +219,7 @@ class LocalAdmin(TierAdmin):
                 try:
                     count = self._files.preadv(fd, [page], slot * segment.slot_bytes)
                 except OSError:
-                    continue
+                    continue  # A bad sector: an engine could not read this block either.
                 header = parse_header(page) if count == HEADER_BYTES else None
                 if isinstance(header, FrameHeader) and PAGE + header.stored_length <= segment.slot_bytes:
                     fingerprint = header.fingerprint.hex()
