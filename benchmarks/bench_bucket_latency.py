@@ -23,7 +23,7 @@ from benchmarks.slow_s3 import BUCKET, SlowS3, slow_s3
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.request import ReqContext
 from tiering.testing.tier_rig import TierRig
-from tiers.s3 import S3_TIER, S3Options
+from tiers.object import S3_TIER, S3Options
 
 BLOCK_BYTES = 256 << 10
 STEP = 0.005

@@ -36,8 +36,8 @@ from tiering.secondary.index.shared import object_name
 from tiering.secondary.io.assembly import build_io_host
 from tiering.secondary.io.host import IoHost
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
-from tiers.s3.options import S3Options
-from tiers.s3.store import S3Store
+from tiers.object.options import S3Options
+from tiers.object.store import ObjectStore
 
 BLOCK_BYTES = 2 << 20
 CONCURRENCY = 8
@@ -66,7 +66,7 @@ class Workload:
     def nbytes(self) -> int:
         return self.count * BLOCK_BYTES
 
-    def host(self, *, check_existing: bool = True) -> tuple[S3Store, IoHost]:
+    def host(self, *, check_existing: bool = True) -> tuple[ObjectStore, IoHost]:
         """Return a store and an I/O side over the rows, as the tier has them.
 
         The first half of the rows is sent; the second half is filled.
@@ -78,7 +78,7 @@ class Workload:
             "check_existing": check_existing,
         }
         options = S3Options.model_validate(words)
-        store = S3Store(options)
+        store = ObjectStore(options)
         store.open()
         memory = self.rows.base
         assert memory is not None
@@ -187,7 +187,7 @@ def finish(host: IoHost, job: IoJob) -> None:
         raise RuntimeError(f"{len(failed)} blocks failed: {failed[:1]}")
 
 
-def ask(store: S3Store, places: list[str]) -> None:
+def ask(store: ObjectStore, places: list[str]) -> None:
     for first in range(0, len(places), CONCURRENCY):
         store.probe(places[first : first + CONCURRENCY])
 
@@ -265,7 +265,7 @@ def workload(server: s3_server.S3Server, count: int) -> Iterator[Workload]:
                 os.environ[name] = value
 
 
-def open_host(stack: ExitStack, work: Workload, *, check_existing: bool = True) -> tuple[S3Store, IoHost]:
+def open_host(stack: ExitStack, work: Workload, *, check_existing: bool = True) -> tuple[ObjectStore, IoHost]:
     store, host = work.host(check_existing=check_existing)
     stack.callback(store.close)
     stack.callback(host.close, float("inf"))

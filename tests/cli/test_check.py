@@ -25,7 +25,7 @@ from tiering.secondary.files import Files
 from tiering.testing.tier_tests import K
 from tiers.local import LocalOptions, probes
 from tiers.memory import MEMORY_TIER
-from tiers.s3.bucket_probes import clock_skew
+from tiers.object.bucket_probes import clock_skew
 
 Use = Callable[[Any], None]
 BLOCK = "64KiB"

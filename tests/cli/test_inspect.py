@@ -25,7 +25,7 @@ from tiering.secondary.io.frame import MAGIC
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
-from tiers.s3 import S3_TIER, S3Options
+from tiers.object import S3_TIER, S3Options
 
 Make = Callable[..., TierRig]
 OBJECTS = K[:6]

@@ -23,7 +23,7 @@ from tiering.secondary.contract import SecondaryTierManager
 from tiering.secondary.inert import InertTier
 from tiering.secondary.stats import TierStats
 from tiering.testing.tier_rig import TierRig
-from tiers.s3 import S3_TIER, S3Options
+from tiers.object import S3_TIER, S3Options
 
 PATIENCE = 60
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3
-from tests.tiers.s3.rigs import Make, block_names, look_for_epoch, namespace_of
+from tests.tiers.object.rigs import Make, block_names, look_for_epoch, namespace_of
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
@@ -20,12 +20,12 @@ from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
 from tiers.memory import MEMORY_TIER, MemoryOptions
-from tiers.s3.epochs import begin_epochs
-from tiers.s3.store import S3Store
+from tiers.object.epochs import begin_epochs
+from tiers.object.store import ObjectStore
 
 BLOCKS = K[:4]
 
-Open = Callable[..., S3Store]
+Open = Callable[..., ObjectStore]
 
 
 class Engine:

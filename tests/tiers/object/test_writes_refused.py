@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.fake_s3 import FakeS3
-from tests.tiers.s3.rigs import Make, lines
+from tests.tiers.object.rigs import Make, lines
 from tiering.secondary.service.health import HEALTH_DOCUMENT
 from tiering.testing.tier_tests import K
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.s3.blocks import HEADER_BYTES, block, content, empty
+from tests.tiers.object.blocks import HEADER_BYTES, block, content, empty
 from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiers.s3.options import S3Options
-from tiers.s3.store import S3Store
-from tiers.s3.verbs import Verb
+from tiers.object.options import S3Options
+from tiers.object.store import ObjectStore
+from tiers.object.verbs import Verb
 
-Open = Callable[..., S3Store]
+Open = Callable[..., ObjectStore]
 NAME = "prod/blocks/ns/ab/abcd"
 PLACE = "ns/ab/abcd"
 
@@ -198,7 +198,7 @@ class TestOpen:
 
     def test_succeeds_once_the_trouble_is_over(self, fake: FakeS3, open_store: Open) -> None:
         fake.fail(503)
-        store = S3Store(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint))
+        store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint))
         failure_of(store.open)
         store.open()
         store.put_one(block(PLACE))
@@ -268,10 +268,10 @@ class TestProbe:
         fake.fail(Trouble.HANG, method="HEAD", times=1 << 30)
         program = (
             "import sys, threading\n"
-            "from tiers.s3.options import S3Options\n"
-            "from tiers.s3.store import S3Store\n"
-            f"store = S3Store(S3Options(bucket={fake.bucket!r}, endpoint_url={fake.endpoint!r}, request_timeout=600.0,"
-            " deadline=600.0))\n"
+            "from tiers.object.options import S3Options\n"
+            "from tiers.object.store import ObjectStore\n"
+            f"store = ObjectStore(S3Options(bucket={fake.bucket!r}, endpoint_url={fake.endpoint!r}, "
+            "request_timeout=600.0, deadline=600.0))\n"
             "store.open()\n"
             "places = [f'ns/{at}' for at in range(8)]\n"
             "threading.Thread(target=store.probe, args=(places,), daemon=True).start()\n"

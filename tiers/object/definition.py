@@ -14,14 +14,14 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.stats import TierStats
-from tiers.s3.credentials import import_boto3
-from tiers.s3.options import S3Options, small_block_warning
-from tiers.s3.verbs import Verb
+from tiers.object.credentials import import_boto3
+from tiers.object.options import S3Options, small_block_warning
+from tiers.object.verbs import Verb
 
 if TYPE_CHECKING:
-    from tiers.s3.store import S3Store
+    from tiers.object.store import ObjectStore
 
-logger = logging.getLogger("kv_tiering.s3")
+logger = logging.getLogger("kv_tiering.object")
 
 NO_OBSTORE = "the s3 tier needs obstore; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
 """Message about the package of the data path that is missing."""
@@ -37,13 +37,13 @@ TOKENS_PER_BLOCK = 16
 """Tokens of a block, if the namespace does not tell."""
 
 
-class S3Tier(BlockTier):
+class ObjectTier(BlockTier):
     """A block tier over a bucket.
 
     It warns once if blocks are small, and counts requests as the service does.
     """
 
-    def __init__(self, context: TierContext, options: S3Options, store: S3Store) -> None:
+    def __init__(self, context: TierContext, options: S3Options, store: ObjectStore) -> None:
         index = SharedIndex(
             present_ttl=options.present_ttl,
             absent_ttl=options.absent_ttl,
@@ -73,7 +73,7 @@ class S3Tier(BlockTier):
         return stats
 
 
-def build(options: S3Options, context: TierContext) -> S3Tier:
+def build(options: S3Options, context: TierContext) -> ObjectTier:
     """Return an object store tier that is not open yet.
 
     Raises:
@@ -81,10 +81,10 @@ def build(options: S3Options, context: TierContext) -> S3Tier:
     """
     import_boto3()
     try:
-        from tiers.s3.store import S3Store
+        from tiers.object.store import ObjectStore
     except ImportError as error:
         raise ConfigError(NO_OBSTORE) from error
-    return S3Tier(context, options, S3Store(options))
+    return ObjectTier(context, options, ObjectStore(options))
 
 
 def place_prefix(namespace: Namespace) -> str:
@@ -122,10 +122,10 @@ def make_admin(options: S3Options, replica: str | None) -> TierAdmin:
     """
     import_boto3()
     try:
-        from tiers.s3.command import S3Admin
+        from tiers.object.command import ObjectAdmin
     except ImportError as error:
         raise ConfigError(NO_OBSTORE) from error
-    return S3Admin(options, replica)
+    return ObjectAdmin(options, replica)
 
 
 S3_TIER = TierDefinition(

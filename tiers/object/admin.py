@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tiering.errors import PermanentStoreError
-from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
-from tiers.s3.faults import summary
-from tiers.s3.options import S3Options
+from tiers.object.credentials import DEFAULT_REGION, CredentialSource
+from tiers.object.faults import summary
+from tiers.object.options import S3Options
 
 RULE_PREFIX = "kv-tiering "
 """Begins the ids of this tier's lifecycle rules; the prefix of the expiring objects completes an id."""

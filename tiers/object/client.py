@@ -12,13 +12,13 @@ from obstore.store import S3Store as ObjectClient
 
 from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError
-from tiers.s3.credentials import DEFAULT_REGION, CredentialSource
-from tiers.s3.options import S3Options
+from tiers.object.credentials import DEFAULT_REGION, CredentialSource
+from tiers.object.options import S3Options
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
-logger = logging.getLogger("kv_tiering.s3")
+logger = logging.getLogger("kv_tiering.object")
 
 
 def connect(options: S3Options, credentials: CredentialSource, *, if_match: str | None = None) -> ObjectClient:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EpochStore(Protocol):
-    """The part of :class:`tiers.s3.store.S3Store` that beginning epochs needs."""
+    """The part of :class:`tiers.object.store.ObjectStore` that beginning epochs needs."""
 
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]: ...
 

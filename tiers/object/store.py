@@ -22,19 +22,19 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, StoreError, TemporaryStoreError
 from tiering.runtime.daemons import DaemonThreads
-from tiers.s3.admin import check_lifecycle
-from tiers.s3.client import check_token, connect
-from tiers.s3.credentials import CredentialSource
-from tiers.s3.faults import STORE_FAILURES, diagnose, http_status, translate
-from tiers.s3.options import S3Options
-from tiers.s3.requests import Requests
-from tiers.s3.runtime import start_runtime
-from tiers.s3.verbs import Verb
+from tiers.object.admin import check_lifecycle
+from tiers.object.client import check_token, connect
+from tiers.object.credentials import CredentialSource
+from tiers.object.faults import STORE_FAILURES, diagnose, http_status, translate
+from tiers.object.options import S3Options
+from tiers.object.requests import Requests
+from tiers.object.runtime import start_runtime
+from tiers.object.verbs import Verb
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-logger = logging.getLogger("kv_tiering.s3")
+logger = logging.getLogger("kv_tiering.object")
 
 BLOCKS = "blocks/"
 """Begins the names of block objects, after the prefix of the options."""
@@ -42,7 +42,7 @@ DOCUMENTS = "documents/"
 """Begins the names of documents, after the prefix of the options."""
 
 PROBE_THREADS = 32
-"""Maximum number of threads for probes, besides the threads that call :meth:`S3Store.probe`."""
+"""Maximum number of threads for probes, besides the threads that call :meth:`ObjectStore.probe`."""
 
 _CONDITION_UNKNOWN = frozenset({400, 501})
 """Answers of services that know no conditional deletion."""
@@ -53,7 +53,7 @@ _LAST = "~"
 """Sorts behind every name that this store uses."""
 
 
-class S3Store(BlockStore):
+class ObjectStore(BlockStore):
     """Blocks in a bucket. Several threads may call it at once.
 
     A put is one request (two with ``check_existing``) and therefore atomic. With ``check_existing`` or
@@ -74,12 +74,12 @@ class S3Store(BlockStore):
         self._credentials = CredentialSource(options.profile) if credentials is None else credentials
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
-        self._probers = DaemonThreads("s3-probe", PROBE_THREADS)
+        self._probers = DaemonThreads("object-probe", PROBE_THREADS)
         self._requests = Requests(options, self._credentials)
         self._lifecycle_checked = False
 
     def __repr__(self) -> str:
-        return f"S3Store({self._options.location})"
+        return f"ObjectStore({self._options.location})"
 
     @property
     def requests(self) -> Requests:
@@ -106,7 +106,7 @@ class S3Store(BlockStore):
         except STORE_FAILURES as error:
             raise translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
-        self._probers = DaemonThreads("s3-probe", PROBE_THREADS)
+        self._probers = DaemonThreads("object-probe", PROBE_THREADS)
         self._check_lifecycle()
 
     def close(self) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.s3.rigs import BLOCK_BYTES, Make, lines
+from tests.tiers.object.rigs import BLOCK_BYTES, Make, lines
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import KVLayout, ModelIdentity, Namespace
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.s3.definition import S3Tier, element_size
+from tiers.object.definition import ObjectTier, element_size
 
 
 class Bfloat16Rig(TierRig):
@@ -200,6 +200,6 @@ class TestAccounting:
 
     def test_building_opens_nothing(self, fake: FakeS3, make: Make) -> None:
         rig = make()
-        assert isinstance(rig.tier, S3Tier)
+        assert isinstance(rig.tier, ObjectTier)
         assert rig.tier.medium == "OBJECT"
         assert fake.seen == []

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from tests.fake_s3 import FakeS3, fake_s3
-from tests.tiers.s3.blocks import empty
-from tests.tiers.s3.rigs import Make, lines
+from tests.tiers.object.blocks import empty
+from tests.tiers.object.rigs import Make, lines
 from tiering.block_store import Done
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_rig import make_namespace
 from tiering.testing.tier_tests import K
-from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.client import check_token, connect
-from tiers.s3.credentials import FIXED_SECONDS, CredentialSource
-from tiers.s3.store import S3Store
+from tiers.object import S3_TIER, S3Options
+from tiers.object.client import check_token, connect
+from tiers.object.credentials import FIXED_SECONDS, CredentialSource
+from tiers.object.store import ObjectStore
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_an_answer_is_used_for_minutes_and_not_asked_for_at_every_request(fake: 
             calls.append(1)
             return super().__call__()
 
-    store = S3Store(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Counting(None))
+    store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Counting(None))
     store.open()
     assert [store.get_one(empty(f"ns/{at}")) for at in range(20)] == [Done.ABSENT] * 20
     store.close()
@@ -138,7 +138,7 @@ def test_a_slow_chain_delays_no_request_once_there_are_credentials(fake: FakeS3)
 
 
 def test_rotated_keys_are_found_at_the_first_refusal(
-    fake: FakeS3, open_store: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+    fake: FakeS3, open_store: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
     fake.access_key = "AKIDROTATED"
@@ -154,7 +154,7 @@ def test_rotated_keys_are_found_at_the_first_refusal(
 
 
 def test_refused_keys_that_have_not_changed_are_not_looked_up_at_every_refusal(
-    fake: FakeS3, open_store: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+    fake: FakeS3, open_store: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
     lookups: list[int] = []
@@ -184,7 +184,7 @@ class TestSessionToken:
         monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-0123456789")
 
     def test_never_goes_to_a_host_that_the_endpoint_redirects_to(
-        self, fake: FakeS3, open_store: Callable[..., S3Store]
+        self, fake: FakeS3, open_store: Callable[..., ObjectStore]
     ) -> None:
         with fake_s3() as other:
             fake.redirect_to = other.endpoint.replace("127.0.0.1", "localhost")
@@ -193,7 +193,7 @@ class TestSessionToken:
             assert not other.seen
             assert not [seen for seen in fake.seen if "x-amz-security-token" in seen.headers]
 
-    def test_is_sent_to_the_endpoint(self, fake: FakeS3, open_store: Callable[..., S3Store]) -> None:
+    def test_is_sent_to_the_endpoint(self, fake: FakeS3, open_store: Callable[..., ObjectStore]) -> None:
         open_store()
         assert fake.seen[-1].headers["x-amz-security-token"] == "session-token-0123456789"
 
@@ -201,7 +201,7 @@ class TestSessionToken:
     def test_over_plain_http_is_warned_about(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warned: bool
     ) -> None:
-        monkeypatch.setattr("tiers.s3.client._redirection", lambda options, url: None)
+        monkeypatch.setattr("tiers.object.client._redirection", lambda options, url: None)
         source = CredentialSource(None)
         source()
         check_token(S3Options(bucket="kv-cache", endpoint_url=f"http://{host}:9000"), source)
@@ -241,7 +241,7 @@ def test_credentials_that_cannot_be_renewed_fail_the_request_with_a_typed_error(
                 raise PermanentStoreError("AWS credentials: gone")
             return super().__call__() | {"expires_at": datetime.datetime.now(datetime.UTC)}
 
-    store = S3Store(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Failing(None))
+    store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Failing(None))
     store.open()
     broken.append(1)
     (outcome,) = store.get([empty("ns/1")])
@@ -260,7 +260,7 @@ def test_a_missing_package_is_a_configuration_error_that_names_the_extra(
             raise ImportError(name)
         return real(name, *rest, **words)  # type: ignore[arg-type]
 
-    for module in ("tiers.s3.store", "tiers.s3.runtime", "tiers.s3.faults"):
+    for module in ("tiers.object.store", "tiers.object.runtime", "tiers.object.faults"):
         monkeypatch.delitem(__import__("sys").modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     context = TierContext("s3", memoryview(bytearray(4096)).cast("B", (1, 4096)), (4096,), make_namespace("m", (4096,)))

@@ -13,13 +13,13 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store as ObjectClient
 
 from tiering.errors import PermanentStoreError
-from tiers.s3.client import connect
-from tiers.s3.credentials import CredentialSource
-from tiers.s3.faults import STORE_FAILURES, Cause, diagnose
-from tiers.s3.options import S3Options
-from tiers.s3.verbs import Verb
+from tiers.object.client import connect
+from tiers.object.credentials import CredentialSource
+from tiers.object.faults import STORE_FAILURES, Cause, diagnose
+from tiers.object.options import S3Options
+from tiers.object.verbs import Verb
 
-logger = logging.getLogger("kv_tiering.s3")
+logger = logging.getLogger("kv_tiering.object")
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Requests:
             size: Bytes that the request uploads (default: 0).
 
         Raises:
-            Exception: One of :data:`tiers.s3.faults.STORE_FAILURES`, as obstore raised it.
+            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
             PermanentStoreError: The store is not open.
         """
         client = through or self.client

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.s3.blocks import block, empty
+from tests.tiers.object.blocks import block, empty
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiers.s3.store import S3Store
+from tiers.object.store import ObjectStore
 
-Open = Callable[..., S3Store]
+Open = Callable[..., ObjectStore]
 
 
-def get_failure(store: S3Store) -> StoreError:
+def get_failure(store: ObjectStore) -> StoreError:
     (outcome,) = store.get([empty("ns/1")])
     assert isinstance(outcome, StoreError)
     return outcome

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.s3.rigs import Make, lines
+from tests.tiers.object.rigs import Make, lines
 from tiering.testing.tier_tests import K
-from tiers.s3 import S3Options
+from tiers.object import S3Options
 
 
 def test_a_request_waits_two_seconds_for_a_load_and_a_store_may_take_longer() -> None:

@@ -22,11 +22,11 @@ from obstore.store import S3Store as ObjectClient
 from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError, StoreError
 from tiering.secondary.admin.contract import Finding, Severity
-from tiers.s3.admin import check_lifecycle, make_client
-from tiers.s3.credentials import CredentialSource
-from tiers.s3.faults import STORE_FAILURES, summary, translate
-from tiers.s3.options import S3Options, small_block_warning
-from tiers.s3.store import BLOCKS, DOCUMENTS, S3Store
+from tiers.object.admin import check_lifecycle, make_client
+from tiers.object.credentials import CredentialSource
+from tiers.object.faults import STORE_FAILURES, summary, translate
+from tiers.object.options import S3Options, small_block_warning
+from tiers.object.store import BLOCKS, DOCUMENTS, ObjectStore
 
 SKEW_WARNING = 60.0
 """Difference of the clocks in seconds from which on a warning is given."""
@@ -65,7 +65,7 @@ def probe_bucket(options: S3Options, block_bytes: int) -> Iterator[Finding]:
         yield Finding(Severity.ERROR, "credentials", str(error), "give this process credentials as for boto3")
         return
     yield Finding(Severity.OK, "credentials", f"found by boto3 ({found.method})")
-    store = S3Store(options.model_copy(update={"ttl": None, "install_lifecycle": False}), credentials)
+    store = ObjectStore(options.model_copy(update={"ttl": None, "install_lifecycle": False}), credentials)
     try:
         began = time.monotonic()
         store.open()

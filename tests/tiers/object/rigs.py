@@ -10,8 +10,8 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tiering.api.namespace import Namespace
 from tiering.testing.tier_rig import TierRig
-from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.definition import S3Tier
+from tiers.object import S3_TIER, S3Options
+from tiers.object.definition import ObjectTier
 
 BLOCK_BYTES = 64 << 10
 FAST: Mapping[str, object] = {
@@ -31,9 +31,9 @@ def make_rig(fake: FakeS3, kind: type[TierRig] = TierRig, **words: object) -> Ti
     return kind(lambda context: S3_TIER.build(S3Options.model_validate(chosen), context), group_bytes=(BLOCK_BYTES,))
 
 
-def tier_of(rig: TierRig) -> S3Tier:
+def tier_of(rig: TierRig) -> ObjectTier:
     """Return the rig's tier."""
-    if not isinstance(rig.tier, S3Tier):
+    if not isinstance(rig.tier, ObjectTier):
         raise TypeError(f"{rig.tier} is no object store tier")
     return rig.tier
 

@@ -11,15 +11,15 @@ import pytest
 
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, ceph_rgw, moto_server, rclone_server
-from tests.tiers.s3.rigs import namespace_of
+from tests.tiers.object.rigs import namespace_of
 from tiering.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
-from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.epochs import begin_epochs
-from tiers.s3.store import S3Store
+from tiers.object import S3_TIER, S3Options
+from tiers.object.epochs import begin_epochs
+from tiers.object.store import ObjectStore
 
 BUCKET = "kv-cache"
 _prefixes = itertools.count()
@@ -62,15 +62,15 @@ class _Served:
 class _StoreSuite(_Served, BlockStoreTests):
     shared = True
 
-    def make_store(self) -> S3Store:
-        return S3Store(self.options)
+    def make_store(self) -> ObjectStore:
+        return ObjectStore(self.options)
 
     def raw_read(self, place: Place) -> bytes | None:
         return self.bucket.read(self._name(place))
 
 
 class _RealStoreSuite(_StoreSuite):
-    def test_only_the_version_that_was_read_is_deleted(self, store: S3Store) -> None:
+    def test_only_the_version_that_was_read_is_deleted(self, store: ObjectStore) -> None:
         self.raw_write("ns/1", b"bad")
         found = store.read_again("ns/1", 10)
         assert found is not None
@@ -83,7 +83,7 @@ class _RealStoreSuite(_StoreSuite):
         assert self.raw_read("ns/1") is None
         assert not store.delete_version("ns/1", again.version)
 
-    def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: S3Store) -> None:
+    def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: ObjectStore) -> None:
         for number in range(1005):
             self.raw_write(f"many/{number:04}", b"x")
         assert store.reclaim("many/") == 1005
@@ -128,7 +128,7 @@ class _TierSuite(_Served, TierTests):
 
     def test_a_new_common_epoch_is_entered_by_engines_that_start(self) -> None:
         one = self.make_rig().open()
-        store = S3Store(self.options)
+        store = ObjectStore(self.options)
         try:
             one.store(K[:2])
             store.open()
@@ -177,8 +177,8 @@ class TestStoreOnAServerThatFails(BlockStoreTests):
     def _medium(self, fake: FakeS3) -> None:
         self.fake = fake
 
-    def make_store(self) -> S3Store:
-        return S3Store(S3Options(bucket=self.fake.bucket, endpoint_url=self.fake.endpoint))
+    def make_store(self) -> ObjectStore:
+        return ObjectStore(S3Options(bucket=self.fake.bucket, endpoint_url=self.fake.endpoint))
 
     def raw_read(self, place: Place) -> bytes | None:
         return self.fake.objects.get(f"blocks/{place}")

@@ -13,10 +13,10 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from tests.fake_s3 import FakeS3
-from tiers.s3 import S3Options
-from tiers.s3.admin import check_lifecycle
-from tiers.s3.credentials import CredentialSource
-from tiers.s3.store import S3Store
+from tiers.object import S3Options
+from tiers.object.admin import check_lifecycle
+from tiers.object.credentials import CredentialSource
+from tiers.object.store import ObjectStore
 
 BLOCKS, DOCUMENTS = "prod/blocks/", "prod/documents/"
 NOW = datetime.datetime(2026, 6, 1, tzinfo=datetime.UTC)
@@ -104,8 +104,10 @@ class TestLifecycle:
 
     def test_is_looked_at_once_and_said_once(self, fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.WARNING)
-        store = S3Store(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, ttl="1d"))
+        store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, ttl="1d"))
         store.open()
         store.open()
         store.close()
-        assert [record.name for record in caplog.records if record.name.startswith("kv_tiering")] == ["kv_tiering.s3"]
+        assert [record.name for record in caplog.records if record.name.startswith("kv_tiering")] == [
+            "kv_tiering.object"
+        ]

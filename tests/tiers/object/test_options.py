@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tiers.s3 import S3_TIER, S3Options, small_block_warning
+from tiers.object import S3_TIER, S3Options, small_block_warning
 
 MIB = 1 << 20
 

@@ -19,11 +19,11 @@ from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace,
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
-from tiers.s3.bucket_probes import probe_bucket
-from tiers.s3.epochs import begin_epochs
-from tiers.s3.faults import STORE_FAILURES, translate
-from tiers.s3.options import S3Options
-from tiers.s3.store import BLOCKS, DOCUMENTS, S3Store
+from tiers.object.bucket_probes import probe_bucket
+from tiers.object.epochs import begin_epochs
+from tiers.object.faults import STORE_FAILURES, translate
+from tiers.object.options import S3Options
+from tiers.object.store import BLOCKS, DOCUMENTS, ObjectStore
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -40,7 +40,7 @@ _PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)
 _MOST_EPOCHS = 10_000
 
 
-class S3Admin(TierAdmin):
+class ObjectAdmin(TierAdmin):
     """Administration of a bucket. Engines may use the bucket meanwhile."""
 
     options: S3Options
@@ -48,7 +48,7 @@ class S3Admin(TierAdmin):
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         super().__init__(options, replica)
         # Without a ttl, opening does not look at lifecycle rules, and writes none.
-        self._store = S3Store(self.options.model_copy(update={"ttl": None, "install_lifecycle": False}))
+        self._store = ObjectStore(self.options.model_copy(update={"ttl": None, "install_lifecycle": False}))
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._documents = f"{self.options.prefix}{DOCUMENTS}"
         self._lease_seconds = LEASE_SECONDS
@@ -75,7 +75,7 @@ class S3Admin(TierAdmin):
         try:
             yield options
         finally:
-            with S3Admin(options) as admin:
+            with ObjectAdmin(options) as admin:
                 admin._remove_all()
 
     def _remove_all(self) -> None:

@@ -18,7 +18,7 @@ from tiering.errors import ConfigError, PermanentStoreError, StoreError
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-logger = logging.getLogger("kv_tiering.s3")
+logger = logging.getLogger("kv_tiering.object")
 
 LIFETIME = datetime.timedelta(minutes=6)
 """Validity that is reported to obstore for an answer of the chain.

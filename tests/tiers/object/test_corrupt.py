@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.fake_s3 import LOGIN_PAGE, FakeS3, Trouble, etag
-from tests.tiers.s3.rigs import Make, block_names, lines
+from tests.tiers.object.rigs import Make, block_names, lines
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.service.corrupt import BUDGET
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.s3.store import S3Store
-from tiers.s3.verbs import Verb
+from tiers.object.store import ObjectStore
+from tiers.object.verbs import Verb
 
 
 def damage(fake: FakeS3, names: list[str]) -> None:
@@ -103,7 +103,7 @@ def test_no_process_deletes_more_than_its_budget(fake: FakeS3, make: Make, caplo
 
 @pytest.mark.parametrize("conditional_delete", [412, 0, 501])
 def test_a_block_that_was_replaced_meanwhile_is_not_deleted(
-    fake: FakeS3, open_store: Callable[..., S3Store], conditional_delete: int
+    fake: FakeS3, open_store: Callable[..., ObjectStore], conditional_delete: int
 ) -> None:
     fake.conditional_delete = conditional_delete
     store = open_store()
@@ -116,7 +116,7 @@ def test_a_block_that_was_replaced_meanwhile_is_not_deleted(
 
 
 def test_the_service_itself_refuses_to_delete_what_came_after_the_comparison(
-    fake: FakeS3, open_store: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+    fake: FakeS3, open_store: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
     fake.objects["prod/blocks/ns/1"] = b"bad"
@@ -133,7 +133,7 @@ def test_the_service_itself_refuses_to_delete_what_came_after_the_comparison(
 
 
 def test_a_block_is_read_again_over_another_connection_and_at_most_as_long_as_a_block(
-    fake: FakeS3, open_store: Callable[..., S3Store]
+    fake: FakeS3, open_store: Callable[..., ObjectStore]
 ) -> None:
     store = open_store()
     fake.objects["prod/blocks/ns/1"] = LOGIN_PAGE

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fake_s3 import FakeS3, fake_s3
-from tests.tiers.s3.rigs import Make, make_rig
+from tests.tiers.object.rigs import Make, make_rig
 from tiering.testing.tier_rig import TierRig
-from tiers.s3.options import S3Options
-from tiers.s3.store import S3Store
+from tiers.object.options import S3Options
+from tiers.object.store import ObjectStore
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
 
 
 @pytest.fixture
-def open_store(fake: FakeS3) -> Iterator[Callable[..., S3Store]]:
-    stores: list[S3Store] = []
+def open_store(fake: FakeS3) -> Iterator[Callable[..., ObjectStore]]:
+    stores: list[ObjectStore] = []
 
-    def build(**words: object) -> S3Store:
-        store = S3Store(
+    def build(**words: object) -> ObjectStore:
+        store = ObjectStore(
             S3Options.model_validate({"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/"} | words)
         )
         stores.append(store)

@@ -13,17 +13,17 @@ from functools import partial
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.s3.rigs import look_for_epoch, namespace_of, tier_of
+from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Collected, Limits
 from tiering.secondary.service.epoch import lease_document
 from tiering.secondary.service.opener import Opener
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
-from tiers.s3 import S3_TIER, S3Options
-from tiers.s3.command import S3Admin
-from tiers.s3.epochs import begin_epochs
-from tiers.s3.store import S3Store
+from tiers.object import S3_TIER, S3Options
+from tiers.object.command import ObjectAdmin
+from tiers.object.epochs import begin_epochs
+from tiers.object.store import ObjectStore
 
 BLOCK_BYTES = 64 << 10
 OBJECTS = K[:20]
@@ -31,7 +31,7 @@ LATER = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(
 """A time after the fake server's modification times, which all lie at the beginning of 2026."""
 
 Make = Callable[..., TierRig]
-Open = Callable[..., S3Store]
+Open = Callable[..., ObjectStore]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_same_revision_makes_machines_share_again_also_one_that_starts_with_
         assert rig.load(OBJECTS) == []
 
 
-class _Meeting(S3Store):
+class _Meeting(ObjectStore):
     """A store whose second read of an epoch document waits until all machines have read theirs."""
 
     def __init__(self, options: S3Options, barrier: threading.Barrier) -> None:
@@ -149,7 +149,7 @@ def test_a_reset_does_not_wait_for_a_bucket_that_hangs(fake: FakeS3, make: Make)
 
 def collect(fake: FakeS3, now: datetime.datetime, *, dry_run: bool = False) -> Collected:
     options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/")
-    with S3Admin(options) as admin:
+    with ObjectAdmin(options) as admin:
         admin.clock = now.timestamp
         return asyncio.run(admin.collect(Limits(abandoned=True), dry_run=dry_run))
 

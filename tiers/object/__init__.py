@@ -1,6 +1,6 @@
 """The object store tier: blocks in any S3-compatible bucket, shared by many engines."""
 
-from tiers.s3.definition import S3_TIER
-from tiers.s3.options import S3Options, small_block_warning
+from tiers.object.definition import S3_TIER
+from tiers.object.options import S3Options, small_block_warning
 
 __all__ = ["S3_TIER", "S3Options", "small_block_warning"]
