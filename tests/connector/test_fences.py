@@ -21,7 +21,7 @@ from tests.connector.fakes import (
     start_load,
 )
 from tiering.api.transfer import as_rows
-from tiering.connector.fences import BlockFences
+from tiering.connector.jobs import BlockFences
 
 
 class TestTable:

@@ -253,8 +253,9 @@ class TestWhatNoHitCanUse:
             search.hit(computed, limit)
             used.update(key for keys in search.manager.asked for key in keys)
         keys = search.keys[1][: 25 if words.get("is_eagle") else 24]
-        usable = search.groups[1].usable(np.arange(len(keys)))
-        stored = keys if usable is None else [keys[index] for index in np.flatnonzero(usable)]
+        group = search.groups[1]
+        usable = np.flatnonzero(group.usable(np.arange(len(keys)))) if group.hit_ends else range(len(keys))
+        stored = [keys[index] for index in usable]
         spare = {keys[0]} if words.get("is_eagle") else set()
         assert set(stored) - spare == set(keys) & used - spare
 
@@ -278,4 +279,4 @@ class TestWhatNoHitCanUse:
         [(full(4), window(4, 8)), (full(12), window(8, 2)), (window(4, 8), window(8, 2)), (full(8), window(4, 8))],
     )
     def test_is_nothing_where_every_block_is_in_some_window(self, groups: tuple[KVCacheGroup, ...]) -> None:
-        assert all(group.usable(np.arange(8)) is None for group in build_groups(spec_of(*groups)))
+        assert not any(group.hit_ends for group in build_groups(spec_of(*groups)))

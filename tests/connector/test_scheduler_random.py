@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.connector.fakes import FakeManager
 from tests.connector.simulation import Simulation, WrongKVError
-from tiering.connector.fences import NO_JOBS, BlockFences
+from tiering.connector.jobs import NO_JOBS, BlockFences
 from tiering.offload.suspects import SuspectBlocks
 
 CASES = [

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from tiering.api.manager import OffloadingManager
 from tiering.api.masking import shown_name
-from tiering.connector.fences import BlockFences
 from tiering.connector.groups import interleave
-from tiering.connector.jobs import Job, JobTable
+from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import OffloadingWorkerMetadata, ReqId
 from tiering.connector.requests import FencedTables, RequestState

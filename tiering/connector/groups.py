@@ -64,14 +64,13 @@ class OffloadGroup(BlockGroup):
             return 0
         return max(0, computed_tokens - self.reach) // self.gpu_block_size
 
-    def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Return a mask of the offloaded blocks at ``positions`` that a hit can use; None if all can be used.
+    def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the offloaded blocks at ``positions`` that a hit can use.
 
-        A window may be shorter than the distance between two possible ends of hits. Then no hit probes the blocks
-        between the first end and the window before the second.
+        The group must have :attr:`hit_ends`; without them, every block can be used. A window may be shorter than the
+        distance between two possible ends of hits. Then no hit probes the blocks between the first end and the window
+        before the second.
         """
-        if not self.hit_ends:
-            return None
         needed = np.zeros(len(positions), np.bool_)
         for distance in self.hit_ends:
             needed |= (

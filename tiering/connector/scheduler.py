@@ -10,7 +10,7 @@ Engines call the methods in this order. In each step, for each waiting request:
 Three rules keep KV correct:
 
 - Every GPU block that a job reads or writes is fenced until all workers have reported the job
-  (:mod:`tiering.connector.fences`).
+  (:class:`tiering.connector.jobs.BlockFences`).
 - The step's metadata lists the jobs that still use blocks which the step newly allocates. The workers end these jobs
   before the step touches the KV cache.
 - A store does not become readable if a load of any connector failed to fill its blocks or blocks before them. The same
@@ -32,10 +32,9 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
 from tiering.api.units import parse_duration
 from tiering.connector.completions import Completions, SchedulerCounters
-from tiering.connector.fences import BlockFences
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
-from tiering.connector.jobs import JobTable
+from tiering.connector.jobs import BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId
 from tiering.connector.requests import FencedTables, Match, RequestState

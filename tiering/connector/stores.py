@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows
-from tiering.connector.fences import BlockFences
 from tiering.connector.groups import OffloadGroup
-from tiering.connector.jobs import Job, JobTable
+from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
 from tiering.errors import ConfigError
@@ -68,6 +67,7 @@ class StorePlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
+        self._windows = [group for group in groups if group.sliding_window is not None]
         self._manager = manager
         self._jobs = jobs
         self._fences = fences
@@ -146,9 +146,10 @@ class StorePlanner:
         placeholders: int = getattr(request, "num_output_placeholders", 0)
         computed = min(start + scheduled_tokens - placeholders, request.num_tokens)
         state.extend_keys(self._groups)
-        for group, group_state in zip(self._groups, state.groups, strict=True):
-            gone = group.skipped_blocks(start)
-            group_state.cursor = max(group_state.cursor, -(-gone // group.block_size_factor))
+        for group in self._windows:
+            gone = -(-group.skipped_blocks(start) // group.block_size_factor)
+            group_state = state.groups[group.group_idx]
+            group_state.cursor = max(group_state.cursor, gone)
         offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
         limit = min(computed, state.store_limit, offered_from + most_tokens)
         ends = [
@@ -184,7 +185,8 @@ class StorePlanner:
         first = min(group_state.cursor, end)
         table = group_state.block_ids[first * factor : end * factor]
         positions, keys, block_ids = np.arange(first, end), group_state.keys[first:end], np.array(table, dtype=np.int64)
-        usable, has_nulls = group.usable(positions), 0 in table
+        usable = group.usable(positions) if group.hit_ends else None
+        has_nulls = 0 in table
         if usable is not None or has_nulls:
             wanted: NDArray[np.bool_] = np.ones(len(positions), np.bool_) if usable is None else usable
             if has_nulls:

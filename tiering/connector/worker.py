@@ -138,8 +138,9 @@ class OffloadingConnectorWorker(CopyReports):
             else:
                 self._unfilled.update(block_ids)
                 self._received.add(req_id)
-        self._loads_of.update(metadata.reqs_to_load.keys())
-        self._submit([(order, _Job(req_id, order)) for req_id, order in metadata.reqs_to_load.items()])
+        if metadata.reqs_to_load:
+            self._loads_of.update(metadata.reqs_to_load.keys())
+            self._submit([(order, _Job(req_id, order)) for req_id, order in metadata.reqs_to_load.items()])
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Queue this step's stores, which start with the next step or, if the engine writes early, now.
@@ -161,6 +162,8 @@ class OffloadingConnectorWorker(CopyReports):
         self._worker.wait(self._jobs.keys())
 
     def _submit_deferred(self) -> None:
+        if not self._deferred:
+            return
         deferred, self._deferred = self._deferred, []
         self._submit([(order, _Job(req_id, None)) for req_id, order in deferred])
 

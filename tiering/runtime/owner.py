@@ -19,7 +19,7 @@ class OwnerThread:
 
     Args:
         enabled: False if the callers ensure themselves that no two threads use the object at the same time; default
-            True.
+            True. The owner is then the last thread that used the object, and none is refused.
     """
 
     __slots__ = ("_enabled", "_name", "ident")
@@ -37,9 +37,9 @@ class OwnerThread:
             WrongThreadError: another thread is the owner and is alive.
         """
         ident = get_ident()
-        if not self._enabled or ident == self.ident:
+        if ident == self.ident:
             return
-        if self.ident and any(thread.ident == self.ident for thread in threading.enumerate()):
+        if self._enabled and self.ident and any(thread.ident == self.ident for thread in threading.enumerate()):
             raise WrongThreadError(
                 f"this manager belongs to thread {self._name!r}, which used it first, and was called by thread "
                 f"{threading.current_thread().name!r}: drive it from one thread, or call hand_over() in the first one "
