@@ -15,12 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from examples import vllm_offline
-from scripts import option_tables
+from scripts import metric_tables, option_tables
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
-from tiering.manager.stats import ManagerStats
-from tiering.secondary.stats import TierStats
+from tiering.offload.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = ROOT / "examples" / "vllm_server.md"
@@ -113,10 +112,14 @@ def test_every_word_of_a_stack_is_documented() -> None:
     assert sorted(_words() - words) == []
 
 
-def test_every_number_that_is_counted_is_documented() -> None:
-    words = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "operations.md").read_text()))
-    counted = {field.name for record in (TierStats, ManagerStats) for field in dataclasses.fields(record)}
-    assert sorted(counted - words) == []
+def test_the_tables_of_metrics_are_those_of_the_code() -> None:
+    text = metric_tables.DOCUMENT.read_text()
+    assert metric_tables.render(text) == text, "python -m scripts.metric_tables --write"
+
+
+def test_every_record_of_metrics_has_a_table() -> None:
+    named = re.findall(r"<!-- metrics: (\w+) -->", metric_tables.DOCUMENT.read_text())
+    assert sorted(named) == sorted(metric_tables.RECORDS) == sorted({metric.record for metric in METRICS})
 
 
 def _words() -> set[str]:

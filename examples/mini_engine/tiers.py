@@ -15,6 +15,9 @@ from tiering.api.transfer import CPULoadStoreSpec, LoadStoreSpec, TransferSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.offload.prometheus import OffloadPromMetrics
+from tiering.offload.reports import TierReports
+from tiering.offload.stats import OffloadingConnectorStats
 from tiering.spec import TieringOffloadingSpec
 
 ReplaceLoads = Callable[[OffloadingHandler], OffloadingHandler]
@@ -29,15 +32,28 @@ class Tiers:
     block_bytes: tuple[int, ...]
     bytes_moved: dict[str, int] = field(default_factory=dict)
     """Bytes that the copies moved, under ``gpu_to_cpu`` and ``cpu_to_gpu``."""
+    metrics: OffloadPromMetrics | None = None
+    """Metrics that every step's statistics are added to; None: none are kept."""
+    reports: TierReports[OffloadingConnectorStats] = field(
+        default_factory=lambda: TierReports(OffloadingConnectorStats)
+    )
+    """The scheduler half's reports for the metrics."""
 
     def collect(self, stats: Any) -> None:
-        """Add up the connector's statistics of a step."""
+        """Add up the connector's statistics of a step, and report the tiers' counters from time to time."""
+        if self.metrics is not None and self.reports.is_due(self.scheduler_half.has_pending_work()):
+            self._observe(self.reports.take(self.scheduler_half.get_stats()))
         if stats is None:
             return
+        self._observe(stats)
         for name, value in stats.reduce().items():
             if name.endswith("_total_bytes"):
                 kind = name.removesuffix("_total_bytes")
                 self.bytes_moved[kind] = self.bytes_moved.get(kind, 0) + int(value)
+
+    def _observe(self, stats: OffloadingConnectorStats | None) -> None:
+        if self.metrics is not None and stats is not None:
+            self.metrics.observe(stats.data)
 
     def secondary_stats(self) -> dict[str, dict[str, Any]]:
         """Return counters and gauges of each secondary tier by name."""

@@ -17,7 +17,8 @@ from tiering.connector.completions import SchedulerCounters
 from tiering.errors import ConfigError
 from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
 from tiering.offload import prometheus
-from tiering.offload.metrics import METRICS, SIZE_BUCKETS, MetricKind, metrics_of
+from tiering.offload.metric import MetricKind
+from tiering.offload.metrics import METRICS, SIZE_BUCKETS, metrics_of
 from tiering.offload.prometheus import (
     MetricClasses,
     OffloadPromMetrics,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from tiering.offload.reports import STATS_INTERVAL, TierReports
 from tiering.offload.stats import Increments, OffloadingConnectorStats
 from tiering.secondary.stats import TierStats
+from tiering.testing.clock import FakeClock
 
 STORE, LOAD = ("gpu", "cpu"), ("cpu", "gpu")
 
@@ -128,3 +131,30 @@ def test_data_crosses_processes_as_it_is() -> None:
     stats = stats_of((1, 1.0, STORE))
     stats.record_tiers({"local": TierStats(hits=2).as_dict()})
     assert OffloadingConnectorStats(json.loads(json.dumps(stats.data))).data == stats.data
+
+
+def test_reports_are_due_at_intervals_and_whenever_the_engine_is_idle() -> None:
+    clock = FakeClock()
+    reports = TierReports(OffloadingConnectorStats, clock=clock)
+    assert [reports.is_due(busy=True) for _ in range(2)] == [True, False]
+    assert reports.is_due(busy=False)
+    clock.advance(STATS_INTERVAL)
+    assert reports.is_due(busy=True)
+
+
+def test_a_report_has_what_was_added_since_the_one_before_of_every_record() -> None:
+    reports = TierReports(OffloadingConnectorStats)
+    current: dict[str, Any] = {
+        "tiers": {"local": {"hits": 3, "blocks": 5}},
+        "manager": {"resets": 1},
+        "connector": {"loads": 2},
+    }
+    assert reports.take({}) is None
+    first = reports.take({**current, "primary": {"blocks": 1}})
+    assert first is not None
+    assert first.data == current
+    current["tiers"]["local"]["hits"] = 10
+    second = reports.take(current)
+    assert second is not None
+    assert second.data["tiers"] == {"local": {"hits": 7, "blocks": 5}}
+    assert second.data["connector"] == {"loads": 0}

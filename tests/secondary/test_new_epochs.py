@@ -41,6 +41,7 @@ def test_a_tier_stays_in_its_epoch_until_it_is_to_follow_and_then_enters_the_new
     assert rig.tier.follow(begun)
     assert (rig.tier.superseded(), rig.epoch, rig.clock()) == (False, new, begun)
     assert available(rig) == (1, 1)
+    assert rig.tier.get_stats().private_epoch == 0
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, True)
 
 

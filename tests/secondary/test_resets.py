@@ -359,8 +359,10 @@ def test_a_reset_moves_one_process_of_a_shared_medium_and_a_revision_brings_them
     assert one.tier.reset(one.clock() + 1)
     assert two.tier.reset(two.clock() + 1)
     assert len({common, one.epoch, two.epoch}) == 3
+    assert [rig.tier.get_stats().private_epoch for rig in (one, two)] == [1, 1]
     for rig in (one, two):
         assert rig.tier.reset(rig.clock() + 1, "step-1")
+    assert [rig.tier.get_stats().private_epoch for rig in (one, two)] == [0, 0]
     assert one.epoch == two.epoch == restarted(one, shared=True, revision="step-1").epoch
     assert restarted(one, shared=True).epoch == common
 

@@ -48,6 +48,8 @@ class SchedulerCounters:
     """Jobs that a step had to wait for, because the step reused their blocks."""
     sharer_waits: int = 0
     """Requests that waited for a load of another request."""
+    scheduler_seconds: float = 0.0
+    """Seconds that the connector took on the scheduler's thread; resets are not included."""
     snapshots_dropped: int = 0
     """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
 
@@ -62,7 +64,7 @@ class SchedulerCounters:
     requests_active: int = 0
     """Requests that have not ended."""
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, int | float]:
         """Return the counters by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 

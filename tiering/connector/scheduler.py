@@ -32,6 +32,7 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
 from tiering.api.units import parse_duration
 from tiering.connector.completions import Completions, SchedulerCounters
+from tiering.connector.cost import counts_seconds
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, JobTable
@@ -130,11 +131,13 @@ class OffloadingConnectorScheduler:
         """
         self._pool = pool
 
+    @counts_seconds
     def on_new_request(self, request: EngineRequest) -> None:
         """Register a request; later calls for the same request change nothing."""
         if request.request_id not in self._states:
             self._admit(request)
 
+    @counts_seconds
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded for a request, and True if they are loaded asynchronously.
 
@@ -186,6 +189,7 @@ class OffloadingConnectorScheduler:
         state.match = Match(num_computed_tokens, hit.tokens)
         return hit.tokens - num_computed_tokens, True
 
+    @counts_seconds
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
@@ -231,6 +235,7 @@ class OffloadingConnectorScheduler:
         sources[MEDIUM_CPU] = left
         return {medium: tokens for medium, tokens in sources.items() if tokens}
 
+    @counts_seconds
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Record that a request has ended; return (False, None): its blocks can be freed at once.
 
@@ -243,6 +248,7 @@ class OffloadingConnectorScheduler:
         """
         return self._finish(request.request_id)
 
+    @counts_seconds
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -251,6 +257,7 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
+    @counts_seconds
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return the step's loads and stores, and the jobs that must end before the step.
 
@@ -287,6 +294,7 @@ class OffloadingConnectorScheduler:
             self._forget_held()
         return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
 
+    @counts_seconds
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Process the workers' reports; engines may skip the call if there are none.
 
@@ -300,6 +308,7 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
+    @counts_seconds
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, in an order that a consumer can apply."""
         untaken, self._untaken_events = self._untaken_events, []

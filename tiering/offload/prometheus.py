@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering.errors import ConfigError
-from tiering.offload.metrics import LABELS, TRANSFERS, Metric, MetricKind, metrics_of
+from tiering.offload.metric import LABELS, TRANSFERS, Metric, MetricKind
+from tiering.offload.metrics import metrics_of
 from tiering.offload.stats import RECORDS, TIERS, StatsData
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 

@@ -305,5 +305,6 @@ class BlockTier(TierHooks, SecondaryTierManager):
             breaker_opened=self.io.breakers.opened,
             available=int(self._life.serving),
             writable=int(self._life.storing),
+            private_epoch=int(self._life.private),
             job_latency=list(stats.job_latency),
         )

@@ -69,6 +69,8 @@ class TierLife:
         self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire)
         self._closed = False
         self._closing = False
+        self.private = False
+        """True after a reset without revision: no other process reads the blocks stored on a shared medium."""
         self._was_reset = False
         self._successor: Namespace | None = None
         """Namespace in the new common epoch that :meth:`follow` enters; None if there is none."""
@@ -144,6 +146,7 @@ class TierLife:
         On a shared medium the reset is certain at once, because only this process moves to another epoch.
         """
         target = self._opener.target(revision)
+        self.private = self._opener.shared and revision is None
         self._was_reset = True
         self._successor = None
         try:

@@ -36,6 +36,7 @@ GAUGES = frozenset(
         "breaker_state",
         "available",
         "writable",
+        "private_epoch",
     )
 )
 """Fields of :class:`TierStats` that are gauges; all others are counters since the start."""
@@ -129,6 +130,8 @@ class TierStats:
     """1 while the tier serves its blocks, else 0."""
     writable: int = 1
     """1 while the tier serves its blocks and takes stores, else 0."""
+    private_epoch: int = 0
+    """1 while no other process can read the blocks that this one stores on a shared medium, else 0."""
     job_latency: list[int] = field(default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1))
     """Number of finished jobs in each bucket of :data:`JOB_LATENCY_BUCKETS`."""
     job_latency_sum: float = 0.0

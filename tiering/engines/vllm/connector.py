@@ -49,6 +49,7 @@ from tiering.engines.vllm.lora import AdapterGuard
 from tiering.engines.vllm.weights import draft_identity, weights_identity
 from tiering.errors import ConfigError, RegionError
 from tiering.offload.prometheus import OffloadPromMetrics
+from tiering.offload.reports import TierReports
 from tiering.offload.stats import OffloadingConnectorStats
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
@@ -75,7 +76,7 @@ from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
 
 from tiering.engines.vllm.scheduler_side import SchedulerSide  # noqa: E402
-from tiering.engines.vllm.stats import TieringConnectorStats, TierReports, prom_metrics  # noqa: E402
+from tiering.engines.vllm.stats import TieringConnectorStats, prom_metrics  # noqa: E402
 from tiering.engines.vllm.worker_side import TransferResults, WorkerSide  # noqa: E402
 
 KVConnectorMetadata.register(OffloadingConnectorMetadata)
@@ -113,7 +114,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._several_groups = len(geometry.engine.groups) > 1
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()
-        self._reports = TierReports()
+        self._reports = TierReports(TieringConnectorStats)
         self._open_requests: set[str] = set()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
@@ -191,8 +192,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
     def get_kv_connector_stats(self) -> TieringConnectorStats | None:
         """Return new statistics, or None.
 
-        A worker returns its transfers. The scheduler returns the tiers' counters every :data:`STATS_INTERVAL` seconds
-        and whenever it becomes idle.
+        A worker returns its transfers. The scheduler returns the tiers' counters at the times of
+        :class:`~tiering.offload.reports.TierReports`.
         """
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()

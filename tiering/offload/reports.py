@@ -1,0 +1,53 @@
+"""The scheduler half's reports for metrics: what its counters grew by since the report before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from tiering.offload.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
+
+STATS_INTERVAL = 0.5
+"""Time between two reports of the tiers' counters while requests run, in seconds."""
+
+Stats = TypeVar("Stats", bound=OffloadingConnectorStats)
+
+
+class TierReports(Generic[Stats]):
+    """The reports of one scheduler half, for any engine.
+
+    Args:
+        make: class of the reports, for example :class:`~tiering.offload.stats.OffloadingConnectorStats`.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, make: type[Stats], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._make = make
+        self._clock = clock
+        self._next_at = 0.0
+        self._tiers, self._records = Increments(), Increments()
+
+    def is_due(self, busy: bool) -> bool:
+        """Return True every :data:`STATS_INTERVAL` seconds, and whenever the engine is idle.
+
+        Args:
+            busy: True while requests or jobs run.
+        """
+        now = self._clock()
+        if busy and now < self._next_at:
+            return False
+        self._next_at = now + STATS_INTERVAL
+        return True
+
+    def take(self, current: Mapping[str, Any]) -> Stats | None:
+        """Return what was added since the last call; None if nothing was.
+
+        Args:
+            current: statistics of the scheduler half since the start.
+        """
+        stats = self._make()
+        stats.record_tiers(self._tiers.take(current.get(TIERS, {})))
+        for name, fields in self._records.take({name: current[name] for name in RECORDS if name in current}).items():
+            stats.record(name, fields)
+        return None if stats.is_empty() else stats
