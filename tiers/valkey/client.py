@@ -1,0 +1,459 @@
+"""Client of a Valkey or Redis server: addresses, connections, and typed errors.
+
+Other parts than the tier may use this module too. It imports the package ``valkey`` (extra ``valkey``) only when a
+client is made::
+
+    address = ServerAddress.parse("valkeys://engine@cache.internal:6380/2?auth_env=CACHE_PASSWORD")
+    client = ValkeyClient(address, connect_timeout=2.0, timeout=5.0)
+    client.call("SET", "name", b"value", "NX", "EX", 60)        # one command; b"OK", or None if NX refused
+    client.call_all([("GET", "a"), ("GET", "b")])               # one round trip; a reply or an error for each
+    with client.subscribe("channel") as notices:                # for one thread, over a connection of its own
+        notice = notices.read(timeout=0.5)                      # (channel, content), or None
+    client.close()
+
+- **Addresses** have the schemes ``valkey``, ``redis``, ``valkeys`` and ``rediss`` (the last two: TLS). An address never
+  contains a password. The environment variable VALKEY_PASSWORD does, or the one that ``auth_env`` names.
+- **Threads**: any thread may call. Each call takes a connection for itself, and gives it back when it ends. A call
+  blocks at most for the two time-outs; a subscription blocks for the time that is given to it.
+- **Connections** are made when they are needed. After a server has restarted, the next call connects again.
+- **Replies** are bytes, integers, None and lists of them. Nothing is decoded.
+- **Errors** are those of :mod:`tiering.errors`. A server without memory raises ``OutOfSpaceError``, a replica
+  ``WritesRefusedError``; a lost connection is temporary, a wrong password permanent.
+- **Forks**: a child makes connections of its own, and uses none of its parent's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tiering.api.masking import learn, mask_text, shown
+from tiering.errors import (
+    ConfigError,
+    OutOfSpaceError,
+    PermanentStoreError,
+    StoreError,
+    TemporaryStoreError,
+    WritesRefusedError,
+)
+
+NO_VALKEY = (
+    "the package valkey is missing; install kv-tiering with its extra valkey (in a clone: pip install '.[valkey]')"
+)
+"""Message about the missing package."""
+
+PASSWORD_VARIABLE = "VALKEY_PASSWORD"
+"""Environment variable with the password, unless the address names another one."""
+
+DEFAULT_PORT = 6379
+
+_SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FORM = "write it like valkey://[user@]host[:port][/database][?auth_env=VARIABLE], or valkeys:// for TLS"
+_HEAD = 4096
+"""Bytes of the first read of a reply: the line with its length, and the beginning of the value."""
+
+Word = str | bytes | int | float | memoryview
+"""Word of a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Address of a server. Its text contains no password."""
+
+    host: str
+    """Name or IP address of the server."""
+    port: int = DEFAULT_PORT
+    """TCP port; default 6379."""
+    database: int = 0
+    """Number of the database; default 0."""
+    user: str | None = None
+    """User of the server's access list; None (default): the server's default user."""
+    tls: bool = False
+    """True to encrypt and to verify the server's certificate and host; default False."""
+    password_variable: str = PASSWORD_VARIABLE
+    """Environment variable with the password; default VALKEY_PASSWORD. Without it, no password is sent."""
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Return the address that ``url`` names.
+
+        Raises:
+            ConfigError: ``url`` is not the address of a server, or it contains a password.
+        """
+        try:
+            parts = urlsplit(url)
+            port = DEFAULT_PORT if parts.port is None else parts.port
+            query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True)) if parts.query else {}
+        except ValueError as error:
+            raise ConfigError(f"{shown(url)} is not the address of a server; {_FORM}") from error
+        if parts.scheme not in _SCHEMES:
+            raise ConfigError(f"{shown(url)} has none of the schemes {', '.join(_SCHEMES)}; {_FORM}")
+        if parts.password is not None:
+            raise ConfigError(
+                f"an address must not contain a password; put the password into the environment variable "
+                f"{PASSWORD_VARIABLE}, or name another variable with ?auth_env=NAME"
+            )
+        database = parts.path.removeprefix("/") or "0"
+        if not parts.hostname or not re.fullmatch(r"\d{1,4}", database) or parts.fragment or set(query) - {"auth_env"}:
+            raise ConfigError(f"{shown(url)} is not the address of a server; {_FORM}")
+        variable = query.get("auth_env", PASSWORD_VARIABLE)
+        if not _VARIABLE.fullmatch(variable):
+            raise ConfigError(f"auth_env must name an environment variable; {shown(variable)} is no such name")
+        user = unquote(parts.username) if parts.username else None
+        return cls(parts.hostname, port, int(database), user, _SCHEMES[parts.scheme], variable)
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        database = f"/{self.database}" if self.database else ""
+        return f"{'valkeys' if self.tls else 'valkey'}://{user}{host}:{self.port}{database}"
+
+    def password(self) -> str | None:
+        """Return the password from the environment, or None; messages mask the password from now on."""
+        password = os.environ.get(self.password_variable) or None
+        learn("password", password)
+        return password
+
+
+class ValkeyClient:
+    """Connections to one server. Any thread may call.
+
+    Args:
+        address: the server.
+        connect_timeout: seconds within which a connection must be established.
+        timeout: seconds within which the server must answer a command.
+        ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
+        name: name of the connections in the server's list of clients; default "kv-tiering".
+
+    Raises:
+        ConfigError: the package ``valkey`` is missing.
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        *,
+        connect_timeout: float,
+        timeout: float,
+        ca_file: str | os.PathLike[str] | None = None,
+        name: str = "kv-tiering",
+    ) -> None:
+        try:
+            import valkey
+            from valkey.connection import Connection, SSLConnection
+        except ImportError as error:
+            raise ConfigError(NO_VALKEY) from error
+        self.address = address
+        """The server."""
+        self._timeout = timeout
+        tls = {"ssl_check_hostname": True, "ssl_ca_certs": ca_file and os.fspath(ca_file)} if address.tls else {}
+        self._pool = valkey.ConnectionPool(
+            connection_class=SSLConnection if address.tls else Connection,
+            host=address.host,
+            port=address.port,
+            db=address.database,
+            credential_provider=_Credentials(address),
+            lib_name=name,
+            lib_version=None,
+            socket_connect_timeout=min(connect_timeout, timeout),
+            socket_timeout=timeout,
+            socket_keepalive=True,
+            **tls,
+        )
+        self._valkey = valkey.Valkey(connection_pool=self._pool)
+
+    def __repr__(self) -> str:
+        return f"ValkeyClient({self.address})"
+
+    def close(self) -> None:
+        """Close all connections; calls under way fail. A later call connects again."""
+        self._pool.disconnect()
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    def call(self, *words: Word) -> Any:
+        """Run one command, and return its reply.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses the command.
+        """
+        with self._translated(str(words[0])), self._connection() as connection:
+            connection.send_command(*words)
+            return connection.read_response()
+
+    def call_all(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
+        """Run several commands in one round trip, in their order but not as one transaction.
+
+        Returns:
+            For each command its reply, or the StoreError with which the server refused it.
+
+        Raises:
+            StoreError: the server cannot be reached; some of the commands may have run.
+        """
+        if not commands:
+            return []
+        with self._translated(str(commands[0][0])), self._connection() as connection:
+            connection.send_packed_command(connection.pack_commands(commands))
+            return [self._reply(connection, str(words[0])) for words in commands]
+
+    def write(self, key: str | bytes, parts: Sequence[memoryview], *options: Word) -> Any:
+        """Run ``SET key value options``, with a value that consists of ``parts``; nothing is copied.
+
+        Returns:
+            The reply: b"OK", or None if NX or XX refused.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses the command.
+        """
+        name = key.encode() if isinstance(key, str) else key
+        size = sum(part.nbytes for part in parts)
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, size)
+        with self._translated("SET"), self._connection() as connection:
+            # The first bytes of a pack of words are their number, which stands in the head already.
+            tail = b"".join(connection.pack_command(*options)).partition(b"\r\n")[2] if options else b""
+            connection.send_packed_command([head, *parts, b"\r\n" + tail])
+            return connection.read_response()
+
+    def read_into(self, key: str | bytes, parts: Sequence[memoryview]) -> int | None:
+        """Read a value into ``parts``, filling one after another; nothing else writes to them later.
+
+        Returns:
+            The length of the value in bytes; None if there is no such key. If the value is longer than all parts
+            together, their content is not defined.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses the command. The content of ``parts`` is not defined.
+        """
+        with self._translated("GET"), self._connection() as connection:
+            connection.send_command("GET", key)
+            return _read_value(connection, parts, time.monotonic() + self._timeout)
+
+    def subscribe(self, *channels: str) -> Subscription:
+        """Return a subscription to ``channels``, over a connection of its own, for one thread.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses the command.
+        """
+        with self._translated("SUBSCRIBE"):
+            pubsub = self._valkey.pubsub(ignore_subscribe_messages=True)
+            try:
+                pubsub.subscribe(*channels)
+            except BaseException:
+                pubsub.close()
+                raise
+        return Subscription(self, pubsub)
+
+    # ---------------------------------------------------------------------------------------------------------- inner
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """Lend a connection; after any failure it is closed, because a late reply may be on its way."""
+        connection = self._pool.get_connection("")
+        try:
+            yield connection
+        except BaseException as error:
+            if not _is_refusal(error):
+                connection.disconnect()
+            raise
+        finally:
+            self._pool.release(connection)
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            known = translate(error, f"{doing}, {self.address}")
+            if known is None:
+                raise
+            raise known from error
+
+    def _reply(self, connection: Any, doing: str) -> Any:
+        try:
+            return connection.read_response()
+        except Exception as error:
+            known = translate(error, f"{doing}, {self.address}") if _is_refusal(error) else None
+            if known is None:
+                raise
+            return known
+
+
+class Subscription:
+    """Subscription to channels, made by :meth:`ValkeyClient.subscribe`; for one thread at a time."""
+
+    def __init__(self, client: ValkeyClient, pubsub: Any) -> None:
+        self._client = client
+        self._pubsub = pubsub
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def read(self, timeout: float) -> tuple[str, bytes] | None:
+        """Wait at most ``timeout`` seconds for a message; return its channel and content, or None.
+
+        Raises:
+            StoreError: the connection is lost. Messages may have been missed; subscribe again.
+        """
+        end = time.monotonic() + timeout
+        with self._client._translated("SUBSCRIBE"):
+            while True:
+                connection = self._pubsub.connection
+                if connection is None or connection._sock is None:
+                    # valkey-py would subscribe again by itself, and nobody would learn that messages were missed.
+                    raise TemporaryStoreError(
+                        f"the subscription's connection is closed (SUBSCRIBE, {self._client.address})"
+                    )
+                if not connection.can_read(timeout=max(end - time.monotonic(), 0.0)):
+                    return None
+                message = self._pubsub.handle_message(connection.read_response(), ignore_subscribe_messages=True)
+                if message is not None and message["type"] == "message":
+                    return message["channel"].decode(), message["data"]
+
+    def close(self) -> None:
+        """End the subscription and close its connection; may be called twice."""
+        self._pubsub.close()
+
+
+class _Credentials:
+    """User and password of a server, read from the environment for each new connection."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        self._address = address
+
+    def __bool__(self) -> bool:
+        return self._address.user is not None or self._address.password() is not None
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Return the words of the command AUTH."""
+        user, password = self._address.user, self._address.password()
+        if password is None:
+            # With an exception of its own, valkey-py closes the connection; it would keep it after any other.
+            from valkey.exceptions import AuthenticationError
+
+            raise AuthenticationError(f"the environment variable {self._address.password_variable} is not set")
+        return (password,) if user is None else (user, password)
+
+
+def _read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -> int | None:
+    """Read the reply to a GET from the connection's socket; see :meth:`ValkeyClient.read_into`."""
+    from valkey.exceptions import ConnectionError as Lost
+    from valkey.exceptions import InvalidResponse
+    from valkey.exceptions import TimeoutError as TimedOut
+
+    # valkey-py has no call that reads into given memory, and its own copies of a value cost more than the network.
+    receive = connection._sock.recv_into
+
+    def fill(view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            if time.monotonic() > deadline:
+                raise TimedOut("Timeout reading from socket")
+            count = receive(view[done:])
+            if not count:
+                raise Lost("Connection closed by server.")
+            done += count
+
+    head = memoryview(bytearray(_HEAD))
+    have = end = 0
+    try:
+        while (end := bytes(head[:have]).find(b"\r\n")) < 0:
+            count = receive(head[have:])
+            if not count:
+                raise Lost("Connection closed by server.")
+            have += count
+        line = bytes(head[:end])
+        if line[:1] == b"-":
+            raise connection._parser.parse_error(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise InvalidResponse(f"Protocol Error: {line[:40]!r}")
+        length = int(line[1:])
+        if length < 0:
+            return None
+        if length > sum(map(len, parts)):
+            connection.disconnect()  # the rest of the value is not worth reading
+            return length
+        rest, left = head[end + 2 : have], length
+        for part in parts:
+            part = part[:left]
+            early = min(len(part), len(rest))
+            part[:early] = rest[:early]
+            fill(part[early:])
+            rest, left = rest[early:], left - len(part)
+        fill(memoryview(bytearray(2 - len(rest))))
+    except TimeoutError as error:
+        raise TimedOut("Timeout reading from socket") from error
+    except OSError as error:
+        raise Lost(f"Error while reading from socket: {error}") from error
+    return length
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+_CLUSTER = "the server is a node of a cluster; clusters are not supported, name a single server"
+
+_REFUSALS: dict[str, tuple[type[StoreError], str]] = {
+    "NOREPLICAS": (WritesRefusedError, "too few replicas are connected, so the server takes no writes"),
+    "MISCONF": (WritesRefusedError, "the server cannot write its snapshot, so it takes no writes"),
+    "MASTERDOWN": (TemporaryStoreError, "the replica has lost its primary"),
+    "BUSY": (TemporaryStoreError, "the server runs a long script"),
+    "TRYAGAIN": (TemporaryStoreError, "the server asks to try again"),
+    "MOVED": (
+        PermanentStoreError,
+        "the server is a node of a cluster; clusters are not supported, name a single server",
+    ),
+    "CLUSTERDOWN": (PermanentStoreError, "the server is a node of a cluster; clusters are not supported"),
+}
+"""Error codes for which valkey-py has no exception of its own, with their meaning."""
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return True if ``error`` is the server's whole reply, so that the connection can be used again."""
+    from valkey.exceptions import ResponseError
+
+    return isinstance(error, ResponseError)
+
+
+def translate(error: Exception, doing: str) -> StoreError | None:
+    """Return the :class:`StoreError` for an exception of valkey-py; None for any other exception.
+
+    Args:
+        error: the exception.
+        doing: the command, and the server; ends the message.
+    """
+    from valkey import exceptions as known
+
+    text = mask_text(str(error))
+    if isinstance(error, known.AuthenticationError):
+        return PermanentStoreError(f"wrong user or password, or none given: {text} ({doing})")
+    if isinstance(error, known.NoPermissionError):
+        return PermanentStoreError(f"no permission; extend the user's access list: {text} ({doing})")
+    if isinstance(error, known.OutOfMemoryError):
+        return OutOfSpaceError(f"out of memory; blocks that are held are still served: {text} ({doing})")
+    if isinstance(error, known.ReadOnlyError):
+        return WritesRefusedError(f"the server is a read-only replica; name the primary: {text} ({doing})")
+    if isinstance(error, known.BusyLoadingError):
+        return TemporaryStoreError(f"the server is still loading its data ({doing})")
+    if isinstance(error, known.ResponseError):
+        kind, meaning = _REFUSALS.get(text.split(" ")[0], (PermanentStoreError, "refused"))
+        return kind(f"{meaning}: {text} ({doing})")
+    if isinstance(error, known.TimeoutError):
+        return TemporaryStoreError(f"no answer within the time-out: {text} ({doing})")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return PermanentStoreError(
+            f"TLS: the certificate is refused; name its authority with ca_file: {text} ({doing})"
+        )
+    if isinstance(error, (known.ValkeyError, OSError)) and not isinstance(error, known.DataError):
+        return TemporaryStoreError(f"no connection: {text} ({doing})")
+    return None
