@@ -179,10 +179,12 @@ class TierJobs:
         """Submit a store of ``keys``, at ``positions`` of the job, as far as the index has places."""
         plan = self._index.plan_store(keys, self._clock())
         self._stats.evictions += len(plan.evicted)
-        self._events.removed(plan.evicted)
+        if plan.evicted:
+            self._events.removed(plan.evicted)
         self._stats.stores_declined += len(keys) - len(plan.positions) - len(plan.already_held)
         held = [keys[position] for position in plan.already_held]
-        self._events.found(held)
+        if held:
+            self._events.found(held)
         if not plan.positions:
             self._finish(job, held)
             return

@@ -153,7 +153,7 @@ class IoHost:
         else:
             queues = self._queues
             (queues.loads if job.kind is IoKind.LOAD else queues.stores).append(unit)
-            self._threads.wake()
+            self._threads.tokens.put(None)
 
     def run(self, task: IoTask) -> None:
         """Submit a task; returns at once.
@@ -168,7 +168,7 @@ class IoHost:
             refusal = self._closed_error() or self._threads.run_alone(task.name, lambda: self._run_task(task))
         elif (refusal := self._refusal()) is None:
             self._queues.tasks.append(task)
-            self._threads.wake()
+            self._threads.tokens.put(None)
         if refusal is not None:
             self._end(_TaskDone(task, None, refusal))
 
@@ -259,7 +259,7 @@ class IoHost:
         """
         if (closed := self._closed_error()) is not None:
             return closed
-        if self._threads.ensure():
+        if self._threads.alive or self._threads.ensure():
             return None
         return TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
 
@@ -290,7 +290,7 @@ class IoHost:
         # Another thread took the overdue unit in between: put this one back, with a token for the thread that found
         # the queue empty meanwhile.
         queue.appendleft(unit)
-        self._threads.wake()
+        self._threads.tokens.put(None)
         return None
 
     def _abandon(self) -> None:
@@ -321,7 +321,7 @@ class IoHost:
         unit.state.unfinished = len(units)
         queue.extendleft(units[:0:-1])
         for _ in units[1:]:
-            self._threads.wake()
+            self._threads.tokens.put(None)
         return units[0]
 
     def _run_unit(self, unit: _Unit) -> None:

@@ -30,13 +30,12 @@ _HANG_LOG_PERIOD = 10.0
 class IoThreads:
     """Threads of one tier.
 
-    The scheduler's thread calls all methods but :meth:`wake`, which any thread may call. Threads start when
-    :meth:`ensure` is called first.
+    The scheduler's thread calls all methods. Threads start when :meth:`ensure` is called first.
 
     Args:
         name: name of the tier.
         count: number of threads that share the work.
-        work: function that runs one waiting item, if there is one; called once per :meth:`wake`.
+        work: function that runs one waiting item, if there is one; called once per token.
         abandon: function that a thread calls once the tier is closing, before the thread ends.
         stopping: event that is set when the tier closes.
         clock: function that returns monotonic seconds.
@@ -54,39 +53,40 @@ class IoThreads:
     ) -> None:
         self.count = count
         """Number of threads that share the work, substitutes left out."""
+        self.alive = 0
+        """Number of threads that share the work and run, substitutes included."""
         self.deadlines: dict[threading.Thread, float] = {}
         """Deadline of the work that each thread runs; a thread enters and removes its own."""
+        self.tokens: SimpleQueue[None] = SimpleQueue()
+        """Queue from which a thread takes a token before it looks for an item.
+
+        Any thread may put one. There are at least as many tokens as waiting items, so a thread that finds no item for
+        its token takes the next token.
+        """
         self._name = name
         self._work = work
         self._abandon = abandon
         self._stopping = stopping
         self._clock = clock
-        # There are at least as many tokens as waiting items: a thread that finds no item for its token takes the next.
-        self._tokens: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
         self._sharing: list[threading.Thread] = []
         self._background: list[threading.Thread] = []
-        self._alive = 0
         self._start_due = float("-inf")
         self._unstarted = RateLimit(_LOG_PERIOD, clock)
         self._hanging = RateLimit(_HANG_LOG_PERIOD, clock)
 
-    def wake(self) -> None:
-        """Make a thread look for an item."""
-        self._tokens.put(None)
-
     def ensure(self) -> bool:
         """Start the threads unless some run, and return True if at least one runs."""
-        if not self._alive and self._clock() >= self._start_due:
+        if not self.alive and self._clock() >= self._start_due:
             self._add(self.count)
-        return self._alive > 0
+        return self.alive > 0
 
     def replace_stuck(self) -> None:
         """Start substitutes for threads that hang, and threads that could not be started before."""
-        if not self._alive or self._clock() < self._start_due or self._stopping.is_set():
+        if not self.alive or self._clock() < self._start_due or self._stopping.is_set():
             return
         stuck = min(self._stuck(), self.count)
-        missing = self.count + stuck - self._alive
+        missing = self.count + stuck - self.alive
         if missing > 0:
             if stuck and (count := self._hanging.admit(stuck)):
                 _log.warning("tier %s: %d I/O thread(s) hang in the medium, starting others", self._name, count)
@@ -104,7 +104,7 @@ class IoThreads:
     def stop(self) -> None:
         """Make all threads look at the event that the tier closes."""
         for _ in self._sharing:
-            self.wake()
+            self.tokens.put(None)
 
     def running(self) -> list[threading.Thread]:
         """Return the threads that run."""
@@ -115,11 +115,11 @@ class IoThreads:
         self._sharing = [thread for thread in self._sharing if thread.is_alive()]
         for number in range(count):
             with self._lock:
-                self._alive += 1
+                self.alive += 1
             started = self._start(f"kv-{self._name}-io-{number}", self._run)
             if isinstance(started, TemporaryStoreError):
                 with self._lock:
-                    self._alive -= 1
+                    self.alive -= 1
                 self._start_due = self._clock() + THREAD_RETRY_SECONDS
                 return
             self._sharing.append(started)
@@ -148,7 +148,7 @@ class IoThreads:
 
     def _run(self) -> None:
         while True:
-            self._tokens.get()
+            self.tokens.get()
             if self._stopping.is_set():
                 self._abandon()
                 return
@@ -156,13 +156,13 @@ class IoThreads:
                 self._work()
             except BaseException:
                 _log.exception("tier %s: an I/O thread met an error outside a job", self._name)
-            if self._alive > self.count and self._leave():
+            if self.alive > self.count and self._leave():
                 return
 
     def _leave(self) -> bool:
         """Return True if the calling thread is surplus and must end."""
         with self._lock:
-            if self._alive <= self.count + self._stuck():
+            if self.alive <= self.count + self._stuck():
                 return False
-            self._alive -= 1
+            self.alive -= 1
             return True
