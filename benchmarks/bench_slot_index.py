@@ -23,10 +23,9 @@ from benchmarks.harness import Bench, Sample, ratio
 from tiering.secondary.files import Files
 from tiering.secondary.index.slots import SlotIndex
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
-from tiers.local.layout import Geometry
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import recover, remember
-from tiers.local.segments import Segments
+from tiers.local.segments import Geometry, Segments
 
 RUN = 64
 BATCH = 64

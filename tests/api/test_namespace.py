@@ -12,7 +12,7 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.secondary.service.nearest import find_nearest
 from tiering.secondary.service.opener import Opener
 from tiering.testing.faults import DictStore
-from tiers.local.layout import Geometry
+from tiers.local.segments import Geometry
 from tiers.local.store import LocalStore
 
 CAPACITY = 16 << 20

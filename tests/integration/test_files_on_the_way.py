@@ -41,8 +41,8 @@ ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close"}
 """Names of functions that a step calls with or without blocks, or that end a request."""
 
 FROM_THE_MANAGER = ("tiering/manager", "tiering/primary", "tiering/table", "tiering/secondary", "tiers/")
-MOST_FROM_THE_MANAGER = 22
-MOST = 34
+MOST_FROM_THE_MANAGER = 17
+MOST = 29
 
 
 class Walk:

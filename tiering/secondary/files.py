@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiering.errors import (
@@ -25,6 +25,9 @@ from tiering.errors import (
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+Vectored = Callable[[int, Sequence[memoryview], int], int]
+"""A read or write at an offset: descriptor, buffers, offset in bytes; returns the bytes moved."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TEMPORARY = frozenset(
@@ -99,6 +102,12 @@ class Files:
     Every method raises :class:`OSError`; callers turn it into a typed error.
     """
 
+    # The system's own functions, so that reads and writes cost no second call.
+    pwritev: Vectored = staticmethod(os.pwritev)
+    """Write buffers to a descriptor at an offset, and return the bytes written; may write less than all."""
+    preadv: Vectored = staticmethod(os.preadv)
+    """Read from a descriptor at an offset into buffers, and return the bytes read; may read less than all."""
+
     def open(self, path: Path, flags: int) -> int:
         """Open or create a regular file of this user; see :func:`open_plain`."""
         return open_plain(path, flags)
@@ -110,14 +119,6 @@ class Files:
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         os.close(fd)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write buffers one after the other, and return the bytes written; may write less than all."""
-        return os.pwritev(fd, buffers, offset)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into buffers one after the other, and return the bytes read; may read less than all."""
-        return os.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, length: int) -> None:
         """Reserve the first ``length`` bytes of a file.

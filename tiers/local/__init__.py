@@ -21,8 +21,9 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.files import Files
 from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from tiers.local.layout import Geometry, tier_directory
+from tiers.local.layout import tier_directory
 from tiers.local.options import LocalOptions
+from tiers.local.segments import Geometry
 from tiers.local.store import LocalStore
 from tiers.local.tier import LocalTier
 

@@ -37,10 +37,11 @@ from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import PAGE, is_segment, segment_shape, tier_directory
+from tiers.local.layout import PAGE, tier_directory
 from tiers.local.lock import DirectoryLock, owner_of
 from tiers.local.options import LocalOptions
 from tiers.local.probes import probe_directory
+from tiers.local.segments import is_segment, segment_shape
 
 SCRATCH = ".kv-tiering-scratch-"
 """Begins the names of scratch directories. A later command removes those of commands that were killed."""

@@ -26,7 +26,7 @@ from xxhash import xxh3_128
 
 from tiering.secondary.files import Files
 from tiering.secondary.index.slots import SlotsSlice
-from tiers.local.layout import Geometry
+from tiers.local.segments import Geometry
 
 CHECKPOINT_NAME = "checkpoint"
 

@@ -14,10 +14,11 @@ import os
 import re
 import struct
 import threading
+from collections.abc import Container
 from pathlib import Path
 
 from tiering.secondary.files import Files
-from tiers.local.layout import Geometry
+from tiers.local.segments import Geometry
 
 _HEADER = struct.Struct("<8sQQII")
 _MAGIC = b"KVTMARK1"
@@ -53,11 +54,16 @@ class WrittenMarks:
         self._current: _Generation | None = None
         self.generation = 0
         """Number of the current generation."""
+        self.marked: Container[int] = range(geometry.max_segments)
+        """Segments that need no :meth:`mark` before a write.
+
+        Those are the ones that are marked in the current generation; all segments before the first generation.
+        """
 
     def mark(self, segment: int) -> None:
-        """Mark ``segment`` before a write into it. Cheap except for a segment's first write in a generation."""
+        """Mark ``segment`` before a write into it. Callers may leave out the call for :attr:`marked` segments."""
         current = self._current
-        if current is None or segment in current.marked:
+        if current is None:
             return
         with current.lock:
             if segment not in current.marked:
@@ -121,6 +127,7 @@ class WrittenMarks:
         # A write that uses the generation before this one was planned before the copy of the index. The checkpoint
         # names the slot of that write itself, so the write needs no mark.
         before, self._current = self._current, _Generation(fd, marked)
+        self.marked = marked
         self.generation = number
         if before is not None:
             with before.lock:

@@ -14,10 +14,10 @@ from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Finding, Severity
 from tiering.secondary.files import DIRECTORY_MODE, Files
 from tiers.local.direct import probe_direct
-from tiers.local.layout import REPLICA_PREFIX, Geometry, used_bytes
+from tiers.local.layout import REPLICA_PREFIX, used_bytes
 from tiers.local.lock import owner_of
 from tiers.local.options import LocalOptions
-from tiers.local.segments import MAX_OPEN
+from tiers.local.segments import MAX_OPEN, Geometry
 
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})

@@ -8,8 +8,8 @@ import os
 import threading
 from pathlib import Path
 
-from tiers.local.layout import FRESH, entries_of, is_segment, used_bytes
-from tiers.local.segments import Segments
+from tiers.local.layout import FRESH, entries_of, used_bytes
+from tiers.local.segments import Segments, is_segment
 
 logger = logging.getLogger("kv_tiering.local")
 

@@ -1,4 +1,4 @@
-"""The segment files in use: reads and writes of runs of slots, descriptors, and damage to the files."""
+"""The segment files: their shape, reads and writes of runs of slots, descriptors, and damage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from tiering.secondary.files import Files
-from tiers.local.layout import PAGE, Geometry, entries_of
+from tiering.errors import ConfigError
+from tiering.secondary.files import Files, Vectored
+from tiers.local.layout import PAGE, entries_of
 from tiers.local.syncs import SyncLedger
 
 logger = logging.getLogger("kv_tiering.local")
@@ -31,7 +33,109 @@ BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 _DROP_AFTER = 64 << 20
 
-_Vectored = Callable[[int, Sequence[memoryview], int], int]
+_NUMBER = "(0|[1-9][0-9]{0,15})"
+_SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
+_MIN_SEGMENTS = 4
+MAX_SEGMENTS = 65_536
+"""Most segments of one directory, unless they have at least :data:`LARGE_SEGMENT` bytes."""
+LARGE_SEGMENT = 1 << 30
+"""Bytes of a segment that is large enough for a disk of any size."""
+_BOOKKEEPING_PER_SLOT = 256
+"""Bytes of bookkeeping per slot: a key and a few numbers in each of two checkpoints (old and new)."""
+_BOOKKEEPING = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of the segments."""
+
+    slot_bytes: int
+    """Bytes of a slot, header included."""
+    slots_per_segment: int
+    """Slots of a segment."""
+    max_segments: int
+    """Segments that the capacity allows."""
+
+    @classmethod
+    def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> Geometry:
+        """Return the shape for blocks of at most ``block_bytes``.
+
+        The shape depends on ``capacity`` only if that is below four segments. A larger capacity can therefore grow and
+        shrink with its blocks kept.
+
+        Args:
+            capacity: Bytes of everything in the directory.
+            block_bytes: Bytes of the largest block, without header.
+            segment_size: Bytes of a segment if the capacity allows four of them.
+
+        Raises:
+            ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` small segments.
+        """
+        slot_bytes = PAGE + -(-block_bytes // PAGE) * PAGE
+        usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
+        if usable < slot_bytes:
+            least = slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
+            raise ConfigError(
+                f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so set at least {least}"
+            )
+        target = segment_size
+        if usable < _MIN_SEGMENTS * target:
+            target = usable // _MIN_SEGMENTS
+        slots = max(1, target // slot_bytes)
+        if usable // (slots * slot_bytes) > MAX_SEGMENTS and segment_size < LARGE_SEGMENT:
+            least = min(-(-usable // (slot_bytes * MAX_SEGMENTS)) * slot_bytes, LARGE_SEGMENT)
+            raise ConfigError(
+                f"segment_size: {segment_size} bytes would make {usable // (slots * slot_bytes)} segment files in a "
+                f"capacity of {capacity} bytes; at most {MAX_SEGMENTS} are allowed, so set at least {least}"
+            )
+        return cls(slot_bytes, slots, usable // (slots * slot_bytes))
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment file."""
+        return self.slot_bytes * self.slots_per_segment
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the capacity allows."""
+        return self.slots_per_segment * self.max_segments
+
+    @property
+    def bad_slots_document(self) -> str:
+        """Name of the document that lists the bad slots of segments of this shape."""
+        return f"bad-slots-{self.slot_bytes}-{self.slots_per_segment}"
+
+    def locate(self, slot: int) -> tuple[int, int]:
+        """Return (segment, byte offset in the segment) of ``slot``."""
+        segment, position = divmod(slot, self.slots_per_segment)
+        return segment, position * self.slot_bytes
+
+    def segment_name(self, number: int) -> str:
+        """Return the file name of segment ``number``."""
+        return f"slots-{self.slot_bytes}-{self.slots_per_segment}-{number:06d}"
+
+    def segment_number(self, name: str) -> int | None:
+        """Return the number of the segment file ``name``; None if the name is not one of this shape."""
+        match = _SEGMENT.fullmatch(name)
+        if match is None:
+            return None
+        number = int(match[3])
+        return number if name == self.segment_name(number) else None
+
+
+def is_segment(name: str) -> bool:
+    """Return True if ``name`` is the exact name of a segment of any shape.
+
+    A copy with another ending or other digits is not a segment.
+    """
+    match = _SEGMENT.fullmatch(name)
+    return match is not None and f"{int(match[3]):06d}" == match[3]
+
+
+def segment_shape(name: str) -> tuple[int, int] | None:
+    """Return (slot bytes, slots) of the segment file ``name``; None if the name is not that of a segment."""
+    match = _SEGMENT.fullmatch(name) if is_segment(name) else None
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +281,7 @@ class Segments:
         ledger = self._ledgers.get(segment)
         return ledger if ledger is not None else self._ledgers.setdefault(segment, SyncLedger())
 
-    def _move(self, call: _Vectored, fd: int, buffers: list[memoryview], offset: int) -> int:
+    def _move(self, call: Vectored, fd: int, buffers: list[memoryview], offset: int) -> int:
         """Repeat ``call`` until everything is moved or nothing moves, and return the bytes moved.
 
         With O_DIRECT, a short call is continued at the start of the page in which it stopped.

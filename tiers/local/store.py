@@ -25,13 +25,13 @@ from tiering.errors import (
 from tiering.secondary.files import Files, store_error
 from tiers.local.direct import probe_direct
 from tiers.local.documents import Documents
-from tiers.local.layout import PAGE, Geometry, mount_point
+from tiers.local.layout import PAGE, mount_point
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
 from tiers.local.new_segments import NewSegments, Pace
 from tiers.local.recovery import Remembered, remember
 from tiers.local.room import Room
-from tiers.local.segments import BUFFERS_PER_CALL, Damage, Segments
+from tiers.local.segments import BUFFERS_PER_CALL, Damage, Geometry, Segments
 from tiers.local.surroundings import Access, warn_of_small_disk
 from tiers.local.syncs import UnsyncedError
 
@@ -247,7 +247,8 @@ class LocalStore(BlockStore):
     def _put_run(self, blocks: Sequence[BlockIO], run: list[int], outcomes: list[Outcome]) -> None:
         segment, offset = self.geometry.locate(_slot(blocks[run[0]]))
         try:
-            self.marks.mark(segment)
+            if segment not in self.marks.marked:
+                self.marks.mark(segment)
             self.segments.write(segment, offset, _buffers(blocks, run))
         except OSError as error:
             if error.errno == errno.ENOENT:

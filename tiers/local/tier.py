@@ -29,10 +29,10 @@ from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
 from tiers.local.growth import Growth
 from tiers.local.inspections import Inspections
-from tiers.local.layout import Geometry, tier_directory
+from tiers.local.layout import tier_directory
 from tiers.local.options import LocalOptions
 from tiers.local.recovery import Remembered, recover
-from tiers.local.segments import Damage
+from tiers.local.segments import Damage, Geometry
 from tiers.local.store import Inspection, LocalStore
 from tiers.local.syncs import UnsyncedError
 

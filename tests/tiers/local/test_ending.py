@@ -15,8 +15,8 @@ from tiers.local import feed as feed_module
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
-from tiers.local.layout import Geometry
 from tiers.local.marks import WrittenMarks
+from tiers.local.segments import Geometry
 
 K = [key_of(number) for number in range(64)]
 

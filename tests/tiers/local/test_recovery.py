@@ -22,7 +22,8 @@ from tiering.testing.tier_rig import REQUEST
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
 from tiers.local.feed import RecoveryFeed
-from tiers.local.layout import PAGE, Geometry
+from tiers.local.layout import PAGE
+from tiers.local.segments import Geometry
 
 K = [key_of(number) for number in range(128)]
 

@@ -27,8 +27,10 @@ from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
 from tiers.local import Geometry, LocalOptions, LocalStore, LocalTier
-from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
+from tiers.local.layout import PAGE, used_bytes, used_bytes_of_few
+from tiers.local.marks import WrittenMarks
 from tiers.local.new_segments import Pace
+from tiers.local.segments import MAX_SEGMENTS
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20
@@ -99,6 +101,38 @@ def test_a_run_longer_than_a_vectored_call_is_cut(tmp_path: Path, device: Faulty
     assert operations(device, "write") == 2
     assert come_back(store, put)
     store.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- marks
+
+
+def marks_of(store: LocalStore, generation: int) -> set[int] | None:
+    marks = WrittenMarks(store.directory, GEOMETRY, Files(), durable=False)
+    try:
+        return marks.resume(generation)
+    finally:
+        marks.close()
+
+
+def test_the_first_write_of_a_generation_marks_its_segment(store: LocalStore) -> None:
+    first = store.marks.begin()
+    assert store.put(blocks(store, 0, 1)) == [Done.DONE] * 2
+    assert marks_of(store, first) == {0}
+    assert store.put(blocks(store, GEOMETRY.slots_per_segment)) == [Done.DONE]
+    assert marks_of(store, first) == {0, 1}
+    second = store.marks.begin()
+    assert marks_of(store, second) == set()
+    assert store.put(blocks(store, 2)) == [Done.DONE]
+    assert marks_of(store, second) == {0}
+
+
+def test_a_segment_is_marked_before_the_write(store: LocalStore, device: FaultyDevice) -> None:
+    store.marks.begin()
+    device.calls.clear()
+    assert store.put(blocks(store, 0)) == [Done.DONE]
+    assert store.put(blocks(store, 1)) == [Done.DONE]
+    written = [path.name.split("-")[0] for operation, path in device.calls if operation == "write"]
+    assert written == ["written", "slots", "slots"]
 
 
 # --------------------------------------------------------------------------------------------------- calls that do less
