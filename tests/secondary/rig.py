@@ -12,6 +12,7 @@ from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_context
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
+from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.index.shared import SharedIndex
@@ -35,6 +36,8 @@ class Rig:
         shared: bool = False,
         revision: str | None = None,
         store: FakeStore | None = None,
+        agreement: EpochAgreement | None = None,
+        name: str = "",
         **options: Any,
     ) -> None:
         self.clock = FakeClock()
@@ -42,6 +45,8 @@ class Rig:
         self.options = BlockTierOptions(type="fake", **options)
         self.io = FakeIo(self.store, self.clock, self.options.breaker)
         self.context = replace(make_context(self.clock, group_bytes=group_bytes), revision=revision)
+        if agreement is not None:
+            self.context = replace(self.context, agreement=agreement, name=name or self.context.name)
         self.document = f"epoch-{self.context.namespace.directory}"
         index: SlotIndex | SharedIndex
         if shared:

@@ -21,6 +21,7 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.region import SharedRegion, row_stride
 from tiering.runtime.news import News
+from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
 from tiering.secondary.options import TierOptions
 
@@ -70,7 +71,7 @@ def open_manager(
     row_bytes = row_stride(max(group_bytes))
     _check(stack, max(group_bytes), row_bytes, model, region)
     namespace = Namespace.build(model, group_bytes, namespace=stack.namespace, salt=stack.salt)
-    events, news = enable_events or stack.events, News()
+    events, news, agreement = enable_events or stack.events, News(), EpochAgreement()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
         if rows is not region:
@@ -89,6 +90,7 @@ def open_manager(
                 revision=stack.revision,
                 news=news,
                 distance=tier_definition(options.type).distance,
+                agreement=agreement,
             )
             tier = _build(len(tiers), options, context)
             undo.callback(tier.shutdown, clock())
@@ -104,6 +106,7 @@ def open_manager(
             reset_deadline=stack.reset_deadline,
             shutdown_deadline=stack.shutdown_deadline,
             news=news,
+            agreement=agreement,
             one_thread=one_thread,
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )

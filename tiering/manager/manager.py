@@ -34,6 +34,7 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.news import News
 from tiering.runtime.owner import OwnerThread
+from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")
@@ -61,6 +62,7 @@ class TieringOffloadingManager(OffloadingManager):
         shutdown_deadline: float = 30.0,
         keep_secondary: bool = False,
         news: News | None = None,
+        agreement: EpochAgreement | None = None,
         one_thread: bool = True,
         advisor: SizeAdvisor | None = None,
     ) -> None:
@@ -77,11 +79,14 @@ class TieringOffloadingManager(OffloadingManager):
             shutdown_deadline: longest duration of :meth:`shutdown`, in seconds.
             keep_secondary: a reset empties the primary tier only; default: False.
             news: the object on which tiers announce finished jobs; default: one of the manager's own.
+            agreement: the object by which the tiers agree on common epochs, as in their contexts. By default, blocks in
+                the rows are not compared with a common epoch that a tier finds late.
             one_thread: the first thread that uses the manager owns it. Other threads get a :class:`WrongThreadError`
                 until :meth:`hand_over`. If False, the caller ensures that no two threads use the manager at the same
                 time.
             advisor: estimates the hit rates at other capacities of the tiers; default: none.
         """
+        self._clock = clock
         self.news = news or News()
         """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
         self._owner = OwnerThread(enabled=one_thread)
@@ -106,6 +111,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)
         self._known = self._requests.known
+        if agreement is not None:
+            agreement.in_use = lambda: self._requests.begun
         self._shut_down = False
         self._advisor = advisor
         inert_in_children(self, InertManager)
@@ -272,7 +279,11 @@ class TieringOffloadingManager(OffloadingManager):
             deadline: time until which the call may wait.
         """
         state = self._states[rank]
-        return bool(self._call(state, state.tier.open, deadline))
+        opened = bool(self._call(state, state.tier.open, deadline))
+        if self._call(state, state.tier.superseded):
+            self._follow(deadline)
+            opened = bool(self._call(state, state.tier.open, deadline))
+        return opened
 
     def hand_over(self) -> None:
         """Let another thread drive the manager: the next thread that uses the manager owns it.
@@ -306,14 +317,18 @@ class TieringOffloadingManager(OffloadingManager):
             elif state.resetting:
                 self._tiers.end_reset(state)
         if superseded:
-            self._follow()
+            self._follow(self._clock())
         self._jobs.collected = False
 
-    def _follow(self) -> None:
-        """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it."""
+    def _follow(self, deadline: float) -> None:
+        """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.
+
+        Args:
+            deadline: time until which tiers may confirm; a step of the engine gives them none.
+        """
         self._stats.new_epochs += 1
         self._empty_primary()
-        self._tiers.follow()
+        self._tiers.follow(deadline)
 
     @property
     def new_epochs(self) -> int:

@@ -98,6 +98,8 @@ class Requests:
         """
         self.known: dict[str, Request] = {}
         """The requests, by id. Only the methods of this class change the dictionary."""
+        self.begun = False
+        """True once a request has begun."""
         self._tiers = tiers
         self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.tier.name for state in tiers.states)])
 
@@ -123,6 +125,7 @@ class Requests:
                 if answer is not None and answer.policy is OffloadPolicy.REQUEST_LEVEL:
                     request.wants_all.append(state)
         self.known[ctx.req_id] = request
+        self.begun = True
         return request
 
     def end(self, request: Request) -> None:

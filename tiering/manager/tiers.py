@@ -157,14 +157,13 @@ class SecondaryTiers:
         ]
         return all(confirmed)
 
-    def follow(self) -> None:
+    def follow(self, deadline: float) -> None:
         """Let all tiers leave the blocks stored before, because a new common epoch has begun in one of them.
 
-        No tier gets time to confirm: tiers that cannot confirm at once return to service in a later step.
+        Tiers that do not confirm until ``deadline`` return to service in a later step.
         """
-        now = self._clock()
         for state in self.states:
-            self._reset(state, state.tier.follow, now)
+            self._reset(state, state.tier.follow, deadline)
             if state.in_service and self.call(state, state.tier.superseded):
                 self.retire(state, "it did not enter the new common epoch that it reported")
 

@@ -23,6 +23,7 @@ from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import Rows
 from tiering.runtime.news import News
+from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.stats import TierStats
 
 Distance = Literal["process", "machine", "network"]
@@ -104,6 +105,8 @@ class TierContext:
     """Receiver of the tier's announcements that a job has ended; an announcement wakes up waiting callers."""
     distance: Distance | None = None
     """Distance of the medium; None (default): not known."""
+    agreement: EpochAgreement = field(default_factory=EpochAgreement)
+    """Common epochs that the shared tiers of the stack have met; one instance for all tiers of a manager."""
 
 
 class SecondaryTierManager(ABC):
@@ -306,7 +309,7 @@ class SecondaryTierManager(ABC):
         is the default.
 
         Args:
-            deadline: time on the tier's clock until which the call may block; the manager gives no time.
+            deadline: time on the tier's clock until which the call may block. While the engine runs, it has passed.
 
         Returns:
             True if the invalidation is certain. False: the tier is out of service until :meth:`reset_done` returns

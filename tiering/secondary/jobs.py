@@ -155,6 +155,8 @@ class TierJobs:
         self._running: dict[int, RunningJob] = {}
         self._waiting: deque[WaitingStore] = deque()
         self._finished: list[JobResult] = []
+        self.stored = False
+        """True if a store has begun since the present epoch was entered."""
 
     # ------------------------------------------------------------------------------------------------------- submission
 
@@ -276,6 +278,7 @@ class TierJobs:
     ) -> None:
         job = running.job
         self._running[job.job_id] = running
+        self.stored |= kind is IoKind.STORE
         deadline = job.submitted_at + self._deadlines[kind]
         self._io.submit(
             IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
@@ -333,6 +336,7 @@ class TierJobs:
         """Leave the present epoch: no result, also of jobs that run, counts for it any more."""
         self._epochs += 1
         self._fingerprint = b""
+        self.stored = False
         self.drop_waiting()
         self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
 

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 
 from tiering.api.namespace import Namespace
+from tiering.secondary.agreement import MetEpoch
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.jobs import TierJobs
 from tiering.secondary.parts import TierHooks, TierParts
-from tiering.secondary.service.common_epoch import EpochWatch
+from tiering.secondary.service.common_epoch import CommonEpoch, EpochWatch
 from tiering.secondary.service.epoch import Target
+from tiering.secondary.service.epoch_record import EpochRecord
 from tiering.secondary.service.health import HealthCheck
 from tiering.secondary.service.lease import Lease
 from tiering.secondary.service.opener import Opener
@@ -60,8 +62,20 @@ class TierLife:
         self._jobs = jobs
         self._place_prefix = place_prefix
         writes = options.admission != "none"
+        self._agreement = context.agreement
         self._opener = Opener(
-            context.name, store, context.namespace, revision=context.revision, shared=index.shared, writes=writes
+            context.name,
+            store,
+            context.namespace,
+            revision=context.revision,
+            shared=index.shared,
+            writes=writes,
+            agreement=context.agreement,
+        )
+        self._record = (
+            None
+            if index.shared
+            else EpochRecord(context.name, self._opener, context.agreement, io, context.clock, lambda: jobs.stored)
         )
         self._lease = Lease(context.name, store, io, context.clock)
         self._watch = EpochWatch(context.name, store, io, context.clock, self._noticed)
@@ -94,6 +108,8 @@ class TierLife:
         """Start the work that is due at ``now``, and count overdue loads."""
         self._service.tick(now)
         self._lease.tick(now)
+        if self._record is not None:
+            self._record.tick(now)
         self._watch.tick(now)
         self._health.tick()
         self._jobs.expire(now)
@@ -103,6 +119,7 @@ class TierLife:
         """Cache for the hot path if the tier answers lookups and takes stores, in two attributes."""
         self.serving = (
             self._service.in_service
+            and self.namespace is not None
             and self._io.breakers.reads.state is BreakerState.CLOSED
             and not self._jobs.overdue.spent
             and not self._watch.doubted
@@ -148,6 +165,10 @@ class TierLife:
         target = self._opener.target(revision)
         self.private = self._opener.shared and revision is None
         self._was_reset = True
+        return self._leave_for(target, deadline)
+
+    def _leave_for(self, target: Target, deadline: float) -> bool:
+        """Leave the present epoch for that of ``target``, and return True if this is certain."""
         self._successor = None
         try:
             self._leave_epoch()
@@ -229,6 +250,8 @@ class TierLife:
         """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
         self._jobs.leave()
         self.namespace = None
+        if self._record is not None:
+            self._record.keep(None)
         self.serving = self.storing = False
         self._hooks.on_left()
         self._events.cleared(self._index.clear())
@@ -243,7 +266,7 @@ class TierLife:
 
     @property
     def superseded(self) -> bool:
-        """True if a new common epoch has begun that the tier has not entered."""
+        """True if the tier must not enter a common epoch before the manager has dropped all older blocks."""
         return self._successor is not None
 
     def follow(self, deadline: float) -> bool:
@@ -254,10 +277,13 @@ class TierLife:
         """
         successor, self._successor = self._successor, None
         if not self._opener.shared:
-            return self.reset(deadline, None)
+            # After a reset, the weights of the process are not those of its start, so its blocks stay its own.
+            target = self._opener.target(None) if self._was_reset else self._opener.successor()
+            return self._leave_for(target, deadline)
         if successor is None:
             self._watch.doubt()
         else:
+            self._agreement.enter(self._name, MetEpoch(successor.epoch))
             self._opener.follow(successor)
             self._leave_epoch()
             self._intake.offers.clear()
@@ -268,10 +294,26 @@ class TierLife:
 
     def _entered(self, namespace: Namespace) -> None:
         """Record that an epoch has been entered, at the first opening or by a reset."""
+        common = self._opener.common(namespace)
+        if self._record is not None:
+            if not self._record.admits(namespace):
+                logger.warning("tier %s: its blocks may be older than a new common epoch and are dropped", self._name)
+                self._service.leave(self._opener.successor())
+                return
+            self._record.keep(namespace)
+        elif not self._agreed(common):
+            logger.warning(
+                "tier %s: blocks of this machine may be older than its common epoch; "
+                "the engine drops all blocks that were stored before",
+                self._name,
+            )
+            self._successor = namespace
+            self._refresh()
+            return
         self.namespace = namespace
         self._jobs.enter(namespace)
         self._lease.hold(namespace if self._opener.needs_lease(namespace) else None)
-        self._watch.watch(namespace, self._opener.common(namespace))
+        self._watch.watch(namespace, common)
         if self._place_prefix is not None:
             self._index.enter(self._place_prefix(namespace))
         first, self.opened = not self.opened, True
@@ -280,3 +322,9 @@ class TierLife:
         else:
             self._hooks.on_epoch(namespace)
         self._refresh()
+
+    def _agreed(self, common: CommonEpoch | None) -> bool:
+        """Return True if no block of the machine is older than ``common``, which the tier is to enter."""
+        if common is None or common.epoch is None:
+            return True
+        return self._agreement.meet(self._name, MetEpoch(common.epoch, common.never_moved))

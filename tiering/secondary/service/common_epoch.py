@@ -55,6 +55,11 @@ class CommonEpoch:
     damaged: tuple[str, ...] = ()
     """Names of the documents that are damaged."""
 
+    @property
+    def never_moved(self) -> bool:
+        """True if the epoch is the first one, so that no block was ever invalidated by a new one."""
+        return self.epoch is not None and self.count == 1
+
 
 def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | None = None) -> CommonEpoch:
     """Return the common epoch of ``namespace``.
@@ -159,21 +164,21 @@ class EpochWatch:
         """Look for successors of the common epoch of ``namespace`` from now on; None: look for nothing."""
         self._namespace = namespace if known is not None else None
         self._known = known
-        self.doubted = False
+        self.doubted = self._namespace is not None and self._clock() < self._settled
         self._plan()
 
     def doubt(self) -> None:
         """Doubt the common epoch until a look in :data:`SETTLE_SECONDS` or later finds no successor.
 
-        Outside of the common epoch, the call does nothing.
+        A common epoch that is entered before then is doubted as well. Elsewhere, the call has no effect.
         """
+        self._settled = self._clock() + SETTLE_SECONDS
         if self._known is not None and self._namespace is not None:
             logger.warning(
                 "tier %s: not used until a look for a new common epoch has ended, because another tier has one",
                 self._name,
             )
             self.doubted = True
-            self._settled = self._clock() + SETTLE_SECONDS
             self._plan()
 
     def tick(self, now: float) -> None:

@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,8 +25,13 @@ LEASES = "lease-"
 """Prefix of the names of all leases."""
 
 _LAYOUT = struct.Struct("<8sHH4x16s16s16s")
+_COMMON = struct.Struct("<16s16s")
 _MAGIC = b"KVTEPOCH"
 _VERSION = 1
+_VERSION_WITH_COMMON = 2
+"""Version of documents with common epochs; an older release takes such a document for damaged."""
+MAX_COMMON = 32
+"""Maximum number of common epochs in one document."""
 _PRIVATE = 1
 _DIGEST_BYTES = 16
 
@@ -67,33 +73,53 @@ class EpochDocument:
     The namespace's parameters were taken at the start of the process. They do not describe blocks computed after a
     reset, for example with other weights.
     """
+    common: tuple[tuple[bytes, bytes], ...] = ()
+    """Shared media, and the common epoch of each in which the blocks were stored; default: none.
+
+    Media and epochs are identifiers of 16 bytes each. At most the last :data:`MAX_COMMON` are kept.
+    """
 
     @classmethod
-    def of(cls, namespace: Namespace, revision: str | None, *, private: bool) -> Self:
-        """Return the document of the epoch of ``namespace``."""
-        return cls(namespace.base, namespace.epoch, _digest(revision), private)
+    def of(
+        cls, namespace: Namespace, revision: str | None, *, private: bool, common: Mapping[bytes, bytes] | None = None
+    ) -> Self:
+        """Return the document of the epoch of ``namespace``.
+
+        Args:
+            namespace: namespace in the epoch.
+            revision: text that names the weights; None: no revision.
+            private: True if only this process may read the blocks of the epoch.
+            common: common epochs of shared media, by medium; default: none.
+        """
+        recorded = tuple((common or {}).items())[-MAX_COMMON:]
+        return cls(namespace.base, namespace.epoch, _digest(revision), private, recorded)
 
     def pack(self) -> bytes:
         """Return the bytes of the document, with a checksum at the end."""
         flags = _PRIVATE if self.private else 0
-        body = _LAYOUT.pack(_MAGIC, _VERSION, flags, self.base, self.epoch, self.revision)
+        version = _VERSION_WITH_COMMON if self.common else _VERSION
+        body = _LAYOUT.pack(_MAGIC, version, flags, self.base, self.epoch, self.revision)
+        body += b"".join(_COMMON.pack(medium, epoch) for medium, epoch in self.common)
         return body + xxh3_128(body).digest()
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the document in ``data``; None if ``data`` is not a valid document."""
-        if len(data) != _LAYOUT.size + _DIGEST_BYTES or xxh3_128(data[: _LAYOUT.size]).digest() != data[_LAYOUT.size :]:
+        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if len(body) < _LAYOUT.size or xxh3_128(body).digest() != digest:
             return None
-        magic, version, flags, base, epoch, revision = _LAYOUT.unpack_from(data)
+        magic, version, flags, base, epoch, revision = _LAYOUT.unpack_from(body)
+        recorded = body[_LAYOUT.size :]
         if (
             magic != _MAGIC
-            or version != _VERSION
+            or version != (_VERSION_WITH_COMMON if recorded else _VERSION)
+            or len(recorded) % _COMMON.size
             or flags not in (0, _PRIVATE)
             or epoch == NO_EPOCH
             or len(epoch) != EPOCH_BYTES
         ):
             return None
-        return cls(base, epoch, revision, flags == _PRIVATE)
+        return cls(base, epoch, revision, flags == _PRIVATE, tuple(_COMMON.iter_unpack(recorded)))
 
     def admits(self, namespace: Namespace, revision: str | None) -> bool:
         """Return True if a process that starts now may read the blocks of this epoch.
@@ -112,7 +138,9 @@ class Target:
     namespace: Namespace
     """Namespace in the epoch that begins."""
     revision: str | None = None
-    """Revision that names the weights from now on; None (default): the epoch is private."""
+    """Revision that names the weights from now on; None (default): no revision."""
+    private: bool = False
+    """True if the epoch is for this process alone, because its weights may have changed; default False."""
 
 
 def _digest(revision: str | None) -> bytes:

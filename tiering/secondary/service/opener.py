@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.service.common_epoch import CommonEpoch, begin_common, find_common
-from tiering.secondary.service.epoch import PARAMETERS, EpochDocument, Target, epoch_document, parameters_document
+from tiering.secondary.service.epoch import (
+    MAX_COMMON,
+    PARAMETERS,
+    EpochDocument,
+    Target,
+    epoch_document,
+    parameters_document,
+)
 from tiering.secondary.service.nearest import tell_nearest
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -35,6 +43,7 @@ class Opener:
         revision: text that names the weights; default: none.
         shared: True if other processes use the medium too, so that their documents are never replaced or removed.
         writes: False for a tier that stores nothing; until a reset, such a tier also works with a read-only medium.
+        agreement: common epochs that the shared tiers of the stack have met; default: no shared tier.
     """
 
     def __init__(
@@ -46,6 +55,7 @@ class Opener:
         revision: str | None = None,
         shared: bool = False,
         writes: bool = True,
+        agreement: EpochAgreement | None = None,
     ) -> None:
         self._name = name
         self._store = store
@@ -57,10 +67,27 @@ class Opener:
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
         self._common: CommonEpoch | None = None
+        self._agreement = agreement or EpochAgreement()
+        self._guard = threading.Lock()
+        """Held while the document of a medium of its own is read or written."""
+        self._document: EpochDocument | None = None
+        """The document of a medium of its own, as it should be on the medium; None: not read yet."""
+        self.begun = b""
+        """Epoch that this process began on a medium of its own; empty if the epoch is older than the process."""
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
         self.shared = shared
         """True if other processes use the medium too."""
+
+    @property
+    def recorded(self) -> Mapping[bytes, bytes]:
+        """The common epochs, by medium, in which the blocks of a medium of its own were stored."""
+        document = self._document
+        return {} if document is None else dict(document.common)
+
+    def successor(self) -> Target:
+        """Return a new epoch for the blocks from now on, computed with the weights of the start."""
+        return Target(self._namespace.next_epoch(), self._revision)
 
     def target(self, revision: str | None) -> Target:
         """Return the target of a reset: the epoch of ``revision``, or an epoch that no other process has.
@@ -72,7 +99,7 @@ class Opener:
             named = self._namespace.revision_epoch(revision)
             if self.shared:
                 return Target(named, revision)
-        return Target(self._namespace.next_epoch(), revision)
+        return Target(self._namespace.next_epoch(), revision, private=revision is None)
 
     def enter(self, target: Target | None) -> Namespace:
         """Open the store unless it is open, and return the namespace in the epoch that was entered.
@@ -114,6 +141,7 @@ class Opener:
     def forget(self) -> None:
         """Record that the store was closed: :meth:`enter` opens it again."""
         self._opened = False
+        self.begun = b""
 
     def close(self, timeout: float, after: Callable[[], None] | None = None) -> None:
         """Close the store in a thread: a hanging medium must not delay the process.
@@ -153,22 +181,61 @@ class Opener:
 
     def _enter_own(self, *, known: bool) -> Namespace:
         document = epoch_document(self._namespace)
-        stored = self._store.read_document(document)
-        found = None if stored is None else EpochDocument.parse(bytes(stored))
-        if found is not None and found.admits(self._namespace, self._revision):
-            return self._namespace.with_epoch(found.epoch)
-        if found is None:
-            self._tell_loss(document, missing=stored is None, known=known)
-        fresh = self._namespace.next_epoch()
-        if self._writes:
-            self._store.write_document(document, EpochDocument.of(fresh, self._revision, private=False).pack())
-        return fresh
+        with self._guard:
+            stored = self._store.read_document(document)
+            found = None if stored is None else EpochDocument.parse(bytes(stored))
+            self._document = found
+            if found is not None and found.admits(self._namespace, self._revision):
+                return self._namespace.with_epoch(found.epoch)
+            if found is None:
+                self._tell_loss(document, missing=stored is None, known=known)
+            target = self.successor()
+            content = self._content(target)
+            if self._writes:
+                self._store.write_document(document, content.pack())
+            self._document, self.begun = content, target.namespace.epoch
+            return target.namespace
+
+    def _content(self, target: Target) -> EpochDocument:
+        """Return the document of ``target``, in which blocks are stored from now on.
+
+        The record keeps the common epochs of media that were not met yet: one that is still current has not moved.
+        """
+        met = {medium: found.epoch for medium, found in self._agreement.met.items()}
+        common = {**self.recorded, **met}
+        return EpochDocument.of(target.namespace, target.revision, private=target.private, common=common)
+
+    def record(self, namespace: Namespace) -> None:
+        """Record the common epochs that were met as those of the blocks in the epoch of ``namespace``.
+
+        The call has no effect if the medium is in another epoch by now.
+
+        Raises:
+            StoreError: the document cannot be written.
+        """
+        with self._guard:
+            document = self._document
+            if document is None or document.epoch != namespace.epoch:
+                return
+            met = {medium: found.epoch for medium, found in self._agreement.met.items()}
+            common = {medium: epoch for medium, epoch in document.common if medium not in met} | met
+            content = replace(document, common=tuple(common.items())[-MAX_COMMON:])
+            if self._writes and not content.private:
+                self._store.write_document(epoch_document(self._namespace), content.pack())
+            self._document = content
 
     def _begin(self, target: Target) -> None:
         """Begin the epoch of ``target`` on a medium that only this tier writes.
 
         The old document is removed first: that works on a full disk, and blocks without a document are foreign.
         """
+        with self._guard:
+            # A record of the older epoch that is being written must not come after the removal.
+            content = self._content(target)
+            self._document, self.begun = content, target.namespace.epoch
+            self._replace(content)
+
+    def _replace(self, content: EpochDocument) -> None:
         document = epoch_document(self._namespace)
         removed = True
         try:
@@ -183,9 +250,8 @@ class Opener:
                     error,
                     count,
                 )
-        content = EpochDocument.of(target.namespace, target.revision, private=target.revision is None).pack()
         try:
-            self._store.write_document(document, content)
+            self._store.write_document(document, content.pack())
         except StoreError as error:
             if not removed:
                 raise

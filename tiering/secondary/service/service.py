@@ -112,7 +112,8 @@ class TierService:
             return
         self.in_service = False
         # An epoch that is not entered yet is as new as this one: nothing was stored since.
-        if self._target is None or self._target.revision != target.revision:
+        held = self._target
+        if held is None or held.revision != target.revision or (target.private and not held.private):
             self._target = target
         self.start()
 

@@ -1,0 +1,309 @@
+"""A new common epoch that an engine did not notice: its older blocks are not served or stored again.
+
+The content of a block names the weights that computed it, so an old block in a new epoch is seen by its bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fake_s3 import FakeS3, fake_s3
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering.manager.waiting import wait_for_prefix, wait_until_idle
+from tiering.primary.memory.region import PAGE, SharedRegion
+from tiering.testing.frames import random_bytes
+from tiering.testing.keys import keys_of
+from tiering.testing.until import until
+from tiers.local.store import LocalStore
+from tiers.object.epochs import begin_epochs
+from tiers.object.options import S3Options
+from tiers.object.store import ObjectStore
+
+BLOCK_BYTES = 8192
+K = keys_of(*range(6))
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="epochs")
+
+
+class Machine:
+    """An engine on a machine with a disk of its own and one bucket.
+
+    Args:
+        path: the disk; None: the machine has none.
+        bucket: the bucket's server; None: the stack has no bucket.
+        weights: number of the weights that the engine computes with.
+        words: further words of the stack.
+    """
+
+    def __init__(self, path: Path | None, bucket: FakeS3 | None, weights: int, words: Mapping[str, object]) -> None:
+        secondary: list[dict[str, Any]] = []
+        if path is not None:
+            secondary.append({"type": "local", "path": str(path), "capacity": "4MiB"})
+        if bucket is not None:
+            secondary.append(
+                {
+                    "type": "s3",
+                    "bucket": bucket.bucket,
+                    "endpoint_url": bucket.endpoint,
+                    "prefix": "prod",
+                    "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
+                    "retries": {"attempts": 1},
+                    "absent_ttl": "20ms",
+                }
+            )
+        stack = load_stack({"primary": {"capacity": 16 * BLOCK_BYTES}, "secondary": secondary, **words})
+        self.rows = SharedRegion.create(16, max(BLOCK_BYTES, PAGE))
+        self.manager: TieringOffloadingManager = open_manager(stack, BLOCK_BYTES, MODEL, region=self.rows)
+        self.weights = weights
+        self._requests = 0
+
+    def request(self) -> ReqContext:
+        self._requests += 1
+        ctx = ReqContext(f"r{self._requests}")
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Compute and store blocks, and wait until the tiers have them or have dropped them."""
+        ctx = self.request()
+        output = self.manager.prepare_store(keys, ctx)
+        assert output is not None
+        for key, row in zip(output.keys_to_store, np.asarray(output.store_spec.block_ids).tolist(), strict=True):
+            self.rows.array[row, :BLOCK_BYTES] = content(key, self.weights)
+        self.manager.complete_store(output.keys_to_store, ctx)
+        self.manager.on_request_finished(ctx)
+        assert wait_until_idle(self.manager)
+
+    def find(self, keys: Sequence[bytes], weights: int) -> int:
+        """Load the leading blocks that are held, which must be those of ``weights``; return their number."""
+        ctx = self.request()
+        hits = wait_for_prefix(self.manager, keys, ctx).hits
+        rows = np.asarray(self.manager.prepare_load(keys[:hits], ctx).block_ids).tolist()
+        for key, row in zip(keys, rows, strict=False):
+            assert np.array_equal(self.rows.array[row, :BLOCK_BYTES], content(key, weights)), "WRONG KV"
+        self.manager.complete_load(keys[:hits], ctx)
+        self.manager.on_request_finished(ctx)
+        assert wait_until_idle(self.manager)
+        return hits
+
+    def await_bucket(self) -> None:
+        """Step until the bucket is in service."""
+
+        def serves() -> bool:
+            self.manager.on_schedule_end()
+            self.manager.has_pending_work()
+            return bool(self.available("s3"))
+
+        assert until(serves)
+
+    def available(self, tier: str) -> int:
+        return int(self.manager.get_stats()["tiers"][tier]["available"])
+
+    @property
+    def disk_blocks(self) -> int:
+        return int(self.manager.get_stats()["tiers"]["local"]["blocks"])
+
+
+def content(key: bytes, weights: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return random_bytes(BLOCK_BYTES, 1000 * weights + int.from_bytes(key[:7], "big"))
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with fake_s3() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        yield running
+
+
+Start = Callable[..., Machine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Function that starts an engine."""
+    machines: list[Machine] = []
+
+    def build(path: Path | None, bucket: FakeS3 | None, *, weights: int = 0, **words: object) -> Machine:
+        machines.append(Machine(path, bucket, weights, words))
+        return machines[-1]
+
+    yield build
+    for machine in machines:
+        machine.manager.shutdown()
+
+
+def begin_epoch(bucket: FakeS3) -> None:
+    """Begin a new common epoch, as ``kv-tiering epoch new`` does."""
+    options = {"bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "prefix": "prod/"}
+    store = ObjectStore(S3Options.model_validate(options))
+    store.open()
+    try:
+        assert begin_epochs(store)
+    finally:
+        store.close()
+
+
+def blocks_of(bucket: FakeS3) -> int:
+    with bucket.lock:
+        return sum("/blocks/" in name for name in bucket.objects)
+
+
+def ran_before(start: Start, path: Path, bucket: FakeS3 | None) -> None:
+    """Run an engine that stores blocks, and end it."""
+    machine = start(path, bucket)
+    machine.store(K[:4])
+    machine.manager.shutdown()
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep_secondary"])
+def test_an_engine_that_was_off_brings_no_older_block_into_the_new_epoch(
+    tmp_path: Path, bucket: FakeS3, start: Start, keep: bool
+) -> None:
+    ran_before(start, tmp_path, bucket)
+    begin_epoch(bucket)
+    stored = blocks_of(bucket)
+    machine = start(tmp_path, bucket, weights=1, keep_secondary=keep)
+    assert machine.available("s3") == machine.available("local") == 1, "opening has dropped the blocks already"
+    assert machine.find(K[:4], 1) == 0
+    assert blocks_of(bucket) == stored, "the disk's blocks were offered to the new epoch"
+    assert start(None, bucket, weights=1).find(K[:4], 1) == 0
+    machine.store(K[:4])
+    assert start(None, bucket, weights=1).find(K[:4], 1) == 4
+
+
+def test_an_engine_that_was_off_keeps_its_disk_if_no_epoch_has_begun(
+    tmp_path: Path, bucket: FakeS3, start: Start
+) -> None:
+    for _ in range(3):
+        ran_before(start, tmp_path, bucket)
+    machine = start(tmp_path, bucket)
+    assert (machine.disk_blocks, machine.find(K[:4], 0), machine.manager.new_epochs) == (4, 4, 0)
+
+
+def test_a_bucket_that_comes_back_with_a_new_epoch_gets_no_block_served_meanwhile(
+    tmp_path: Path, bucket: FakeS3, start: Start
+) -> None:
+    ran_before(start, tmp_path, bucket)
+    begin_epoch(bucket)
+    stored = blocks_of(bucket)
+    bucket.fail(503, times=10**9)
+    machine = start(tmp_path, bucket, open_deadline="500ms")
+    assert machine.find(K[:4], 0) == 4, "while the bucket is down, the disk serves"
+    machine.store(K[4:6])
+    machine.weights = 1
+    bucket.heal()
+    machine.await_bucket()
+    assert machine.manager.new_epochs == 1
+    assert machine.find(K[:4], 1) == machine.find(K[4:6], 1) == 0
+    assert blocks_of(bucket) == stored
+    machine.store(K[:4])
+    machine.manager.shutdown()
+    again = start(tmp_path, bucket, weights=1)
+    assert (again.disk_blocks, again.find(K[:4], 1)) == (4, 4), "the new epoch's blocks outlive the engine"
+
+
+def test_a_bucket_that_comes_back_with_its_epoch_costs_nothing(tmp_path: Path, bucket: FakeS3, start: Start) -> None:
+    begin_later = start(None, bucket)
+    begin_epoch(bucket)
+    begin_later.manager.shutdown()
+    ran_before(start, tmp_path, bucket)
+    bucket.fail(503, times=10**9)
+    machine = start(tmp_path, bucket, open_deadline="500ms")
+    assert machine.find(K[:4], 0) == 4
+    bucket.heal()
+    machine.await_bucket()
+    assert (machine.manager.new_epochs, machine.find(K[:4], 0), machine.disk_blocks) == (0, 4, 4)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["never moved", "moved"])
+def test_without_a_disk_the_rows_are_emptied_unless_the_epoch_has_never_moved(
+    bucket: FakeS3, start: Start, moved: bool
+) -> None:
+    start(None, bucket).manager.shutdown()
+    if moved:
+        begin_epoch(bucket)
+    bucket.fail(503, times=10**9)
+    machine = start(None, bucket, open_deadline="200ms")
+    machine.store(K[:4])
+    bucket.heal()
+    machine.await_bucket()
+    assert (machine.find(K[:4], 0), machine.manager.new_epochs) == ((0, 1) if moved else (4, 0))
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["never moved", "moved"])
+def test_a_disk_that_was_used_without_the_bucket_is_kept_only_if_the_epoch_has_never_moved(
+    tmp_path: Path, bucket: FakeS3, start: Start, moved: bool
+) -> None:
+    start(None, bucket).manager.shutdown()
+    ran_before(start, tmp_path, None)
+    if moved:
+        begin_epoch(bucket)
+    machine = start(tmp_path, bucket)
+    assert machine.disk_blocks == (0 if moved else 4)
+    machine.manager.shutdown()
+    begin_epoch(bucket)
+    assert start(tmp_path, bucket, weights=1).find(K[:4], 1) == 0
+
+
+def test_a_bucket_that_was_taken_out_of_the_stack_is_recognised(tmp_path: Path, bucket: FakeS3, start: Start) -> None:
+    ran_before(start, tmp_path, bucket)
+    ran_before(start, tmp_path, None)
+    machine = start(tmp_path, bucket)
+    assert machine.disk_blocks == 4
+    machine.manager.shutdown()
+    ran_before(start, tmp_path, None)
+    begin_epoch(bucket)
+    assert start(tmp_path, bucket, weights=1).find(K[:4], 1) == 0
+
+
+def test_a_new_machine_joins_a_moved_epoch_without_dropping_anything(
+    tmp_path: Path, bucket: FakeS3, start: Start
+) -> None:
+    first = start(None, bucket)
+    begin_epoch(bucket)
+    first.manager.shutdown()
+    machine = start(tmp_path, bucket)
+    machine.store(K[:4])
+    assert (machine.manager.new_epochs, machine.disk_blocks) == (0, 4)
+
+
+def test_a_crash_at_any_change_of_a_document_brings_nothing_back(
+    tmp_path: Path, bucket: FakeS3, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, crashes = tmp_path / "disk", tmp_path / "crashes"
+    ran_before(start, disk, bucket)
+    begin_epoch(bucket)
+    stored = blocks_of(bucket)
+
+    def crash() -> None:
+        shutil.copytree(disk, crashes / str(len(list(crashes.glob("*")))))
+
+    crashes.mkdir()
+    for name in ("write_document", "remove_document"):
+        plain = getattr(LocalStore, name)
+
+        def watched(self: LocalStore, *arguments: Any, plain: Callable[..., None] = plain) -> None:
+            crash()
+            plain(self, *arguments)
+            crash()
+
+        monkeypatch.setattr(LocalStore, name, watched)
+    machine = start(disk, bucket, weights=1)
+    machine.find(K[:4], 1)
+    machine.manager.shutdown()
+    monkeypatch.undo()
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    copies = sorted(crashes.iterdir())
+    assert len(copies) >= 4, "the old document is removed, and a new one written"
+    for copy in copies:
+        machine = start(copy, bucket, weights=1)
+        assert machine.find(K[:4], 1) == 0
+        machine.manager.shutdown()
+    assert blocks_of(bucket) == stored
