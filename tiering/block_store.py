@@ -122,7 +122,7 @@ class BlockStore(ABC):
     """A medium for framed blocks.
 
     Subclasses declare :attr:`traits`, and implement :meth:`put_one` and :meth:`get_one`. Media with faster batch
-    operations set ``batches`` in their traits, and override :meth:`put` and :meth:`get`.
+    operations subclass :class:`BatchStore` instead.
     """
 
     @property
@@ -296,3 +296,29 @@ class BlockStore(ABC):
             StoreError: a block could not be deleted.
         """
         return 0
+
+
+class BatchStore(BlockStore):
+    """A medium that moves several blocks at once.
+
+    Subclasses implement :meth:`put` and :meth:`get`, and set ``batches`` in their :attr:`traits`.
+    """
+
+    @abstractmethod
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        """Write several blocks and return co-indexed outcomes; does not raise :class:`StoreError`."""
+
+    @abstractmethod
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        """Fill several blocks' buffers and return co-indexed outcomes; does not raise :class:`StoreError`."""
+
+    def put_one(self, block: BlockIO) -> None:
+        (outcome,) = self.put((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+
+    def get_one(self, block: BlockIO) -> Done:
+        (outcome,) = self.get((block,))
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome

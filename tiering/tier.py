@@ -8,7 +8,7 @@ contains the conformance suites.
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Duration, Share, Size
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
+from tiering.block_store import BatchStore, BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.admin.contract import (
     Collected,
     EpochState,
@@ -45,6 +45,7 @@ from tiering.secondary.options import (
 from tiering.secondary.stats import TierStats
 
 __all__ = [
+    "BatchStore",
     "BlockIO",
     "BlockStore",
     "BlockTier",

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.config.stacks import FAKE, PRIMARY, Write, refusal
 from tiering.config.stack_file import StackConfig, load_stack
-from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions
-
-FAKE = "tests.fake_tier:FAKE_TIER"
-PRIMARY = {"capacity": "1MiB"}
-
-Write = Callable[[Any], Path]
-"""Function that writes a stack file and returns its path."""
-
-
-def refusal(stack: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_stack(stack)  # type: ignore[arg-type]
-    return str(caught.value)
 
 
 def tier(**words: object) -> dict[str, object]:

@@ -21,16 +21,23 @@ from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 
 
+def allocate_after_loss(
+    scheduler: OffloadingConnectorScheduler, manager: FakeManager, request: FakeRequest, lost: int
+) -> None:
+    """Match a request whose eight blocks are held, and allocate its GPU blocks without block ``lost``."""
+    manager.hold(request.keys())
+    scheduler.get_num_new_matched_tokens(request, 0)
+    manager.drop(request.key(lost))
+    scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+
+
 class TestShrunkHit:
     """Blocks of the hit have become unreadable between the match and the allocation."""
 
     def test_the_leading_part_is_loaded_and_the_rest_reported(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(33)
-        manager.hold(request.keys())
-        scheduler.get_num_new_matched_tokens(request, 0)
-        manager.drop(request.key(5))
-        scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+        allocate_after_loss(scheduler, manager, request, 5)
         meta = idle_step(scheduler)
         assert loaded(meta)[1].block_ids.tolist() == ids(5)
         assert meta.failed_loads == {"r1": [6, 7, 8]}
@@ -38,10 +45,7 @@ class TestShrunkHit:
     def test_nothing_is_pinned_when_nothing_is_left(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(33)
-        manager.hold(request.keys())
-        scheduler.get_num_new_matched_tokens(request, 0)
-        manager.drop(request.key(0))
-        scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+        allocate_after_loss(scheduler, manager, request, 0)
         meta = idle_step(scheduler)
         assert not meta.reqs_to_load
         assert meta.failed_loads == {"r1": ids(8)}
@@ -76,10 +80,7 @@ class TestShrunkHit:
     def test_the_request_is_offered_no_other_load(self) -> None:
         scheduler, manager = make_scheduler()
         request = prompt(33)
-        manager.hold(request.keys())
-        scheduler.get_num_new_matched_tokens(request, 0)
-        manager.drop(request.key(0))
-        scheduler.update_state_after_alloc(request, FakeBlocks((ids(8),)), 32)
+        allocate_after_loss(scheduler, manager, request, 0)
         idle_step(scheduler)
         manager.hold(request.keys())
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
+import numpy as np
+
 from tiering.block_store import Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
@@ -58,3 +60,22 @@ def make_named_tier(memory: MemoryMedium, context: TierContext, **options: objec
         SharedIndex(absent_ttl=0.05),
         place_prefix=lambda namespace: f"{namespace.directory}/{namespace.epoch.hex()}/",
     )
+
+
+class RawMemory:
+    """Direct access to a memory medium, without a store, for the conformance suites."""
+
+    memory: MemoryMedium
+
+    def raw_places(self) -> Sequence[Place]:
+        return list(self.memory.frames)
+
+    def raw_read(self, place: Place) -> bytes | None:
+        frame = self.memory.frames.get(place)
+        return None if frame is None else frame.tobytes()
+
+    def raw_write(self, place: Place, data: bytes) -> None:
+        self.memory.frames[place] = np.frombuffer(data, np.uint8).copy()
+
+    def raw_delete(self, place: Place) -> None:
+        self.memory.frames.pop(place, None)

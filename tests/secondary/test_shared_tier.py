@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 
-from tests.secondary.named_memory import NamedMemoryStore, make_named_tier
-from tiering.block_store import Place
+from tests.secondary.named_memory import NamedMemoryStore, RawMemory, make_named_tier
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.testing.store_tests import BlockStoreTests
@@ -17,25 +13,10 @@ from tiering.testing.tier_tests import K, TierTests
 from tiers.memory import MemoryMedium
 
 
-class _Raw:
-    memory: MemoryMedium
-
+class _Raw(RawMemory):
     @pytest.fixture(autouse=True)
     def _medium(self) -> None:
         self.memory = MemoryMedium()
-
-    def raw_places(self) -> Sequence[Place]:
-        return list(self.memory.frames)
-
-    def raw_read(self, place: Place) -> bytes | None:
-        frame = self.memory.frames.get(place)
-        return None if frame is None else frame.tobytes()
-
-    def raw_write(self, place: Place, data: bytes) -> None:
-        self.memory.frames[place] = np.frombuffer(data, np.uint8).copy()
-
-    def raw_delete(self, place: Place) -> None:
-        self.memory.frames.pop(place, None)
 
 
 class TestNamedMemoryStore(_Raw, BlockStoreTests):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 
+from tests.secondary.named_memory import RawMemory
 from tiering.block_store import Place
 from tiering.errors import ConfigError
 from tiering.secondary.contract import SecondaryTierManager, TierContext
@@ -16,23 +16,7 @@ from tiering.testing.tier_tests import K, TierTests
 from tiers.memory import MEMORY_TIER, MemoryMedium, MemoryOptions, MemoryStore, MemoryTier, forget_medium, shared_medium
 
 
-class _Raw:
-    """Direct access to the dictionary, without the store."""
-
-    memory: MemoryMedium
-
-    def raw_read(self, place: Place) -> bytes | None:
-        frame = self.memory.frames.get(place)
-        return None if frame is None else frame.tobytes()
-
-    def raw_write(self, place: Place, data: bytes) -> None:
-        self.memory.frames[place] = np.frombuffer(data, np.uint8).copy()
-
-    def raw_delete(self, place: Place) -> None:
-        self.memory.frames.pop(place, None)
-
-
-class TestMemoryStore(_Raw, BlockStoreTests):
+class TestMemoryStore(RawMemory, BlockStoreTests):
     @pytest.fixture(autouse=True)
     def _medium(self) -> None:
         self.memory = MemoryMedium()
@@ -41,7 +25,7 @@ class TestMemoryStore(_Raw, BlockStoreTests):
         return MemoryStore(self.memory)
 
 
-class TestMemoryTier(_Raw, TierTests):
+class TestMemoryTier(RawMemory, TierTests):
     @pytest.fixture(autouse=True)
     def _medium(self) -> Iterator[None]:
         self.memory = shared_medium("test")

@@ -22,7 +22,7 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.api.transfer import CPULoadStoreSpec
+from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.jobs import NOBODY, TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
@@ -40,6 +40,8 @@ from tiering.secondary.contract import SecondaryTierManager
 _log = logging.getLogger("kv_tiering.manager")
 
 _order = attrgetter("order")
+_touch = attrgetter("touch")
+_refresh = attrgetter("refresh")
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -171,24 +173,33 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        if get_ident() != self._owner.ident:
-            self._owner.claim()
-        readable, rows = self.primary_tier.touch_readable(keys)
-        request = self._known.get(req_context.req_id)
-        for state in self._states if request is None else request.tiers:
-            if state.in_service:
-                self._call(state, state.tier.touch, keys, req_context)
-        if len(rows):
-            self._jobs.report_use(readable, rows, request, req_context)
+        self._make_recent(self.primary_tier.touch_readable, _touch, keys, req_context)
 
     def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._make_recent(self.primary_tier.refresh_readable, _refresh, keys, req_context)
+
+    def _make_recent(
+        self,
+        in_primary: Callable[[Sequence[OffloadKey]], tuple[Sequence[OffloadKey], Rows]],
+        method_of: Callable[[SecondaryTierManager], Callable[..., None]],
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        """Make blocks recent in all tiers of the request, and report the use of the readable ones.
+
+        Args:
+            in_primary: the primary tier's method, which returns the readable keys and their rows.
+            method_of: returns the same method of a secondary tier.
+            keys: the blocks.
+            req_context: the request.
+        """
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        readable, rows = self.primary_tier.refresh_readable(keys)
+        readable, rows = in_primary(keys)
         request = self._known.get(req_context.req_id)
         for state in self._states if request is None else request.tiers:
             if state.in_service:
-                self._call(state, state.tier.refresh, keys, req_context)
+                self._call(state, method_of(state.tier), keys, req_context)
         if len(rows):
             self._jobs.report_use(readable, rows, request, req_context)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
+from tiering.block_store import BatchStore, BlockIO, Done, Outcome, StoreTraits
 from tiering.errors import (
     DeviceError,
     PermanentStoreError,
@@ -50,7 +50,7 @@ class Inspection:
     """True if no block is lost although ``moved`` has a reason."""
 
 
-class LocalStore(BlockStore):
+class LocalStore(BatchStore):
     """Slots in segment files of a directory, which this process owns from :meth:`open` to :meth:`close`.
 
     Args:
@@ -217,17 +217,6 @@ class LocalStore(BlockStore):
         self._lock.release()
 
     # ------------------------------------------------------------------------------------------------------------- data
-
-    def put_one(self, block: BlockIO) -> None:
-        (outcome,) = self.put((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-
-    def get_one(self, block: BlockIO) -> Done:
-        (outcome,) = self.get((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-        return outcome
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.DONE] * len(blocks)

@@ -130,14 +130,10 @@ class SlotIndex(TierIndex):
         return self._table.free + len(self.states.foreign_queue)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        _, rows = self._table.touch(keys)
-        if len(rows):
-            self._stamp(rows)
+        self._stamp(self._table.touch(keys)[1])
 
     def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        _, rows = self._table.refresh(keys)
-        if len(rows):
-            self._stamp(rows)
+        self._stamp(self._table.refresh(keys)[1])
 
     # ----------------------------------------------------------------------------------------------------------- stores
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
-from tiering.errors import StoreError
+from tiering.block_store import BatchStore, BlockIO, BlockStore, Outcome, Place, RawBlock, StoreProbe, StoreTraits
 
 
-class StoreLayer(BlockStore):
-    """Store that delegates every operation to ``inner``.
-
-    Layers override the batch forms; the single forms call them.
-    """
+class StoreLayer(BatchStore):
+    """Store that delegates every operation to ``inner``."""
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
@@ -33,17 +29,6 @@ class StoreLayer(BlockStore):
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self.inner.get(blocks)
-
-    def put_one(self, block: BlockIO) -> None:
-        (outcome,) = self.put((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-
-    def get_one(self, block: BlockIO) -> Done:
-        (outcome,) = self.get((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-        return outcome
 
     def delete(self, places: Sequence[Place]) -> None:
         self.inner.delete(places)
