@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import pytest
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
+from tiering.replay import quiet
 from tiering.replay.generate import generate
 from tiering.replay.ideal import Bounds
 from tiering.replay.model import MediumModel, ReplayModel
 from tiering.replay.replay import Replay
 from tiering.replay.result import ReplayResult, Times
+from tiering.replay.simulated import SimulatedIo
 from tiering.replay.trace import TraceRequest
+from tiering.secondary.io.messages import IoResult
 
 MODEL = ReplayModel(prefill_tokens_per_second=100.0, device_bytes_per_second=100 * BLOCK_BYTES)
 DISK = {"type": "local", "path": "/nowhere/kv", "capacity": 1000 * 1024 * 1100}
@@ -140,6 +144,37 @@ def test_equal_traces_give_equal_results() -> None:
     runs = [replayed(generate({"chat": 1.0}, 200, 5.0, 50, seed=2), 200, DISK) for _ in range(2)]
     one, other = (run.as_dict() | {"seconds": 0} for run in runs)
     assert one == other
+
+
+@pytest.mark.parametrize("bandwidth", [2, 20, 2000])
+def test_tiers_that_rest_between_jobs_give_the_results_of_tiers_that_always_look(
+    bandwidth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium = MediumModel(
+        read_bytes_per_second=bandwidth * BLOCK_BYTES, write_bytes_per_second=bandwidth * BLOCK_BYTES, latency=0.05
+    )
+    model = MODEL.model_copy(update={"tiers": {"local": medium, "s3": medium}})
+    disk = {**DISK, "capacity": 150 * 1100 * 1024, "deadline": "2s"}
+    bucket = {"type": "s3", "bucket": "kv-cache", "ttl": "1d", "min_prefix_blocks": 2}
+    looks = []
+    results = []
+    for rests in (True, False):
+        polled = 0
+
+        def poll(io: SimulatedIo, original: Callable[[SimulatedIo], Sequence[IoResult]] = SimulatedIo.poll) -> object:
+            nonlocal polled
+            polled += 1
+            return original(io)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedIo, "poll", poll)
+            if not rests:
+                patch.setattr(quiet, "LOOK_AGAIN", -math.inf)
+            trace = generate({"agents": 1.0, "chat": 1.0}, 400, 2.0, 100, seed=4)
+            results.append(replayed(trace, 60, disk, bucket, model=model).as_dict() | {"seconds": 0})
+        looks.append(polled)
+    assert results[0] == results[1]
+    assert looks[0] < looks[1] / 2
 
 
 def test_dollars_follow_from_capacity_time_and_requests() -> None:

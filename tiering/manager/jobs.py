@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress, count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ NOBODY = ReqContext("")
 """Context of cascades that belong to no request."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """A job that its tier has not reported yet: a cascade or a promotion."""
 
     state: TierState

@@ -194,7 +194,7 @@ class Promotions:
             good = np.fromiter(map(arrived_set.__contains__, keys), np.bool_, len(keys))
         if not promotion.awaited:
             return self._end_unawaited(promotion, rows, good)
-        if good.all():
+        if np.count_nonzero(good) == len(good):
             good_keys, good_rows = keys, rows
         else:
             good_keys = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
@@ -278,7 +278,7 @@ class Promotions:
         """
         reserved = np.array([request.reserved.pop(key, None) is not None for key in keys], np.bool_)
         self._uncount(rows[reserved])
-        if not reserved.all():
+        if np.count_nonzero(reserved) < len(reserved):
             self._primary.pin(rows[~reserved])
 
     def release(self, request: Request) -> None:

@@ -165,12 +165,14 @@ class Replay:
         """Look up a request's blocks; wait if some are being promoted, else load, compute and store."""
         wanted = running.keys[running.computed :]
         answer = self._manager.match_prefix(wanted, running.ctx)
-        loads = sum(tier.io.loads for tier in self.stack.tiers)
-        self._manager.on_schedule_end()
-        if answer.pending:
+        if not answer.pending:
+            self._manager.on_schedule_end()
+        else:
+            loads = self.stack.loads
+            self._manager.on_schedule_end()
             wake = self.stack.next_answer()
-            if sum(tier.io.loads for tier in self.stack.tiers) > loads:
-                wake = max(tier.io.reads_free_at for tier in self.stack.tiers)
+            if self.stack.loads > loads:
+                wake = max(tier.io.loads.free_at for tier in self.stack.tiers)
             # A block that another request stores or probes now is decided at the next event, at the latest soon.
             if math.isinf(wake):
                 wake = self._clock.now + self._model.kv_bytes_per_token / self._model.device_bytes_per_second
@@ -280,8 +282,8 @@ class Replay:
         dollars = used / GIB * prices.dollars_per_gib_month
         if months:
             traffic = (
-                io.blocks_written / 1e6 * prices.dollars_per_million_writes
-                + (io.blocks_read + io.probes) / 1e6 * prices.dollars_per_million_reads
+                io.stores.blocks / 1e6 * prices.dollars_per_million_writes
+                + (io.loads.blocks + io.probes) / 1e6 * prices.dollars_per_million_reads
                 + io.stats.read_bytes / GIB * prices.dollars_per_gib_read
             )
             dollars += traffic / months
@@ -292,7 +294,7 @@ class Replay:
             hit_rate=hits / self._blocks if self._blocks else 0.0,
             bytes_read=io.stats.read_bytes,
             bytes_written=io.stats.written_bytes,
-            requests=io.blocks_read + io.blocks_written + io.probes,
+            requests=io.loads.blocks + io.stores.blocks + io.probes,
             blocks_declined=stats["stores_declined"],
             blocks_dropped=stats["stores_dropped"],
             loads_overdue=stats["loads_overdue"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ STEP = 1.02
 """Ratio of neighbouring bounds of :class:`Times`."""
 BOUNDS = 1200
 """Number of bounds of :class:`Times`; the largest is more than a month."""
+
+_LOG_STEP = math.log(STEP)
 
 
 class Times:
@@ -28,7 +31,7 @@ class Times:
 
     def add(self, seconds: float) -> None:
         """Add one duration."""
-        index = 0 if seconds <= FASTEST else int(np.log(seconds / FASTEST) / np.log(STEP)) + 1
+        index = 0 if seconds <= FASTEST else int(math.log(seconds / FASTEST) / _LOG_STEP) + 1
         self._counts[min(index, BOUNDS - 1)] += 1
         self.count += 1
         self.total += seconds

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,14 +25,13 @@ SLOT_HEADER_BYTES = 4096
 class Clock:
     """Simulated time in seconds; the replay sets :attr:`now`."""
 
-    __slots__ = ("now",)
+    __slots__ = ("now", "read")
 
     def __init__(self) -> None:
         self.now = 0.0
         """The present time, in seconds."""
-
-    def __call__(self) -> float:
-        return self.now
+        self.read: Callable[[], float] = partial(getattr, self, "now")
+        """Function that returns the present time."""
 
 
 class SimulatedStore(BlockStore):
@@ -98,6 +99,32 @@ class SimulatedStore(BlockStore):
         self._documents[name] = data
 
 
+@dataclass(slots=True)
+class _Queue:
+    """The loads or the stores of one medium, one job after the other."""
+
+    bytes_per_second: float
+    """Bandwidth of the medium in this direction."""
+    latency: float
+    """Time until the first byte of a block arrives, in seconds."""
+    at_once: int
+    """Number of blocks that are moved at the same time."""
+    free_at: float = 0.0
+    """Time at which all submitted jobs will have ended."""
+    jobs: int = 0
+    """Number of jobs submitted."""
+    blocks: int = 0
+    """Number of blocks moved."""
+
+    def add(self, start: float, blocks: int, moved: int) -> float:
+        """Add a job that begins at ``start``, and return its duration in seconds."""
+        waves = math.ceil(blocks / self.at_once)
+        seconds = max(self.latency + moved / self.bytes_per_second, waves * self.latency)
+        self.free_at = start + seconds
+        self.blocks += blocks
+        return seconds
+
+
 class SimulatedIo:
     """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
 
@@ -122,26 +149,23 @@ class SimulatedIo:
         clock: Clock,
     ) -> None:
         self.store: SimulatedStore = store
-        self.breakers = Breakers.build(options.breaker, name=name, clock=clock, jitter=lambda: 1.0)
+        self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
-        self.reads_free_at = 0.0
-        """Time at which all submitted loads will have ended."""
-        self.loads = 0
-        """Number of loads submitted."""
-        self.blocks_written = 0
-        """Number of blocks written."""
-        self.blocks_read = 0
-        """Number of blocks read."""
+        self.loads = _Queue(model.read_bytes_per_second, model.latency, options.max_inflight)
+        """Loads from the medium."""
+        self.stores = _Queue(model.write_bytes_per_second, model.latency, options.max_inflight)
+        """Stores to the medium."""
         self.probes = 0
         """Number of probes."""
-        self._writes_free_at = 0.0
-        self._model = model
-        self._inflight = options.max_inflight
+        self.due = math.inf
+        """Earliest time at which a job or task ends, or a load misses its deadline."""
+        self._latency = model.latency
         self._ratio = bytes_ratio
         self._clock = clock
         self._order = count()
         self._jobs: list[tuple[float, int, IoJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
+        self._deadlines: list[float] = []
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
@@ -149,34 +173,31 @@ class SimulatedIo:
         return min([*loads, *(task[0] for task in self._tasks)], default=math.inf)
 
     def submit(self, job: IoJob) -> None:
-        now, model = self._clock.now, self._model
-        moved = int(sum(job.sizes) * self._ratio)
-        waves = math.ceil(len(job.keys) / self._inflight)
-        if job.kind is IoKind.LOAD:
-            self.loads += 1
-            start = max(now, self.reads_free_at)
-            if start >= job.deadline:
-                overdue = OverdueError("the load waited longer than the tier's deadline")
-                heapq.heappush(self._jobs, (max(job.deadline, now), next(self._order), job, overdue))
-                return
-            seconds = max(model.latency + moved / model.read_bytes_per_second, waves * model.latency)
-            end = self.reads_free_at = start + seconds
-            self.stats.read_bytes += moved
-            self.stats.read_seconds += seconds
-            self.blocks_read += len(job.keys)
+        loads, stats = job.kind is IoKind.LOAD, self.stats
+        queue = self.loads if loads else self.stores
+        queue.jobs += 1
+        now = self._clock.now
+        start = max(now, queue.free_at)
+        if loads:
+            heapq.heappush(self._deadlines, job.deadline)
+        if start >= job.deadline:
+            overdue = OverdueError(f"the {job.kind.value} waited longer than the tier's deadline")
+            self._add(job, max(job.deadline, now), overdue)
+            return
+        blocks, moved = len(job.keys), int(sum(job.sizes) * self._ratio)
+        seconds = queue.add(start, blocks, moved)
+        stats.requests += blocks
+        if loads:
+            stats.read_bytes += moved
+            stats.read_seconds += seconds
         else:
-            start = max(now, self._writes_free_at)
-            if start >= job.deadline:
-                overdue = OverdueError("the store waited longer than the tier's deadline")
-                heapq.heappush(self._jobs, (max(job.deadline, now), next(self._order), job, overdue))
-                return
-            seconds = max(model.latency + moved / model.write_bytes_per_second, waves * model.latency)
-            end = self._writes_free_at = start + seconds
-            self.stats.written_bytes += moved
-            self.stats.written_seconds += seconds
-            self.blocks_written += len(job.keys)
-        self.stats.requests += len(job.keys)
-        heapq.heappush(self._jobs, (end, next(self._order), job, None))
+            stats.written_bytes += moved
+            stats.written_seconds += seconds
+        self._add(job, queue.free_at, None)
+
+    def _add(self, job: IoJob, end: float, failure: Outcome | None) -> None:
+        heapq.heappush(self._jobs, (end, next(self._order), job, failure))
+        self.due = min(self.due, end, job.deadline)
 
     def run(self, task: IoTask) -> None:
         result, error = None, None
@@ -187,18 +208,26 @@ class SimulatedIo:
             result = task.run()
         except StoreError as failure:
             error = failure
-        end = self._clock.now + (self._model.latency if task.name == "probe" else 0.0)
+        end = self._clock.now + (self._latency if task.name == "probe" else 0.0)
         heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
+        self.due = min(self.due, end)
 
     def poll(self) -> Sequence[IoResult]:
-        now = self._clock.now
-        while self._tasks and self._tasks[0][0] <= now:
-            _, _, task, result, error = heapq.heappop(self._tasks)
+        now, tasks, jobs, deadlines = self._clock.now, self._tasks, self._jobs, self._deadlines
+        while tasks and tasks[0][0] <= now:
+            _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
         ended: list[IoResult] = []
-        while self._jobs and self._jobs[0][0] <= now:
-            _, _, job, failure = heapq.heappop(self._jobs)
+        while jobs and jobs[0][0] <= now:
+            _, _, job, failure = heapq.heappop(jobs)
             ended.append(self._result(job, failure))
+        while deadlines and deadlines[0] <= now:
+            heapq.heappop(deadlines)
+        self.due = min(
+            tasks[0][0] if tasks else math.inf,
+            jobs[0][0] if jobs else math.inf,
+            deadlines[0] if deadlines else math.inf,
+        )
         return ended
 
     def _result(self, job: IoJob, failure: Outcome | None) -> IoResult:

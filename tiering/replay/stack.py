@@ -14,6 +14,7 @@ from tiering.errors import ConfigError
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.replay.model import MediumModel, ReplayModel
+from tiering.replay.quiet import QuietTier
 from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
@@ -73,6 +74,11 @@ class SimulatedStack:
         rooms = [math.inf if tier.blocks is None else tier.blocks for tier in self.tiers]
         return self.primary_blocks + sum(rooms)
 
+    @property
+    def loads(self) -> int:
+        """Number of loads submitted to the media so far."""
+        return sum(tier.io.loads.jobs for tier in self.tiers)
+
     def next_answer(self) -> float:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
         return min((tier.io.next_answer() for tier in self.tiers), default=math.inf)
@@ -108,13 +114,13 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
     manager = TieringOffloadingManager(
         CPUPrimaryTierOffloadingManager(view, stack.primary.eviction),
         [tier.tier for tier in tiers],
-        clock=clock,
+        clock=clock.read,
         promotion_share=stack.primary.promotion_share,
         reservation_deadline=stack.primary.reservation_deadline,
         keep_secondary=stack.keep_secondary,
     )
     for index in range(len(tiers)):
-        manager.open_tier(index, clock() + stack.open_deadline)
+        manager.open_tier(index, clock.now + stack.open_deadline)
     return SimulatedStack(manager, tiers, clock, block_bytes, rows)
 
 
@@ -136,14 +142,14 @@ def _tier(
     compresses = isinstance(options, CompressionOptions) and options.compression != "none"
     ratio = 1.0 / model.compression_ratio if compresses else 1.0
     distance = tier_definition(options.type).distance
-    context = TierContext(name, view, (block_bytes,), namespace, clock, distance=distance)
+    context = TierContext(name, view, (block_bytes,), namespace, clock.read, distance=distance)
     io = SimulatedIo(name, store, medium, options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
         shared = SharedIndex(
             present_ttl=words.present_ttl, absent_ttl=words.absent_ttl, lookup_deadline=words.lookup_deadline
         )
-        tier = BlockTier(context, options, store, shared, place_prefix=lambda _: "", io=io)
+        tier = QuietTier(context, options, shared, io, clock, place_prefix=lambda _: "")
         return SimulatedTier(options, medium, tier, io, store, None, ratio)
     if options.capacity is None:
         raise ConfigError(f"secondary[{index}].capacity: is missing; a replay needs the size of the tier {name}")
@@ -159,4 +165,4 @@ def _tier(
         low_watermark=options.low_watermark,
     )
     slots.add_free(np.arange(blocks))
-    return SimulatedTier(options, medium, BlockTier(context, options, store, slots, io=io), io, store, blocks, ratio)
+    return SimulatedTier(options, medium, QuietTier(context, options, slots, io, clock), io, store, blocks, ratio)

@@ -240,7 +240,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
         wanted = self._intake.admission.take_wanted()
-        return list(dict.fromkeys([*wanted, *self._intake.offers.take()])) if self._life.storing else wanted
+        offered = self._intake.offers.take() if self._life.storing else ()
+        return list(dict.fromkeys([*wanted, *offered])) if offered else wanted
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._intake.admission.on_request_finished(req_context.req_id)

@@ -188,7 +188,7 @@ class AdmitSecondTouch(Admission):
             return
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
-        if not known.any() or len(self._wanted) >= MAX_WANTED:
+        if not np.count_nonzero(known) or len(self._wanted) >= MAX_WANTED:
             return
         touched = list(compress(keys, known))
         own = self._own.get(req_id)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
@@ -36,8 +37,7 @@ Its primary rows are pinned so long. Then its head takes the places that are fre
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RunningJob:
+class RunningJob(NamedTuple):
     """Job that runs on the I/O side."""
 
     job: TransferJob

@@ -32,6 +32,8 @@ The data of this many blocks takes about 100 GB of memory when the table is full
 WRITING = -1
 """Reference count of a row that is being written. Such a row is neither readable nor evictable."""
 
+_NO_ROWS: Rows = np.empty(0, np.int64)
+
 
 def load_policy(name: str) -> type[EvictionPolicy]:
     """Return the policy called ``name``: "lru", "arc" or ``module:Class``.
@@ -140,8 +142,10 @@ class BlockTable:
             return None
         evicted: list[bytes] = []
         take = min(count, self._free_count)
-        rows: Rows = self._free[self._free_count - take : self._free_count][::-1].astype(np.int64)
-        self._free_count -= take
+        rows = _NO_ROWS
+        if take:
+            rows = self._free[self._free_count - take : self._free_count][::-1].astype(np.int64)
+            self._free_count -= take
         if take < count:
             victims = self.policy.evict(count - take)
             evicted = self.keys[victims].tolist()
@@ -288,7 +292,7 @@ class BlockTable:
         """Remove one reader from each of ``rows``, which are pinned and distinct."""
         refs = self.refs[rows] - 1
         self.refs[rows] = refs
-        if refs.any():
+        if np.count_nonzero(refs):
             rows = rows[refs == 0]
         if not len(rows):
             return

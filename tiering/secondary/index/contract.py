@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlan:
+class StorePlan(NamedTuple):
     """Plan of a store: the blocks to write, by position in the offered keys, and their places.
 
     Positions in neither list are declined: there is no room, or another job writes the block now (and may fail).
@@ -32,9 +31,9 @@ class StorePlan:
     """Positions of the keys to write."""
     places: list[Place]
     """Reserved place of each block to write, co-indexed with ``positions``."""
-    already_held: list[int] = field(default_factory=list)
+    already_held: Sequence[int] = ()
     """Positions of keys that the medium holds."""
-    evicted: list[OffloadKey] = field(default_factory=list)
+    evicted: Sequence[OffloadKey] = ()
     """Keys that were evicted to make room."""
 
 

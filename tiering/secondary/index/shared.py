@@ -89,10 +89,12 @@ class SharedIndex(TierIndex):
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
-        known = list(map(self._present.get, keys, repeat(0.0)))
-        if not known or min(known) > now:
-            return PrefixAnswer(len(known), False)
-        held = len(list(takewhile(partial(lt, now), known)))
+        held = 0
+        if not keys or self._present.get(keys[0], 0.0) > now:
+            known = list(map(self._present.get, keys, repeat(0.0)))
+            if not known or min(known) > now:
+                return PrefixAnswer(len(known), False)
+            held = len(list(takewhile(partial(lt, now), known)))
         first = keys[held]
         if self._absent.get(first, 0.0) > now or first in self._refused:
             return PrefixAnswer(held, False)

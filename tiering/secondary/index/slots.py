@@ -151,14 +151,15 @@ class SlotIndex(TierIndex):
             positions = [
                 position for position, key in enumerate(keys) if key not in self._readable and key not in table.pending
             ]
-        held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
-        if len(held):
+        held: Rows | None = None
+        if already_held:
+            held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
             table.pin(held)
         del positions[self.free if self.growing else table.room + len(self.states.foreign_queue) :]
         evicted = self._make_room(len(positions))
         chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
         allocated = table.allocate(chosen)
-        if len(held):
+        if held is not None:
             table.unpin(held)
         if allocated is None:
             return StorePlan([], [], already_held, evicted)
@@ -178,7 +179,7 @@ class SlotIndex(TierIndex):
             mine = ~orphaned & ~retired
             keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
             rows, good = rows[mine], good[mine]
-        if not good.all():
+        if np.count_nonzero(good) < len(good):
             table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
             keys, rows = [keys[position] for position in np.flatnonzero(good).tolist()], rows[good]
         if len(rows):

@@ -133,7 +133,7 @@ class RecencyLog:
             rows = rows[stamps[rows] == head.stamps[head.start : stop]]
             head.start = stop
             refs = self._refs[rows]
-            if refs.any():
+            if np.count_nonzero(refs):
                 pinned = rows[refs != 0]
                 self._parked[pinned] = True
                 self._parked_rows += len(pinned)

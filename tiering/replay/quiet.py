@@ -1,0 +1,75 @@
+"""A block tier in simulated time, whose calls return at once while nothing can have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiering.replay.simulated import Clock, SimulatedIo
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import JobResult, TierContext, TransferJob
+from tiering.secondary.index.contract import TierIndex
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.secondary.life import PlacePrefix
+from tiering.secondary.options import BlockTierOptions
+
+LOOK_AGAIN = 1.0
+"""Longest simulated time between two looks, in seconds. The tier's own chores are due after minutes."""
+
+
+class QuietTier(BlockTier):
+    """A block tier that processes jobs and deadlines only if some are due.
+
+    The manager asks each tier several times per step, and simulated time mostly stands still in between. The I/O side
+    knows when its next job or task ends.
+
+    Args:
+        context: environment of the tier; its clock is ``clock``.
+        options: options of the tier.
+        index: index of the blocks on the medium.
+        io: the simulated I/O side.
+        clock: simulated time.
+        place_prefix: prefix of the places in a namespace, for media whose places are names; default: none.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        options: BlockTierOptions,
+        index: TierIndex,
+        io: SimulatedIo,
+        clock: Clock,
+        place_prefix: PlacePrefix | None = None,
+    ) -> None:
+        self._simulated = io
+        self._now = clock
+        self._look_at = 0.0
+        super().__init__(context, options, io.store, index, place_prefix=place_prefix, io=io)
+
+    def submit_store(self, job: TransferJob) -> None:
+        submitted = self._simulated.stores.jobs
+        super().submit_store(job)
+        if self._simulated.stores.jobs == submitted:
+            self._look_at = 0.0  # The tier has answered the job by itself.
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._look_at = 0.0
+        super().submit_load(job)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        now = self._now.now
+        if now < self._look_at and now < self._simulated.due:
+            return ()
+        finished = super().get_finished()
+        # Breakers that are not closed have probes of their own, at times of their own.
+        if self._simulated.breakers.state is BreakerState.CLOSED:
+            self._look_at = now + LOOK_AGAIN
+        return finished
+
+    def drain(self, deadline: float) -> bool:
+        self._look_at = 0.0
+        return super().drain(deadline)
+
+    def on_schedule_end(self) -> None:
+        now = self._now.now
+        if now >= self._look_at or now >= self._simulated.due:
+            super().on_schedule_end()
