@@ -43,6 +43,9 @@ DOCUMENTS = (ROOT / "docs" / "stack-file.md",)
 COMMON = (TierOptions, SlotOptions, BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions)
 """Classes with the words that several tiers have in common, in the order of the table."""
 
+LIKE: Mapping[str, str] = {"s3": "object"}
+"""Type of tier → type that has the same words but for those in its table."""
+
 _PARTS: Mapping[str, type[BaseModel]] = {
     "retries": RetryOptions,
     "breaker": BreakerOptions,
@@ -103,9 +106,13 @@ def _common() -> str:
 
 
 def _tier(kind: str) -> str:
-    """Return the table of the words that the class of one tier adds to the common ones, or changes."""
+    """Return the table of the words that the class of one tier adds to the common ones, or changes.
+
+    The words of :data:`LIKE` count as common.
+    """
     options = tier_definition(kind).options
-    common = {word.name: word for base in COMMON for word in _words(base)}
+    bases = COMMON if kind not in LIKE else (*COMMON, tier_definition(LIKE[kind]).options)
+    common = {word.name: word for base in bases for word in _words(base)}
     own = [word for word in _words(options) if common.get(word.name) != word and word.name != "type"]
     refused = [word for word in common if word not in {held.name for held in _words(options)}]
     names = ", ".join(f"`{word}`" for word in refused)

@@ -1,6 +1,7 @@
-"""S3 servers for tests, each a process on loopback in a temporary directory, with raw bucket access.
+"""Object stores for tests, each a process on loopback, with raw access to their buckets.
 
-Raw access goes through boto3, so that the tier, which moves bytes with obstore, is never checked against itself.
+Raw access goes through the clouds' own clients (boto3, azure-storage-blob), so that the tier, which moves bytes with
+obstore, is never checked against itself.
 """
 
 from __future__ import annotations
@@ -10,15 +11,48 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import boto3
 import pytest
+from azure.core.exceptions import ResourceNotFoundError
+from azure.storage.blob import ContainerClient
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from examples import s3_server
+from scripts import azurite as azurite_script
 from scripts import ceph_rgw as ceph_script
+
+
+class Bucket(Protocol):
+    """Raw access to the objects of a bucket or container."""
+
+    @property
+    def name(self) -> str: ...
+
+    def names(self, prefix: str = "") -> list[str]: ...
+
+    def read(self, name: str) -> bytes | None: ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Endpoint(Protocol):
+    """A running server."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment in which the cloud's chain yields this server's credentials alone."""
+
+    def make_bucket(self, name: str) -> Bucket:
+        """Create a bucket and return raw access to it."""
+
+    def words(self, bucket: str, prefix: str = "") -> dict[str, Any]:
+        """Return the words of a tier on a bucket of this server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +73,9 @@ class S3Endpoint:
             "AWS_CONFIG_FILE": "/dev/null",
             "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         }
+
+    def words(self, bucket: str, prefix: str = "") -> dict[str, Any]:
+        return {"type": "s3", "bucket": bucket, "prefix": prefix, "endpoint_url": self.endpoint}
 
     def client(self) -> Any:
         """Return a boto3 client."""
@@ -87,6 +124,65 @@ class RawBucket:
         for name in self.names():
             self.delete(name)
 
+    def close(self) -> None:
+        self.client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AzureEndpoint:
+    """A running server of Azure Blob Storage."""
+
+    endpoint: str
+    account_key: str
+    ca_file: Path | None = None
+    """Authority of the server's certificate; None (default): plain HTTP."""
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": azurite_script.ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": self.account_key,
+        }
+
+    def words(self, bucket: str, prefix: str = "") -> dict[str, Any]:
+        chosen: dict[str, Any] = {"type": "object", "url": f"az://{bucket}/{prefix}", "endpoint_url": self.endpoint}
+        return chosen if self.ca_file is None else chosen | {"ca_file": str(self.ca_file)}
+
+    def make_bucket(self, name: str) -> RawContainer:
+        client = ContainerClient(
+            self.endpoint,
+            name,
+            credential={"account_name": azurite_script.ACCOUNT, "account_key": self.account_key},
+            connection_verify=True if self.ca_file is None else str(self.ca_file),
+        )
+        client.create_container()
+        return RawContainer(client, name)
+
+
+@dataclass(frozen=True, slots=True)
+class RawContainer:
+    """Raw access to a container through azure-storage-blob."""
+
+    client: ContainerClient
+    name: str
+
+    def names(self, prefix: str = "") -> list[str]:
+        return list(self.client.list_blob_names(name_starts_with=prefix))
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return self.client.download_blob(name).readall()
+        except ResourceNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        self.client.upload_blob(name, data, overwrite=True)
+
+    def delete(self, name: str) -> None:
+        self.client.delete_blob(name)
+
+    def close(self) -> None:
+        self.client.close()
+
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[S3Endpoint]:
@@ -109,6 +205,21 @@ def ceph_rgw() -> Iterator[S3Endpoint]:
         pytest.skip(f"Ceph is not installed; apt-get install --no-install-recommends {' '.join(ceph_script.PACKAGES)}")
     with ceph_script.serving() as ceph:
         yield S3Endpoint(ceph.endpoint, ceph.access_key, ceph.secret_key)
+
+
+@contextlib.contextmanager
+def azurite(*arguments: str, ca_file: Path | None = None) -> Iterator[AzureEndpoint]:
+    """Azurite in memory, which checks signatures; skips the test where it is not installed.
+
+    Args:
+        arguments: further arguments of the program.
+        ca_file: authority of the certificate that ``arguments`` name; default: plain HTTP.
+    """
+    reason = azurite_script.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with azurite_script.serving(*arguments) as server:
+        yield AzureEndpoint(server.endpoint, server.account_key, ca_file)
 
 
 @contextlib.contextmanager

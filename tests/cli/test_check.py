@@ -25,7 +25,7 @@ from tiering.secondary.files import Files
 from tiering.testing.tier_tests import K
 from tiers.local import LocalOptions, probes
 from tiers.memory import MEMORY_TIER
-from tiers.object.bucket_probes import clock_skew
+from tiers.object.s3.settings import clock_skew
 
 Use = Callable[[Any], None]
 BLOCK = "64KiB"
@@ -356,7 +356,7 @@ def test_proxies_and_authorities_of_the_environment(
     report = check(write_stack(s3(bucket.name, "https://127.0.0.1:9", ca_file=None)), "--no-round-trip")
     assert "hunter2" not in str(report)
     assert report.severity("s3", "proxy") == "info"
-    assert "ca_file: /opt/corporate.pem" in report.text("s3", "certificates")
+    assert "AWS_CA_BUNDLE /opt/corporate.pem cannot be read" in report.text("s3", "certificates")
 
 
 def test_clocks_that_differ() -> None:

@@ -157,7 +157,7 @@ def test_a_malformed_reference_is_refused() -> None:
         ({"primary": PRIMARY, "secondary": ["memory"]},
          "secondary[0]: 'memory' is not a mapping; write it like {type: local"),
         ({"primary": PRIMARY, "secondary": [{"path": "/x"}]},
-         "secondary[0].type: is missing; allowed are memory, local, s3"),
+         "secondary[0].type: is missing; allowed are memory, local, object, s3"),
         ({"primary": PRIMARY, "secondary": [{"type": "nvme"}]},
          "secondary[0].type: 'nvme' is not a type of tier; allowed are memory"),
         ({"primary": PRIMARY, "secondary": [{"type": "no_such:T"}]},

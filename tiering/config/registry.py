@@ -12,6 +12,7 @@ from tiering.secondary.definition import TierDefinition
 TIER_TYPES: Mapping[str, tuple[str, str]] = {
     "memory": ("tiers.memory:MEMORY_TIER", ""),
     "local": ("tiers.local:LOCAL_TIER", ""),
+    "object": ("tiers.object:OBJECT_TIER", "object"),
     "s3": ("tiers.object:S3_TIER", "s3"),
 }
 """Registered name → import path of its :class:`TierDefinition`, and the extra that it needs.

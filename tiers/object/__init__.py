@@ -1,6 +1,9 @@
-"""The object store tier: blocks in any S3-compatible bucket, shared by many engines."""
+"""The object store tier: blocks in a bucket of any cloud, shared by many engines.
 
-from tiers.object.definition import S3_TIER
-from tiers.object.options import S3Options, small_block_warning
+One store serves all clouds; :mod:`tiers.object.cloud` is the contract of their back ends.
+"""
 
-__all__ = ["S3_TIER", "S3Options", "small_block_warning"]
+from tiers.object.definition import OBJECT_TIER, S3_TIER
+from tiers.object.options import ObjectOptions, S3Options, small_block_warning
+
+__all__ = ["OBJECT_TIER", "S3_TIER", "ObjectOptions", "S3Options", "small_block_warning"]

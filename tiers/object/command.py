@@ -19,11 +19,13 @@ from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace,
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
-from tiers.object.bucket_probes import probe_bucket
+from tiers.object.cloud import make_cloud
 from tiers.object.epochs import begin_epochs
-from tiers.object.faults import STORE_FAILURES, translate
-from tiers.object.options import S3Options
-from tiers.object.store import BLOCKS, DOCUMENTS, ObjectStore
+from tiers.object.faults import STORE_FAILURES
+from tiers.object.names import BLOCKS, DOCUMENTS
+from tiers.object.options import BucketOptions, without_ttl
+from tiers.object.permissions import probe_bucket
+from tiers.object.store import ObjectStore
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -43,12 +45,13 @@ _MOST_EPOCHS = 10_000
 class ObjectAdmin(TierAdmin):
     """Administration of a bucket. Engines may use the bucket meanwhile."""
 
-    options: S3Options
+    options: BucketOptions
 
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         super().__init__(options, replica)
-        # Without a ttl, opening does not look at lifecycle rules, and writes none.
-        self._store = ObjectStore(self.options.model_copy(update={"ttl": None, "install_lifecycle": False}))
+        self._cloud = make_cloud(self.options)
+        self._translate = self._cloud.dialect.translate
+        self._store = ObjectStore(without_ttl(self.options), self._cloud)
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._documents = f"{self.options.prefix}{DOCUMENTS}"
         self._lease_seconds = LEASE_SECONDS
@@ -71,7 +74,7 @@ class ObjectAdmin(TierAdmin):
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
         prefix = f"{self.options.prefix}scratch-{secrets.token_hex(4)}/"
-        options = self.options.model_copy(update={"prefix": prefix, "ttl": None, "install_lifecycle": False})
+        options = without_ttl(self.options).with_prefix(prefix)
         try:
             yield options
         finally:
@@ -84,7 +87,7 @@ class ObjectAdmin(TierAdmin):
             for objects in obstore.list(client, self.options.prefix.rstrip("/"), chunk_size=_CHUNK):
                 self._store.delete_objects([item["path"] for item in objects])
         except STORE_FAILURES as error:
-            raise translate(error, f"list {self.options.prefix}") from error
+            raise self._translate(error, f"list {self.options.prefix}") from error
 
     # --------------------------------------------------------------------------------------------------------- contents
 
@@ -171,7 +174,7 @@ class ObjectAdmin(TierAdmin):
         try:
             found = await obstore.list_with_delimiter_async(self._store.requests.client, prefix.rstrip("/"))
         except STORE_FAILURES as error:
-            raise translate(error, f"list {prefix}") from error
+            raise self._translate(error, f"list {prefix}") from error
         return list(found["common_prefixes"])
 
     async def _list(self, prefix: str, after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
@@ -181,9 +184,12 @@ class ObjectAdmin(TierAdmin):
             async for items in obstore.list(
                 self._store.requests.client, prefix.rstrip("/"), offset=offset, chunk_size=_CHUNK
             ):
-                yield items
+                # Some services ignore the offset of a listing.
+                found = items if offset is None else [item for item in items if item["path"] > offset]
+                if found:
+                    yield found
         except STORE_FAILURES as error:
-            raise translate(error, f"list {prefix}") from error
+            raise self._translate(error, f"list {prefix}") from error
 
     async def _get(self, name: str) -> memoryview | None:
         try:
@@ -192,7 +198,7 @@ class ObjectAdmin(TierAdmin):
         except FileNotFoundError:
             return None
         except STORE_FAILURES as error:
-            raise translate(error, f"get {name}") from error
+            raise self._translate(error, f"get {name}") from error
 
     # ---------------------------------------------------------------------------------------------------------- changes
 

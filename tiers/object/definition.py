@@ -14,17 +14,13 @@ from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.stats import TierStats
-from tiers.object.credentials import import_boto3
-from tiers.object.options import S3Options, small_block_warning
+from tiers.object.options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.verbs import Verb
 
 if TYPE_CHECKING:
     from tiers.object.store import ObjectStore
 
 logger = logging.getLogger("kv_tiering.object")
-
-NO_OBSTORE = "the s3 tier needs obstore; install kv-tiering with its extra s3 (in a clone: pip install '.[s3]')"
-"""Message about the package of the data path that is missing."""
 
 
 WAIT_PER_TOKEN = 5e-5
@@ -43,7 +39,7 @@ class ObjectTier(BlockTier):
     It warns once if blocks are small, and counts requests as the service does.
     """
 
-    def __init__(self, context: TierContext, options: S3Options, store: ObjectStore) -> None:
+    def __init__(self, context: TierContext, options: BucketOptions, store: ObjectStore) -> None:
         index = SharedIndex(
             present_ttl=options.present_ttl,
             absent_ttl=options.absent_ttl,
@@ -53,7 +49,7 @@ class ObjectTier(BlockTier):
         super().__init__(
             context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace)
         )
-        self._s3 = store
+        self._store = store
         self._warning = small_block_warning(min(context.group_bytes))
 
     def on_opened(self, namespace: Namespace) -> None:
@@ -63,7 +59,7 @@ class ObjectTier(BlockTier):
             logger.warning("tier %s: %s", self.name, warning)
 
     def get_stats(self) -> TierStats:
-        stats, requests = super().get_stats(), self._s3.requests
+        stats, requests = super().get_stats(), self._store.requests
         sent = requests.sent
         stats.requests = sum(sent.values())
         stats.requests_get, stats.requests_head, stats.requests_put = sent[Verb.GET], sent[Verb.HEAD], sent[Verb.PUT]
@@ -73,18 +69,41 @@ class ObjectTier(BlockTier):
         return stats
 
 
-def build(options: S3Options, context: TierContext) -> ObjectTier:
+def build(options: BucketOptions, context: TierContext) -> ObjectTier:
     """Return an object store tier that is not open yet.
 
     Raises:
         ConfigError: A package that the tier needs is missing.
     """
-    import_boto3()
-    try:
-        from tiers.object.store import ObjectStore
-    except ImportError as error:
-        raise ConfigError(NO_OBSTORE) from error
+    _need_packages(options)
+    from tiers.object.store import ObjectStore
+
     return ObjectTier(context, options, ObjectStore(options))
+
+
+def make_admin(options: BucketOptions, replica: str | None) -> TierAdmin:
+    """Return the administration of a bucket for the command line.
+
+    Raises:
+        ConfigError: A package that the tier needs is missing.
+    """
+    _need_packages(options)
+    from tiers.object.command import ObjectAdmin
+
+    return ObjectAdmin(options, replica)
+
+
+def _need_packages(options: BucketOptions) -> None:
+    extra = "s3" if options.scheme == "s3" else "object"
+    hint = f"install kv-tiering with its extra {extra} (in a clone: pip install '.[{extra}]')"
+    try:
+        import obstore  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"the tier {options.tier_name} needs obstore; {hint}") from error
+    if options.scheme == "s3":
+        from tiers.object.s3.credentials import import_boto3
+
+        import_boto3()
 
 
 def place_prefix(namespace: Namespace) -> str:
@@ -114,25 +133,18 @@ def element_size(namespace: Namespace) -> int:
     return 4 if dtype.endswith("32") else 2
 
 
-def make_admin(options: S3Options, replica: str | None) -> TierAdmin:
-    """Return the administration of a bucket for the command line.
-
-    Raises:
-        ConfigError: A package that the tier needs is missing.
-    """
-    import_boto3()
-    try:
-        from tiers.object.command import ObjectAdmin
-    except ImportError as error:
-        raise ConfigError(NO_OBSTORE) from error
-    return ObjectAdmin(options, replica)
+def _definition(options: type[BucketOptions]) -> TierDefinition:
+    return TierDefinition(
+        options=options,
+        build=build,
+        persistent=True,
+        location=lambda options: options.location,
+        distance="network",
+        admin=make_admin,
+    )
 
 
-S3_TIER = TierDefinition(
-    options=S3Options,
-    build=build,
-    persistent=True,
-    location=lambda options: options.location,
-    distance="network",
-    admin=make_admin,
-)
+OBJECT_TIER = _definition(ObjectOptions)
+"""The tier ``type: object``, for every cloud."""
+S3_TIER = _definition(S3Options)
+"""The tier ``type: s3``: the same for S3, with the bucket and the prefix as words of their own."""

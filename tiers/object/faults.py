@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from obstore.exceptions import (
@@ -27,19 +28,21 @@ from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, Tem
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """The exceptions that obstore's functions raise; some failures come as built-in types."""
 
+CONDITION_UNKNOWN = frozenset({400, 501})
+"""Answers of services that know no conditional deletion."""
+
+_REQUEST_ERRORS = (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]+)\s*</Code>")
 _URL = re.compile(r"Error performing [A-Z]+ [a-z]+://(?:[^/\s@]*@)?([^/\s?]+)")
+_QUERY = re.compile(r"(?<=[^\s?])\?[^\s?=]+=[^\s)]*")
+"""Query of a URL, which may hold a signature."""
 _DNS_ERROR = re.compile(r"error: \"([^\"]*lookup[^\"]*|[^\"]*name[^\"]*)\"", re.IGNORECASE)
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _MAX_TEXT = 300
 _TRY_AGAIN = frozenset({408, 409, 425, 429})
-_KEYS = (
-    "wrong access key or secret key, of another service or withdrawn; correct the keys that boto3's chain finds "
-    "(environment, profile, role)"
-)
-_EXPIRED = "the temporary credentials have expired or are not valid here; renew them, or give this machine a role"
-_SPACE = "out of space or over a quota; blocks that are held are still served"
+_TOKEN_REQUEST = "Error performing token request"
+_METADATA_HOST = "//169.254.169.254/"
 
 
 class Cause(enum.Enum):
@@ -57,35 +60,26 @@ class Cause(enum.Enum):
     """A failure that may pass: throttling, time-outs, the network."""
 
 
-_CODES: dict[str, tuple[Cause, str]] = {
-    "QuotaExceeded": (Cause.SPACE, _SPACE),
-    "XMinioAdminBucketQuotaExceeded": (Cause.SPACE, _SPACE),
-    "XMinioStorageFull": (Cause.SPACE, _SPACE),
+SPACE = "out of space or over a quota; blocks that are held are still served"
+"""Text about a service that takes no more bytes."""
+CLOCK = "this machine's clock is wrong by more than 15 minutes; set it (NTP)"
+"""Text about a refused signature of another time."""
+THROTTLED = "the service throttles requests"
+"""Text about a service that wants fewer requests."""
+
+_COMMON_CODES: Mapping[str, tuple[Cause, str]] = {
+    "QuotaExceeded": (Cause.SPACE, SPACE),
     "EntityTooLarge": (Cause.SPACE, "the service takes no object of this size; lower block_size, or raise its limit"),
-    "InvalidAccessKeyId": (Cause.KEYS, _KEYS),
-    "SignatureDoesNotMatch": (Cause.KEYS, _KEYS),
-    "AuthorizationHeaderMalformed": (Cause.REQUEST, "wrong region; set region to that of the bucket"),
-    "PermanentRedirect": (Cause.REQUEST, "wrong region or endpoint; set region to that of the bucket"),
-    "ExpiredToken": (Cause.KEYS, _EXPIRED),
-    "InvalidToken": (Cause.KEYS, _EXPIRED),
-    "TokenRefreshRequired": (Cause.KEYS, _EXPIRED),
-    "RequestTimeTooSkewed": (Cause.KEYS, "this machine's clock is wrong by more than 15 minutes; set it (NTP)"),
-    "RequestExpired": (Cause.KEYS, "this machine's clock is wrong by more than 15 minutes; set it (NTP)"),
-    "AccessDenied": (
-        Cause.KEYS,
-        "no permission; the keys need s3:GetObject, PutObject, DeleteObject and ListBucket",
-    ),
-    "NoSuchBucket": (Cause.BUCKET, "no such bucket; create it, or correct bucket or endpoint_url"),
-    "SlowDown": (Cause.PASSING, "the service throttles requests"),
+    "RequestTimeTooSkewed": (Cause.KEYS, CLOCK),
+    "RequestExpired": (Cause.KEYS, CLOCK),
+    "SlowDown": (Cause.PASSING, THROTTLED),
 }
-_STATUSES: dict[int, tuple[Cause, str]] = {
-    401: (Cause.KEYS, f"refused: {_KEYS}"),
+_STATUSES: Mapping[int, tuple[Cause, str]] = {
     403: (Cause.KEYS, "refused: wrong or expired credentials, no permission, or a wrong clock on this machine"),
-    404: (Cause.BUCKET, "no such bucket; create it, or correct bucket or endpoint_url"),
     413: (Cause.SPACE, "the service or a proxy takes no object of this size; lower block_size, or raise its limit"),
-    429: (Cause.PASSING, "the service throttles requests"),
+    429: (Cause.PASSING, THROTTLED),
     503: (Cause.PASSING, "the service is overloaded or throttles requests"),
-    507: (Cause.SPACE, _SPACE),
+    507: (Cause.SPACE, SPACE),
 }
 
 
@@ -111,35 +105,88 @@ class Fault:
         return f"{head}: {self.text}" if head else self.text
 
 
-def diagnose(error: BaseException) -> Fault:
-    """Return the fault that ``error``, an exception of obstore, tells of."""
-    message = str(error)
-    first = message.partition("\n\n")[0]
-    status, code, url = http_status(error), _CODE.search(first), _URL.search(first)
-    host = mask_text(url[1]) if url else None
-    known = code[1] if code else None
+class Dialect:
+    """The failures of one cloud: the meaning of its error codes, with the remedies.
 
-    def fault(cause: Cause, text: str) -> Fault:
-        return Fault(cause, status, known, host, text)
+    Args:
+        codes: Error code of the service → cause and text.
+        keys: Text about refused credentials, with the way to correct them.
+        bucket: Text about a bucket that does not exist.
+        present: Error codes that mean "the object is there already".
+    """
 
-    if known in _CODES:
-        return fault(*_CODES[known])
-    if status in _STATUSES:
-        return fault(*_STATUSES[status])
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-        return fault(*_STATUSES[403])
-    if isinstance(error, FileNotFoundError):
-        return fault(*_STATUSES[404])
-    if isinstance(error, (PreconditionError, AlreadyExistsError)) or status in _TRY_AGAIN:
-        return fault(Cause.PASSING, "another request for the same object was under way" if status == 409 else first)
-    if isinstance(error, (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)):
-        return fault(Cause.REQUEST, summary(error))
-    if status is not None:
-        refused = status == 501 or 300 <= status < 500
-        return fault(Cause.REQUEST if refused else Cause.PASSING, summary(error, after_status=True))
-    if "BareRedirect" in message:
-        return fault(Cause.REQUEST, "a redirect to nowhere: wrong region or endpoint; set region to the bucket's")
-    return fault(Cause.PASSING, _network(message) or summary(error))
+    def __init__(
+        self,
+        codes: Mapping[str, tuple[Cause, str]],
+        *,
+        keys: str,
+        bucket: str,
+        present: Collection[str] = (),
+    ) -> None:
+        self._codes = {**_COMMON_CODES, **codes}
+        self._statuses = {**_STATUSES, 401: (Cause.KEYS, f"refused: {keys}"), 404: (Cause.BUCKET, bucket)}
+        self._keys = keys
+        self._present = frozenset(present)
+
+    def diagnose(self, error: BaseException) -> Fault:
+        """Return the fault that ``error``, an exception of obstore, tells of."""
+        message = str(error)
+        first = message.partition("\n\n")[0]
+        status, known, url = http_status(error), error_code(error), _URL.search(first)
+        host = mask_text(url[1]) if url else None
+
+        def fault(cause: Cause, text: str) -> Fault:
+            return Fault(cause, status, known, host, text)
+
+        if _TOKEN_REQUEST in first:
+            return fault(*self._token_failure(first, status))
+        if known in self._codes:
+            return fault(*self._codes[known])
+        if status in self._statuses:
+            return fault(*self._statuses[status])
+        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+            return fault(*self._statuses[403])
+        if isinstance(error, FileNotFoundError):
+            return fault(*self._statuses[404])
+        if isinstance(error, (PreconditionError, AlreadyExistsError)) or status in _TRY_AGAIN:
+            return fault(Cause.PASSING, "another request for the same object was under way" if status == 409 else first)
+        if isinstance(
+            error, (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)
+        ):
+            return fault(Cause.REQUEST, summary(error))
+        if status is not None:
+            refused = status == 501 or 300 <= status < 500
+            return fault(Cause.REQUEST if refused else Cause.PASSING, summary(error, after_status=True))
+        if "BareRedirect" in message:
+            return fault(Cause.REQUEST, "a redirect to nowhere: wrong region or endpoint; set region to the bucket's")
+        return fault(Cause.PASSING, _network(message) or summary(error))
+
+    def translate(self, error: Exception, doing: str) -> StoreError:
+        """Return the :class:`StoreError` that stands for ``error``. Chain it to ``error`` when raising.
+
+        Args:
+            error: An exception that obstore raised.
+            doing: The operation that failed, with the object; ends the message.
+        """
+        fault = self.diagnose(error)
+        text = f"{fault} ({doing})"
+        if fault.cause is Cause.PASSING:
+            return TemporaryStoreError(text)
+        return OutOfSpaceError(text) if fault.cause is Cause.SPACE else PermanentStoreError(text)
+
+    def is_present(self, error: AlreadyExistsError) -> bool:
+        """Return True if ``error``, of a conditional put, says that the object is there.
+
+        Otherwise another request for the object was under way, and may have failed.
+        """
+        return http_status(error) == 412 or error_code(error) in self._present
+
+    def _token_failure(self, message: str, status: int | None) -> tuple[Cause, str]:
+        """Return cause and text of a failed request for a token, which precedes the requests for objects."""
+        if _METADATA_HOST in message:
+            return Cause.PASSING, f"no credentials in the environment, and none from this machine's role: {self._keys}"
+        passing = status is None or status >= 500 or status in _TRY_AGAIN
+        return (Cause.PASSING if passing else Cause.KEYS), f"the request for an access token failed: {self._keys}"
 
 
 def _network(message: str) -> str | None:
@@ -167,36 +214,28 @@ def _network(message: str) -> str | None:
     return None
 
 
-def translate(error: Exception, doing: str) -> StoreError:
-    """Return the :class:`StoreError` that stands for ``error``. Chain it to ``error`` when raising.
-
-    Args:
-        error: An exception that obstore raised.
-        doing: The operation that failed, with the object; ends the message.
-    """
-    fault = diagnose(error)
-    text = f"{fault} ({doing})"
-    if fault.cause is Cause.PASSING:
-        return TemporaryStoreError(text)
-    return OutOfSpaceError(text) if fault.cause is Cause.SPACE else PermanentStoreError(text)
-
-
 def http_status(error: BaseException) -> int | None:
     """Return the HTTP status of the answer, found in the exception's text; None if there is none."""
     found = _STATUS.search(str(error).partition("\n\n")[0])
     return int(found[1]) if found else None
 
 
+def error_code(error: BaseException) -> str | None:
+    """Return the service's error code, found in the exception's text; None if there is none."""
+    found = _CODE.search(str(error).partition("\n\n")[0])
+    return found[1] if found else None
+
+
 def summary(error: BaseException, *, after_status: bool = False) -> str:
     """Return the first paragraph of an exception's text on one line of at most 300 characters.
 
-    Secrets are masked. The later paragraphs, obstore's debugging output, are left out.
+    Secrets and the queries of URLs are masked. The later paragraphs, obstore's debugging output, are left out.
 
     Args:
         error: The exception.
         after_status: Leave out everything up to the HTTP status (default: False).
     """
-    text = str(error).partition("\n\n")[0]
+    text = _QUERY.sub("?***", str(error).partition("\n\n")[0])
     if after_status:
         text = _STATUS.split(text)[-1].strip(" :")
     line = mask_text(" ".join(text.split()))

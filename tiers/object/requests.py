@@ -7,17 +7,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, PreconditionError
-from obstore.store import S3Store as ObjectClient
 
 from tiering.errors import PermanentStoreError
-from tiers.object.client import connect
-from tiers.object.credentials import CredentialSource
-from tiers.object.faults import STORE_FAILURES, Cause, diagnose
-from tiers.object.options import S3Options
+from tiers.object.cloud import Cloud
+from tiers.object.faults import STORE_FAILURES, Cause
 from tiers.object.verbs import Verb
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
 
 logger = logging.getLogger("kv_tiering.object")
 
@@ -34,14 +34,12 @@ class Requests:
     changed. No other request is repeated.
 
     Args:
-        options: The tier's options.
-        credentials: Source of credentials.
+        cloud: The back end.
     """
 
-    def __init__(self, options: S3Options, credentials: CredentialSource) -> None:
-        self._options = options
-        self._credentials = credentials
-        self._client: ObjectClient | None = None
+    def __init__(self, cloud: Cloud) -> None:
+        self._cloud = cloud
+        self._client: Client | None = None
         self._lock = threading.Lock()
         self._keys_lock = threading.Lock()
         self._look_again_at = 0.0
@@ -54,12 +52,12 @@ class Requests:
         self.refused_bytes = 0
         """Bytes of puts that the service did not take."""
 
-    def use(self, client: ObjectClient | None) -> None:
+    def use(self, client: Client | None) -> None:
         """Send requests over ``client`` from now on; None: no requests."""
         self._client = client
 
     @property
-    def client(self) -> ObjectClient:
+    def client(self) -> Client:
         """The present client.
 
         Raises:
@@ -67,7 +65,7 @@ class Requests:
         """
         client = self._client
         if client is None:
-            raise PermanentStoreError(f"{self._options.location} is not open")
+            raise PermanentStoreError(f"{self._cloud.options.location} is not open")
         return client
 
     def count(self, verb: Verb, requests: int = 1) -> None:
@@ -75,9 +73,7 @@ class Requests:
         with self._lock:
             self.sent[verb] += requests
 
-    def send(
-        self, verb: Verb, request: Callable[[ObjectClient], T], *, through: ObjectClient | None = None, size: int = 0
-    ) -> T:
+    def send(self, verb: Verb, request: Callable[[Client], T], *, through: Client | None = None, size: int = 0) -> T:
         """Send a request and return its result.
 
         Args:
@@ -95,7 +91,11 @@ class Requests:
             self.count(verb)
             return request(client)
         except STORE_FAILURES as error:
-            if through is not None or diagnose(error).cause is not Cause.KEYS or not self._has_new_keys(client):
+            if (
+                through is not None
+                or self._cloud.dialect.diagnose(error).cause is not Cause.KEYS
+                or not self._has_new_keys(client)
+            ):
                 self._note(error, size)
                 raise
         try:
@@ -111,16 +111,16 @@ class Requests:
             self.conflicts += isinstance(error, (AlreadyExistsError, PreconditionError))
             self.refused_bytes += size
 
-    def _has_new_keys(self, client: ObjectClient) -> bool:
+    def _has_new_keys(self, client: Client) -> bool:
         """Return True if requests go over another client than ``client``, whose keys were refused."""
         with self._keys_lock:
             if self._client is not client:
                 return self._client is not None
             if time.monotonic() < self._look_again_at:
                 return False
-            if not self._credentials.rotated():
+            if not self._cloud.rotated():
                 self._look_again_at = time.monotonic() + KEYS_SECONDS
                 return False
-            self._client = connect(self._options, self._credentials)
-        logger.info("%s: the credentials have changed; the new ones are used", self._options.location)
+            self._client = self._cloud.connect()
+        logger.info("%s: the credentials have changed; the new ones are used", self._cloud.options.location)
         return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -22,11 +21,10 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, StoreError, TemporaryStoreError
 from tiering.runtime.daemons import DaemonThreads
-from tiers.object.admin import check_lifecycle
-from tiers.object.client import check_token, connect
-from tiers.object.credentials import CredentialSource
-from tiers.object.faults import STORE_FAILURES, diagnose, http_status, translate
-from tiers.object.options import S3Options
+from tiers.object.cloud import Cloud, batches, make_cloud
+from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
+from tiers.object.names import BLOCKS, DOCUMENTS
+from tiers.object.options import BucketOptions
 from tiers.object.requests import Requests
 from tiers.object.runtime import start_runtime
 from tiers.object.verbs import Verb
@@ -36,18 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kv_tiering.object")
 
-BLOCKS = "blocks/"
-"""Begins the names of block objects, after the prefix of the options."""
-DOCUMENTS = "documents/"
-"""Begins the names of documents, after the prefix of the options."""
-
 PROBE_THREADS = 32
 """Maximum number of threads for probes, besides the threads that call :meth:`ObjectStore.probe`."""
 
-_CONDITION_UNKNOWN = frozenset({400, 501})
-"""Answers of services that know no conditional deletion."""
-_MD5 = re.compile(r'"?[0-9a-fA-F]{32}"?')
-"""ETag of an object that was uploaded whole and is not encrypted by KMS: the MD5 of its bytes."""
 _LIST_CHUNK = 1000
 _LAST = "~"
 """Sorts behind every name that this store uses."""
@@ -63,19 +52,20 @@ class ObjectStore(BlockStore):
 
     Args:
         options: The tier's options.
-        credentials: Source of credentials (default: boto3's chain with the options' profile).
+        cloud: The back end (default: that of the options).
     """
 
     traits = StoreTraits(medium="OBJECT", variable_size=True)
 
-    def __init__(self, options: S3Options, credentials: CredentialSource | None = None) -> None:
+    def __init__(self, options: BucketOptions, cloud: Cloud | None = None) -> None:
         start_runtime()
         self._options = options
-        self._credentials = CredentialSource(options.profile) if credentials is None else credentials
+        self._cloud = make_cloud(options) if cloud is None else cloud
+        self._translate = self._cloud.dialect.translate
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
         self._probers = DaemonThreads("object-probe", PROBE_THREADS)
-        self._requests = Requests(options, self._credentials)
+        self._requests = Requests(self._cloud)
         self._lifecycle_checked = False
 
     def __repr__(self) -> str:
@@ -95,16 +85,14 @@ class ObjectStore(BlockStore):
             StoreError: The bucket cannot be used. The message says how to correct this.
         """
         self.close()
-        self._credentials.forget()
-        self._credentials()
-        check_token(self._options, self._credentials)
-        client = connect(self._options, self._credentials)
+        self._cloud.prepare()
+        client = self._cloud.connect()
         try:
             self._requests.count(Verb.LIST)
             for _ in obstore.list(client, self._blocks.rstrip("/"), offset=f"{self._blocks}{_LAST}", chunk_size=1):
                 break
         except STORE_FAILURES as error:
-            raise translate(error, f"list {self._options.location}") from error
+            raise self._translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
         self._probers = DaemonThreads("object-probe", PROBE_THREADS)
         self._check_lifecycle()
@@ -129,11 +117,10 @@ class ObjectStore(BlockStore):
                 size=len(block.header) + len(block.payload),
             )
         except AlreadyExistsError as error:
-            # 412: the object is there. 409: another request for it was under way, and may have failed.
-            if http_status(error) != 412 and not self._is_there(name):
-                raise translate(error, f"put {name}") from error
+            if not self._cloud.dialect.is_present(error) and not self._is_there(name):
+                raise self._translate(error, f"put {name}") from error
         except STORE_FAILURES as error:
-            raise translate(error, f"put {name}") from error
+            raise self._translate(error, f"put {name}") from error
 
     def get_one(self, block: BlockIO) -> Done:
         name = self._name(block.place)
@@ -148,7 +135,7 @@ class ObjectStore(BlockStore):
         except FileNotFoundError:
             return Done.ABSENT
         except STORE_FAILURES as error:
-            raise translate(error, f"get {name}") from error
+            raise self._translate(error, f"get {name}") from error
         if len(body) != length:
             raise CorruptBlockError(f"object {name} was announced with {length} bytes and had {len(body)}")
         np.copyto(np.frombuffer(block.header, np.uint8), body[:header_bytes])
@@ -163,20 +150,22 @@ class ObjectStore(BlockStore):
         name = self._name(place)
         try:
             # A client of its own has connections of its own.
-            fresh = connect(self._options, self._credentials)
+            fresh = self._cloud.connect()
             result = self._requests.send(Verb.GET, lambda client: obstore.get(client, name), through=fresh)
-            size, version = result.meta["size"], result.meta["e_tag"] or ""
+            size, version, expected = (
+                result.meta["size"],
+                self._cloud.version(result.meta),
+                self._cloud.digest(result.meta),
+            )
             content = result.bytes().to_bytes() if size <= limit else b""
         except FileNotFoundError:
             return None
         except STORE_FAILURES as error:
-            raise translate(error, f"get {name} again") from error
-        if content and self._options.sse != "aws:kms" and _MD5.fullmatch(version):
-            digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-            if digest != version.strip('"').lower():
-                raise TemporaryStoreError(
-                    f"the bytes differ from their ETag; suspect a proxy or this machine's memory (get {name} again)"
-                )
+            raise self._translate(error, f"get {name} again") from error
+        if content and expected not in {None, hashlib.md5(content, usedforsecurity=False).hexdigest()}:
+            raise TemporaryStoreError(
+                f"the bytes differ from their ETag; suspect a proxy or this machine's memory (get {name} again)"
+            )
         return RawBlock(content, size, version)
 
     def delete_version(self, place: Place, version: str) -> bool:
@@ -185,20 +174,20 @@ class ObjectStore(BlockStore):
         A comparison comes first, for services that ignore the condition.
         """
         name, send = self._name(place), self._requests.send
-        conditional = connect(self._options, self._credentials, if_match=version)
         try:
-            if send(Verb.HEAD, lambda client: obstore.head(client, name))["e_tag"] != version:
+            if self._cloud.version(send(Verb.HEAD, lambda client: obstore.head(client, name))) != version:
                 return False
+            conditional = self._cloud.deleter(name, version)
             try:
-                send(Verb.DELETE, lambda client: obstore.delete(client, [name]), through=conditional)
+                send(Verb.DELETE, lambda client: obstore.delete(client, name), through=conditional)
             except STORE_FAILURES as error:
-                if http_status(error) not in _CONDITION_UNKNOWN:
+                if http_status(error) not in CONDITION_UNKNOWN:
                     raise
                 send(Verb.DELETE, lambda client: obstore.delete(client, [name]))
         except (FileNotFoundError, PreconditionError, AlreadyExistsError):
             return False
         except STORE_FAILURES as error:
-            raise translate(error, f"delete {name}") from error
+            raise self._translate(error, f"delete {name}") from error
         return True
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
@@ -233,14 +222,14 @@ class ObjectStore(BlockStore):
         except FileNotFoundError:
             return None
         except STORE_FAILURES as error:
-            raise translate(error, f"get document {name}") from error
+            raise self._translate(error, f"get document {name}") from error
 
     def write_document(self, name: str, data: bytes) -> None:
         path = f"{self._documents}{name}"
         try:
             self._requests.send(Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False))
         except STORE_FAILURES as error:
-            raise translate(error, f"put document {name}") from error
+            raise self._translate(error, f"put document {name}") from error
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
         if not self._options.conditional_put:
@@ -256,9 +245,11 @@ class ObjectStore(BlockStore):
                 Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False, mode="create")
             )
         except AlreadyExistsError as error:
-            logger.debug("document %s is being created by another process: %s", name, diagnose(error))
+            logger.debug(
+                "document %s is being created by another process: %s", name, self._cloud.dialect.diagnose(error)
+            )
         except STORE_FAILURES as error:
-            raise translate(error, f"create document {name}") from error
+            raise self._translate(error, f"create document {name}") from error
         return self.read_document(name)
 
     def list_documents(self, prefix: str) -> Iterable[str]:
@@ -315,7 +306,7 @@ class ObjectStore(BlockStore):
         """Warn once if ``ttl`` is not enforced by the bucket. Blocks that stay too long are no outage."""
         if self._options.ttl is None or self._lifecycle_checked:
             return
-        problem = check_lifecycle(self._options, self._credentials, self._blocks, self._documents)
+        problem = self._cloud.check_lifecycle(self._blocks, self._documents)
         self._lifecycle_checked = True
         if problem is not None:
             logger.warning("%s: %s", self._options.location, problem)
@@ -329,7 +320,7 @@ class ObjectStore(BlockStore):
         except FileNotFoundError:
             return False
         except STORE_FAILURES as error:
-            raise translate(error, f"head {name}") from error
+            raise self._translate(error, f"head {name}") from error
         return True
 
     def _list(self, directory: str) -> Iterator[Sequence[ObjectMeta]]:
@@ -340,19 +331,20 @@ class ObjectStore(BlockStore):
                 yield objects
                 self._requests.count(Verb.LIST)
         except STORE_FAILURES as error:
-            raise translate(error, f"list {directory}") from error
+            raise self._translate(error, f"list {directory}") from error
 
-    def _delete_names(self, names: list[str]) -> None:
-        if not names:
-            return
+    def _delete_names(self, names: Sequence[str]) -> None:
+        for batch in batches(names, self._cloud.bulk):
+            self._delete_batch(batch)
+
+    def _delete_batch(self, names: list[str]) -> None:
         try:
             self._requests.send(Verb.DELETE, lambda client: obstore.delete(client, names))
-            if not self._options.bulk_delete:
-                self._requests.count(Verb.DELETE, len(names) - 1)
+            self._requests.count(Verb.DELETE, -(-len(names) // self._cloud.per_request) - 1)
         except FileNotFoundError:
             # Some services answer 404 for an absent object, which ends a batch early: delete one by one.
             if len(names) > 1:
                 for name in names:
-                    self._delete_names([name])
+                    self._delete_batch([name])
         except STORE_FAILURES as error:
-            raise translate(error, f"delete {len(names)} object(s)") from error
+            raise self._translate(error, f"delete {len(names)} object(s)") from error

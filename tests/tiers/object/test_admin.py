@@ -14,8 +14,8 @@ from moto import mock_aws
 
 from tests.fake_s3 import FakeS3
 from tiers.object import S3Options
-from tiers.object.admin import check_lifecycle
-from tiers.object.credentials import CredentialSource
+from tiers.object.s3.credentials import CredentialSource
+from tiers.object.s3.lifecycle import check_lifecycle
 from tiers.object.store import ObjectStore
 
 BLOCKS, DOCUMENTS = "prod/blocks/", "prod/documents/"

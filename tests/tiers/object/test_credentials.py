@@ -21,8 +21,9 @@ from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_rig import make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
-from tiers.object.client import check_token, connect
-from tiers.object.credentials import FIXED_SECONDS, CredentialSource
+from tiers.object.s3.client import check_token, connect
+from tiers.object.s3.cloud import S3Cloud
+from tiers.object.s3.credentials import FIXED_SECONDS, CredentialSource
 from tiers.object.store import ObjectStore
 
 
@@ -109,7 +110,8 @@ def test_an_answer_is_used_for_minutes_and_not_asked_for_at_every_request(fake: 
             calls.append(1)
             return super().__call__()
 
-    store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Counting(None))
+    options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint)
+    store = ObjectStore(options, S3Cloud(options, Counting(None)))
     store.open()
     assert [store.get_one(empty(f"ns/{at}")) for at in range(20)] == [Done.ABSENT] * 20
     store.close()
@@ -201,7 +203,7 @@ class TestSessionToken:
     def test_over_plain_http_is_warned_about(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warned: bool
     ) -> None:
-        monkeypatch.setattr("tiers.object.client._redirection", lambda options, url: None)
+        monkeypatch.setattr("tiers.object.s3.client._redirection", lambda options, url: None)
         source = CredentialSource(None)
         source()
         check_token(S3Options(bucket="kv-cache", endpoint_url=f"http://{host}:9000"), source)
@@ -241,7 +243,8 @@ def test_credentials_that_cannot_be_renewed_fail_the_request_with_a_typed_error(
                 raise PermanentStoreError("AWS credentials: gone")
             return super().__call__() | {"expires_at": datetime.datetime.now(datetime.UTC)}
 
-    store = ObjectStore(S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint), Failing(None))
+    options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint)
+    store = ObjectStore(options, S3Cloud(options, Failing(None)))
     store.open()
     broken.append(1)
     (outcome,) = store.get([empty("ns/1")])

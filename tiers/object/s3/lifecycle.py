@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tiering.errors import PermanentStoreError
-from tiers.object.credentials import DEFAULT_REGION, CredentialSource
+from tiers.object.cloud import verification
 from tiers.object.faults import summary
-from tiers.object.options import S3Options
+from tiers.object.options import S3Words
+from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
 
 RULE_PREFIX = "kv-tiering "
 """Begins the ids of this tier's lifecycle rules; the prefix of the expiring objects completes an id."""
 
 
-def make_client(options: S3Options, credentials: CredentialSource) -> Any:
+def make_client(options: S3Words, credentials: CredentialSource) -> Any:
     """Return a boto3 S3 client for administration.
 
     Raises:
@@ -27,7 +28,7 @@ def make_client(options: S3Options, credentials: CredentialSource) -> Any:
         "s3",
         endpoint_url=options.endpoint,
         region_name=options.region or session.region_name or DEFAULT_REGION,
-        verify=None if options.ca_file is None else str(options.ca_file),
+        verify=verification(options),
         config=Config(
             s3={"addressing_style": "path" if options.uses_path_style else "virtual"},
             retries={"total_max_attempts": 2, "mode": "standard"},
@@ -37,7 +38,7 @@ def make_client(options: S3Options, credentials: CredentialSource) -> Any:
     )
 
 
-def check_lifecycle(options: S3Options, credentials: CredentialSource, blocks: str, documents: str) -> str | None:
+def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str, documents: str) -> str | None:
     """Return a problem of the bucket's lifecycle rules, as text; None if ``ttl`` is enforced correctly.
 
     With ``install_lifecycle``, a missing rule is written first. Errors of the service are returned, not raised.

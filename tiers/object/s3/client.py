@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
-from obstore.store import S3Store as ObjectClient
+from obstore.store import S3Store
 
 from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError
-from tiers.object.credentials import DEFAULT_REGION, CredentialSource
-from tiers.object.options import S3Options
+from tiers.object.cloud import client_options, verification
+from tiers.object.options import S3Words
+from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, S3Config
+    from obstore.store import S3Config
 
 logger = logging.getLogger("kv_tiering.object")
 
 
-def connect(options: S3Options, credentials: CredentialSource, *, if_match: str | None = None) -> ObjectClient:
+def connect(options: S3Words, credentials: CredentialSource, *, if_match: str | None = None) -> S3Store:
     """Return a new client, with connections of its own.
 
     Args:
@@ -30,13 +30,14 @@ def connect(options: S3Options, credentials: CredentialSource, *, if_match: str 
         if_match: ETag that every object must have for a request of this client (default: any).
 
     Raises:
-        PermanentStoreError: The CA file cannot be read.
+        PermanentStoreError: The file of authorities cannot be read.
     """
     config: S3Config = {
         "region": options.region or credentials.region or DEFAULT_REGION,
         "unsigned_payload": True,
         "virtual_hosted_style_request": not options.uses_path_style,
-        "disable_bulk_delete": not options.bulk_delete,
+        # obstore has no conditional deletion, and its bulk deletion has no condition per object.
+        "disable_bulk_delete": not options.bulk_delete or if_match is not None,
     }
     endpoint = options.endpoint
     if endpoint is not None:
@@ -48,34 +49,16 @@ def connect(options: S3Options, credentials: CredentialSource, *, if_match: str 
         config["server_side_encryption"] = options.sse
     if options.sse_kms_key_id is not None:
         config["sse_kms_key_id"] = options.sse_kms_key_id
-    timeout = min(options.request_timeout, options.deadline)
-    client_options: ClientConfig = {
-        # With https, the client also refuses redirects to plain HTTP.
-        "allow_http": (endpoint or "").startswith("http://"),
-        "connect_timeout": timedelta(seconds=min(options.connect_timeout, timeout)),
-        "timeout": timedelta(seconds=timeout),
-    }
-    if if_match is not None:
-        # obstore has no conditional deletion, and its bulk deletion has no condition per object.
-        config["disable_bulk_delete"] = True
-        client_options["default_headers"] = {"if-match": if_match}
-    if options.ca_file is not None:
-        try:
-            client_options["root_certificate"] = options.ca_file.read_bytes()
-        except OSError as error:
-            raise PermanentStoreError(
-                f"ca_file {options.ca_file} cannot be read ({error}); correct the path"
-            ) from error
-    return ObjectClient(
+    return S3Store(
         options.bucket,
         config=config,
-        client_options=client_options,
+        client_options=client_options(options, None if if_match is None else {"if-match": if_match}),
         retry_config={"max_retries": 0},
         credential_provider=credentials,
     )
 
 
-def check_token(options: S3Options, credentials: CredentialSource) -> None:
+def check_token(options: S3Words, credentials: CredentialSource) -> None:
     """Check where the session token of temporary credentials would go.
 
     Without a token or an endpoint, nothing is checked. obstore follows redirects, and its HTTP client sends the header
@@ -104,7 +87,7 @@ def check_token(options: S3Options, credentials: CredentialSource) -> None:
         )
 
 
-def _redirection(options: S3Options, url: str) -> str | None:
+def _redirection(options: S3Words, url: str) -> str | None:
     """Return the address to which ``url`` redirects; None if it does not, or does not answer."""
     from botocore.awsrequest import AWSRequest
     from botocore.exceptions import BotoCoreError, HTTPClientError
@@ -112,7 +95,7 @@ def _redirection(options: S3Options, url: str) -> str | None:
     from botocore.utils import get_environ_proxies
 
     session = URLLib3Session(
-        verify=True if options.ca_file is None else str(options.ca_file),
+        verify=verification(options),
         proxies=get_environ_proxies(url),
         timeout=min(options.connect_timeout, options.request_timeout, options.deadline),
     )

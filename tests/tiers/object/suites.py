@@ -1,0 +1,227 @@
+"""The conformance suites for the servers of all clouds, whose own clients inspect the media."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from tests.servers import Bucket, Endpoint
+from tests.tiers.object.rigs import namespace_of
+from tiering.block_store import Place
+from tiering.config.registry import tier_definition
+from tiering.secondary.admin.contract import Limits, Severity, TierAdmin
+from tiering.secondary.contract import SecondaryTierManager, TierContext
+from tiering.secondary.definition import TierDefinition
+from tiering.testing.store_tests import BlockStoreTests
+from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_tests import K, TierTests
+from tiers.object.epochs import begin_epochs
+from tiers.object.options import BucketOptions
+from tiers.object.store import ObjectStore
+
+T = TypeVar("T")
+
+BUCKET = "kv-cache"
+_prefixes = itertools.count()
+
+
+class Served:
+    """One server and bucket for a class of tests, with a prefix for each test."""
+
+    serve: ClassVar[Callable[[], AbstractContextManager[Endpoint]]]
+    bucket: Bucket
+    definition: TierDefinition
+    options: BucketOptions
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls) -> Iterator[tuple[Endpoint, Bucket]]:
+        with cls.serve() as endpoint:
+            bucket = endpoint.make_bucket(BUCKET)
+            yield endpoint, bucket
+            bucket.close()
+
+    @pytest.fixture(autouse=True)
+    def _medium(self, served: tuple[Endpoint, Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
+        endpoint, self.bucket = served
+        for name, value in endpoint.environment().items():
+            monkeypatch.setenv(name, value)
+        words = endpoint.words(BUCKET, f"test-{next(_prefixes)}") | {"absent_ttl": 0.05}
+        self.definition = tier_definition(words["type"])
+        options = self.definition.options.model_validate(words)
+        assert isinstance(options, BucketOptions)
+        self.options = options
+
+    def _name(self, place: Place) -> str:
+        return f"{self.options.prefix}blocks/{place}"
+
+    def raw_write(self, place: Place, data: bytes) -> None:
+        self.bucket.write(self._name(place), data)
+
+    def raw_delete(self, place: Place) -> None:
+        self.bucket.delete(self._name(place))
+
+
+class StoreSuite(Served, BlockStoreTests):
+    shared = True
+
+    def make_store(self) -> ObjectStore:
+        return ObjectStore(self.options)
+
+    def raw_read(self, place: Place) -> bytes | None:
+        return self.bucket.read(self._name(place))
+
+
+class RealStoreSuite(StoreSuite):
+    def test_only_the_version_that_was_read_is_deleted(self, store: ObjectStore) -> None:
+        self.raw_write("ns/1", b"bad")
+        found = store.read_again("ns/1", 10)
+        assert found is not None
+        assert found.content == b"bad"
+        self.raw_write("ns/1", b"good")
+        assert not store.delete_version("ns/1", found.version)
+        again = store.read_again("ns/1", 10)
+        assert again is not None
+        assert store.delete_version("ns/1", again.version)
+        assert self.raw_read("ns/1") is None
+        assert not store.delete_version("ns/1", again.version)
+
+    def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: ObjectStore) -> None:
+        for number in range(1005):
+            self.raw_write(f"many/{number:04}", b"x")
+        assert store.reclaim("many/") == 1005
+        assert self.bucket.names(self._name("many/")) == []
+
+
+class TierSuite(Served, TierTests):
+    shared = True
+
+    def make_tier(self, context: TierContext) -> SecondaryTierManager:
+        return self.definition.build(self.options, context)
+
+    def raw_places(self) -> Sequence[Place]:
+        blocks = self._name("")
+        return [name.removeprefix(blocks) for name in self.bucket.names(blocks)]
+
+    def raw_read(self, place: Place) -> bytes:
+        data = self.bucket.read(self._name(place))
+        if data is None:
+            raise KeyError(place)
+        return data
+
+    def test_two_engines_share_a_bucket(self) -> None:
+        one, two = self.make_rig().open(), self.make_rig().open()
+        try:
+            one.store(K[:6])
+            assert two.lookup(K[:8]) == 6
+            assert two.load(K[:6]) == K[:6]
+        finally:
+            one.close()
+            two.close()
+
+    def test_a_broken_block_is_removed_and_can_be_stored_again(self, rig: TierRig) -> None:
+        rig.store(K[:1])
+        (place,) = self.raw_places()
+        self.raw_write(place, self.raw_read(place)[:-1] + b"?")
+        assert rig.load(K[:1]) == []
+        rig.wait(lambda: not self.raw_places())
+        # The scheduler's thread learns of the deletion in a later step, and stores the block only then.
+        rig.wait(lambda: rig.store(K[:1]) == K[:1])
+        assert rig.load(K[:1]) == K[:1]
+
+    def test_a_new_common_epoch_is_entered_by_engines_that_start(self) -> None:
+        one = self.make_rig().open()
+        store = ObjectStore(self.options)
+        try:
+            one.store(K[:2])
+            store.open()
+            (begun,) = begin_epochs(store)
+            two = self.make_rig().open()
+            try:
+                assert namespace_of(two).epoch == begun.epoch
+                assert two.load(K[:2]) == []
+            finally:
+                two.close()
+        finally:
+            store.close()
+            one.close()
+
+
+class FleetSuite(TierSuite):
+    """The rules of a fleet on one bucket, for services that have conditional requests."""
+
+    @pytest.fixture
+    def machines(self) -> Iterator[Callable[[], TierRig]]:
+        rigs: list[TierRig] = []
+
+        def start() -> TierRig:
+            rigs.append(self.make_rig().open())
+            return rigs[-1]
+
+        yield start
+        for rig in rigs:
+            rig.close()
+
+    def administer(self, work: Callable[[TierAdmin], Coroutine[Any, Any, T]], later: float = 0.0) -> T:
+        """Run ``work`` on the bucket's administration, whose clock is ``later`` seconds ahead."""
+        with self.definition.admin(self.options, None) as admin:
+            admin.clock = lambda: time.time() + later
+            return asyncio.run(work(admin))
+
+    def test_machines_that_start_together_agree_on_one_epoch(self) -> None:
+        rigs = [self.make_rig() for _ in range(4)]
+        try:
+            with ThreadPoolExecutor(len(rigs)) as pool:
+                list(pool.map(TierRig.open, rigs))
+            assert len({namespace_of(rig).epoch for rig in rigs}) == 1
+            rigs[0].store(K[:2])
+            assert rigs[-1].load(K[:2]) == K[:2]
+        finally:
+            for rig in rigs:
+                rig.close()
+
+    def test_a_reset_of_one_machine_leaves_the_blocks_to_the_others(self, machines: Callable[[], TierRig]) -> None:
+        one, other = machines(), machines()
+        one.store(K[:4])
+        assert one.tier.reset(time.monotonic() + 5)
+        assert one.load(K[:4]) == []
+        assert other.load(K[:4]) == K[:4]
+        assert machines().load(K[:4]) == K[:4]
+
+    def test_blocks_of_an_epoch_without_a_fresh_lease_are_collected(self, machines: Callable[[], TierRig]) -> None:
+        common, private = machines(), machines()
+        assert private.tier.reset(time.monotonic() + 5)
+        private.store(K[4:8])
+        common.store(K[:4])
+        documents = f"{self.options.prefix}documents/lease-"
+        private.wait(lambda: self.bucket.names(documents))
+        limits = Limits(abandoned=True)
+        assert self.administer(lambda admin: admin.collect(limits, dry_run=False)).removed_blocks == 0
+        done = self.administer(lambda admin: admin.collect(limits, dry_run=False), later=limits.grace + 60)
+        assert (done.blocks, done.removed_blocks) == (8, 4)
+        assert common.load(K[:4]) == K[:4]
+
+    def test_a_listing_goes_on_behind_a_place(self, machines: Callable[[], TierRig]) -> None:
+        machines().store(K[:8])
+
+        async def places(admin: TierAdmin, after: str = "") -> list[str]:
+            return [block.place async for block in admin.blocks(after)]
+
+        everything = self.administer(places)
+        assert len(everything) == 8
+        assert everything == sorted(everything)
+        assert self.administer(lambda admin: places(admin, everything[4])) == everything[5:]
+
+    def test_the_check_finds_every_permission(self) -> None:
+        with self.definition.admin(self.options, None) as admin:
+            found = {finding.subject: finding.severity for finding in admin.check(64 << 20)}
+        steps = ("credentials", "list", "put", "head", "get", "conditional put", "delete one version", "delete")
+        assert {step: found.get(step) for step in steps} == dict.fromkeys(steps, Severity.OK)
+        assert self.bucket.names(self.options.prefix) == []

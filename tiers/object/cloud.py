@@ -1,0 +1,183 @@
+"""Contract of a back end: the part of the object store tier that differs between clouds."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tiering.errors import PermanentStoreError
+from tiering.secondary.admin.contract import Finding
+from tiers.object.faults import Dialect
+from tiers.object.options import BucketOptions
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig
+    from obstore.store import ObjectStore as Client
+
+AUTHORITIES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Variables of the environment that name a PEM file of authorities; the first one that is set counts."""
+
+
+class Cloud(ABC):
+    """Clients, credentials, error codes and administration of one cloud. Any thread may call.
+
+    Args:
+        options: The tier's options.
+    """
+
+    dialect: ClassVar[Dialect]
+    """Meaning of the service's failures."""
+    permissions: ClassVar[Mapping[str, str]]
+    """Permission that each step of a check needs: list, put, head, get, conditional put, delete."""
+    bulk: int = 1000
+    """Maximum number of names in one call of a deletion; default 1,000."""
+    per_request: int = 1000
+    """Maximum number of objects that one request deletes; default 1,000."""
+
+    def __init__(self, options: BucketOptions) -> None:
+        self.options = options
+
+    # ---------------------------------------------------------------------------------------------------- data path
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Look up the credentials from the start of their chain.
+
+        Raises:
+            StoreError: There are no credentials, or they must not be sent to this endpoint.
+        """
+
+    @abstractmethod
+    def connect(self) -> Client:
+        """Return a new client, with connections of its own.
+
+        Raises:
+            PermanentStoreError: The options or the environment do not make a client.
+        """
+
+    @abstractmethod
+    def deleter(self, name: str, version: str) -> Client:
+        """Return a new client whose deletion of ``name`` has the condition that the object is this version.
+
+        Raises:
+            PermanentStoreError: There can be no such client.
+            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
+        """
+
+    def version(self, meta: ObjectMeta) -> str:
+        """Return the text that identifies one version of an object (default: the ETag); empty: there is none."""
+        return meta["e_tag"] or ""
+
+    def digest(self, meta: ObjectMeta) -> str | None:
+        """Return the MD5 of an object's bytes in hexadecimal; None (default) if the service does not tell."""
+        return None
+
+    def rotated(self) -> bool:
+        """Look the credentials up again after a refusal, and return True if they have changed.
+
+        The default is False: a new client would send the same credentials.
+        """
+        return False
+
+    # ----------------------------------------------------------------------------------------------- administration
+
+    def check_lifecycle(self, blocks: str, documents: str) -> str | None:
+        """Return a problem of the bucket's rules for ``ttl``, as text; None if there is none.
+
+        Args:
+            blocks: Prefix of all block objects.
+            documents: Prefix of all documents; no rule may let them expire.
+        """
+        return None
+
+    @abstractmethod
+    def probe_credentials(self) -> Iterator[Finding]:
+        """Yield findings about the credentials.
+
+        Raises:
+            StoreError: There are no credentials.
+        """
+
+    def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
+        """Yield findings about the bucket's settings, as far as they can be read. The default has none.
+
+        Args:
+            writes: True if the tier stores blocks.
+        """
+        yield from ()
+
+
+def client_options(options: BucketOptions, headers: Mapping[str, str] | None = None) -> ClientConfig:
+    """Return the HTTP options of a client. Proxies come from the environment by themselves.
+
+    Args:
+        options: The tier's options.
+        headers: Headers of every request (default: none).
+
+    Raises:
+        PermanentStoreError: The file of authorities cannot be read.
+    """
+    timeout = min(options.request_timeout, options.deadline)
+    config: ClientConfig = {
+        # With https, the client also refuses redirects to plain HTTP.
+        "allow_http": (options.endpoint or "").startswith("http://"),
+        "connect_timeout": timedelta(seconds=min(options.connect_timeout, timeout)),
+        "timeout": timedelta(seconds=timeout),
+    }
+    if headers:
+        config["default_headers"] = dict(headers)
+    found = authorities(options)
+    if found is not None:
+        word, path = found
+        try:
+            config["root_certificate"] = path.read_bytes()
+        except OSError as error:
+            raise PermanentStoreError(f"{word} {path} cannot be read ({error}); correct the path") from error
+    return config
+
+
+def authorities(options: BucketOptions) -> tuple[str, Path] | None:
+    """Return the file of authorities with the name of its word or variable; None: no file is named.
+
+    ``ca_file`` counts before the environment's variables (:data:`AUTHORITIES`).
+    """
+    if options.ca_file is not None:
+        return "ca_file", options.ca_file
+    return next(((name, Path(os.environ[name])) for name in AUTHORITIES if os.environ.get(name)), None)
+
+
+def verification(options: BucketOptions) -> str | bool:
+    """Return the ``verify`` argument for boto3, with which it trusts the data path's authorities."""
+    found = authorities(options)
+    return str(found[1]) if found is not None else ssl.get_default_verify_paths().cafile or True
+
+
+def make_cloud(options: BucketOptions) -> Cloud:
+    """Return the back end for the scheme of a bucket's URL.
+
+    Raises:
+        ConfigError: A package that the back end needs is missing.
+    """
+    if options.scheme == "s3":
+        from tiers.object.s3.cloud import S3Cloud
+
+        return S3Cloud(options)
+    if options.scheme == "az":
+        from tiers.object.azure import AzureCloud
+
+        return AzureCloud(options)
+    from tiers.object.gcs import GcsCloud
+
+    return GcsCloud(options)
+
+
+def batches(names: Sequence[str], size: int) -> Iterator[list[str]]:
+    """Yield ``names`` in lists of at most ``size``."""
+    for start in range(0, len(names), size):
+        yield list(names[start : start + size])

@@ -1,0 +1,102 @@
+"""The S3 back end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.cloud import Cloud
+from tiers.object.faults import SPACE, Cause, Dialect
+from tiers.object.options import BucketOptions, S3Words
+from tiers.object.s3.client import check_token, connect
+from tiers.object.s3.credentials import CredentialSource
+from tiers.object.s3.lifecycle import check_lifecycle
+from tiers.object.s3.settings import probe_settings
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import S3Store
+
+_KEYS = (
+    "wrong access key or secret key, of another service or withdrawn; correct the keys that boto3's chain finds "
+    "(environment, profile, role)"
+)
+_EXPIRED = "the temporary credentials have expired or are not valid here; renew them, or give this machine a role"
+_REGION = "wrong region or endpoint; set region to that of the bucket"
+_NO_BUCKET = "no such bucket; create it, or correct bucket or endpoint_url"
+_CODES: Mapping[str, tuple[Cause, str]] = {
+    "XMinioAdminBucketQuotaExceeded": (Cause.SPACE, SPACE),
+    "XMinioStorageFull": (Cause.SPACE, SPACE),
+    "InvalidAccessKeyId": (Cause.KEYS, _KEYS),
+    "SignatureDoesNotMatch": (Cause.KEYS, _KEYS),
+    "AuthorizationHeaderMalformed": (Cause.REQUEST, "wrong region; set region to that of the bucket"),
+    "PermanentRedirect": (Cause.REQUEST, _REGION),
+    "ExpiredToken": (Cause.KEYS, _EXPIRED),
+    "InvalidToken": (Cause.KEYS, _EXPIRED),
+    "TokenRefreshRequired": (Cause.KEYS, _EXPIRED),
+    "AccessDenied": (
+        Cause.KEYS,
+        "no permission; the keys need s3:GetObject, PutObject, DeleteObject and ListBucket",
+    ),
+    "NoSuchBucket": (Cause.BUCKET, _NO_BUCKET),
+}
+_MD5 = re.compile(r'"?[0-9a-fA-F]{32}"?')
+"""ETag of an object that was uploaded whole and is not encrypted by KMS: the MD5 of its bytes."""
+
+
+class S3Cloud(Cloud):
+    """S3 and services that speak its protocol. boto3's chain finds the credentials.
+
+    Args:
+        options: The tier's options.
+        credentials: Source of credentials (default: boto3's chain with the options' profile).
+    """
+
+    dialect = Dialect(_CODES, keys=_KEYS, bucket=_NO_BUCKET)
+    permissions: ClassVar[Mapping[str, str]] = {
+        "list": "s3:ListBucket on the bucket",
+        "put": "s3:PutObject on the objects",
+        "head": "s3:GetObject on the objects",
+        "get": "s3:GetObject on the objects",
+        "conditional put": "s3:PutObject on the objects",
+        "delete": "s3:DeleteObject on the objects",
+    }
+    options: S3Words
+
+    def __init__(self, options: BucketOptions, credentials: CredentialSource | None = None) -> None:
+        if not isinstance(options, S3Words):
+            raise TypeError(f"{options!r} has no options of S3")
+        super().__init__(options)
+        self._credentials = CredentialSource(options.profile) if credentials is None else credentials
+        self.per_request = 1000 if options.bulk_delete else 1
+
+    def prepare(self) -> None:
+        self._credentials.forget()
+        self._credentials()
+        check_token(self.options, self._credentials)
+
+    def connect(self) -> S3Store:
+        return connect(self.options, self._credentials)
+
+    def deleter(self, name: str, version: str) -> S3Store:
+        return connect(self.options, self._credentials, if_match=version)
+
+    def digest(self, meta: ObjectMeta) -> str | None:
+        tag = meta["e_tag"] or ""
+        return tag.strip('"').lower() if self.options.sse != "aws:kms" and _MD5.fullmatch(tag) else None
+
+    def rotated(self) -> bool:
+        return self._credentials.rotated()
+
+    def check_lifecycle(self, blocks: str, documents: str) -> str | None:
+        return check_lifecycle(self.options, self._credentials, blocks, documents)
+
+    def probe_credentials(self) -> Iterator[Finding]:
+        self._credentials()
+        found = self._credentials.session().get_credentials()
+        yield Finding(Severity.OK, "credentials", f"found by boto3 ({found.method})")
+
+    def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
+        yield from probe_settings(self.options, self._credentials, writes=writes)
