@@ -124,7 +124,7 @@ def ask(
         elif scheduler.has_requests() and (len(running.scheduled) == scheduled or not running.scheduled[-1]):
             time.sleep(STEP_PAUSE)
         if running.connector is not None and not keys:
-            states = running.connector.scheduler_half._states
+            states = running.connector.scheduler_half.states
             keys = [key for state in states.values() for key in state.groups[0].keys]
     return Asked(got, first - arrived, steps[:before], [end - begin for begin, end in steps[before:]], keys)
 
@@ -163,10 +163,10 @@ class Watch:
 
     def attach(self, running: Engine) -> None:
         """Watch ``running``'s loads from now on."""
-        for tier in running.connector.scheduler_half._manager.secondary_tiers:
+        for tier in running.connector.scheduler_half.manager.secondary_tiers:
             self._watch_tier(tier.name, tier.io)
-        copies = running.worker.worker_half._worker
-        self._watch_copies(copies._handlers[CPULoadStoreSpec, GPULoadStoreSpec])
+        copies = running.worker.worker_half.copies
+        self._watch_copies(copies.handlers[CPULoadStoreSpec, GPULoadStoreSpec])
 
     def clear(self) -> None:
         self.spans.clear()

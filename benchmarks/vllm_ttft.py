@@ -204,7 +204,7 @@ class Subject:
 
     def _promote(self, tier: str, keys: list[Any]) -> float:
         """Return the bytes per second from ``tier`` into the CPU tier's rows."""
-        manager = self._engine.connector.scheduler_half._manager
+        manager = self._engine.connector.scheduler_half.manager
         context = ReqContext(f"bandwidth-{next(self._jobs)}", {"kv_tiering": {"tiers": [tier]}})
         manager.on_new_request(context)
         before, begun = self._read_bytes(tier), time.perf_counter()
@@ -224,11 +224,11 @@ class Subject:
 
     def _copy(self, keys: list[Any]) -> float:
         """Return the bytes per second from the CPU tier's rows into the engine's blocks, which are empty."""
-        manager = self._engine.connector.scheduler_half._manager
+        manager = self._engine.connector.scheduler_half.manager
         context = ReqContext(f"bandwidth-{next(self._jobs)}")
         manager.on_new_request(context)
         source = manager.prepare_load(keys, context)
-        handler = self._engine.worker.worker_half._worker._handlers[CPULoadStoreSpec, GPULoadStoreSpec]
+        handler = self._engine.worker.worker_half.copies.handlers[CPULoadStoreSpec, GPULoadStoreSpec]
         job = next(self._jobs)
         handler.transfer_async(job, (source, GPULoadStoreSpec(list(range(1, len(keys) + 1)), [len(keys)], [0])))
         handler.wait({job})

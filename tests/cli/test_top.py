@@ -168,7 +168,7 @@ def test_the_size_advisors_estimates_are_a_sentence_per_tier(
     told = [] if sentence is None else [(tier, sentence.format(hits))]
     assert list(top_module.advice(sample, ())) == told
     console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(top_module._screen(Sample(0.0), sample, (), "http://engine:8000/metrics", ""))
+    console.print(top_module.screen(Sample(0.0), sample, (), "http://engine:8000/metrics", ""))
     text = console.export_text()
     assert all(f"{name}: {said}" in text for name, said in told)
 
@@ -198,7 +198,7 @@ def test_quantiles_are_bounds_of_buckets() -> None:
 def test_the_screen_fits_a_terminal_of_any_width(width: int) -> None:
     sample = parse(reported({"local": HEALTHY, "s3": stats(available=False, retries=4)}), 1.0)
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(top_module._screen(Sample(0.0), sample, ["cpu", "local"], "http://engine:8000/metrics", "no answer"))
+    console.print(top_module.screen(Sample(0.0), sample, ["cpu", "local"], "http://engine:8000/metrics", "no answer"))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "no answer" in text

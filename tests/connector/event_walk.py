@@ -222,7 +222,7 @@ class EventWalk:
             self_describing_kv_events=True,
         )
         self.connector = OffloadingConnectorScheduler(spec, enable_kv_cache_events=True, clock=self.clock)
-        self.connector._events._snapshots._max_tokens = self.max_tokens
+        self.connector.events.snapshots.max_tokens = self.max_tokens
         for tier in tiers:
             assert tier.open(self.clock() + 1)
         self.scheduler = Scheduler(

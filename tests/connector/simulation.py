@@ -363,5 +363,5 @@ class Simulation:
         assert not self.manager.live
         assert set(self.manager.refs.values()) <= {0}
         assert not self.manager.lost
-        assert not len(self.connector._fences)
+        assert not len(self.connector.fences)
         assert len(self.kv.pool.free) == self.kv.num_blocks - 1

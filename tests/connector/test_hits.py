@@ -188,7 +188,7 @@ class TestBlocksOfUnequalSizes:
         spec.manager.hold(keys[0][:9] + keys[1])
         assert scheduler.get_num_new_matched_tokens(request, 0) == (36, True)
         scheduler.update_state_after_alloc(request, FakeBlocks((ids(9), [0, 0, 31, 32, 33])), 36)
-        ((_, (source, destination)),) = scheduler._loads.take()[0].values()
+        ((_, (source, destination)),) = scheduler.loads.take()[0].values()
         assert isinstance(destination, GPULoadStoreSpec)
         assert destination.block_ids.tolist() == [*ids(9), 31, 32, 33]
         assert destination.block_indices == (0, 2)
@@ -217,7 +217,7 @@ class TestSpeculativeHeads:
         spec.manager.hold(keys[0] + keys[1])
         assert scheduler.get_num_new_matched_tokens(request, 0) == (32, True)
         scheduler.update_state_after_alloc(request, FakeBlocks((ids(8), [0] * 5 + [31, 32, 33])), 32)
-        ((_, (_, destination)),) = scheduler._loads.take()[0].values()
+        ((_, (_, destination)),) = scheduler.loads.take()[0].values()
         assert isinstance(destination, GPULoadStoreSpec)
         assert destination.block_ids.tolist() == [*ids(8), 31, 32, 33]
 

@@ -110,7 +110,7 @@ def test_blocks_that_a_later_step_reuses_are_copied_first() -> None:
 def test_a_failed_load_leaves_nothing_to_offer() -> None:
     scheduler, manager = make_scheduler()
     request = refused(scheduler, manager)
-    scheduler._states["r1"].load_failed(4)
+    scheduler.states["r1"].load_failed(4)
     scheduler.request_finished(request, ids(4))
     assert not idle(scheduler).reqs_to_store
     assert len(manager.offered) == 1
@@ -154,7 +154,7 @@ def test_tokens_whose_values_are_not_known_are_left_out(confirmed: int) -> None:
     request.append(1)
     request.num_computed_tokens = 16
     request.num_output_placeholders = 1 - confirmed
-    scheduler._states["r1"].groups[0].block_ids = ids(4)
+    scheduler.states["r1"].groups[0].block_ids = ids(4)
     scheduler.request_finished(request, ids(4))
     assert blocks_of(idle(scheduler)) == ids(3 + confirmed)
 
@@ -228,7 +228,7 @@ class TestStreamingSessions:
         request.append(1000)
         go_on(scheduler, request, 0)
         stale = request.keys()[3]
-        scheduler._states["r1"].extend_keys(scheduler._groups)
+        scheduler.states["r1"].extend_keys(scheduler.groups)
         self.grow(request, *range(500, 509))
         self.resume(scheduler, request, ids(6))
         offered = [key for keys in manager.offered for key in keys]
@@ -240,9 +240,9 @@ class TestStreamingSessions:
         rng = np.random.default_rng(0)
         request = prompt(64)
         scheduler.on_new_request(request)
-        state = scheduler._states["r1"]
+        state = scheduler.states["r1"]
         for _ in range(50):
-            state.extend_keys(scheduler._groups)
+            state.extend_keys(scheduler.groups)
             assert state.groups[0].keys == request.keys()
             del request.all_token_ids[int(rng.integers(1, request.num_tokens)) :]
             request.append(*rng.integers(0, 1000, int(rng.integers(0, 40))).tolist())

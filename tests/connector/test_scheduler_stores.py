@@ -337,7 +337,7 @@ class TestPreemption:
         output = FakeSchedulerOutput(preempted_req_ids={"r1"}).cached(request, 20, ids(5, 11), resumed=True)
         manager.drop(*[key for key in manager.rows if manager.refs[key] == 0])
         scheduler.build_connector_meta(output)
-        assert scheduler._states["r1"].groups[0].block_ids == ids(5, 11)
+        assert scheduler.states["r1"].groups[0].block_ids == ids(5, 11)
 
 
 class TestReset:

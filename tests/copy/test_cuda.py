@@ -397,13 +397,13 @@ def test_shutdown_lets_the_engine_free_its_kv_cache_and_frees_the_staging_buffer
     cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
     copies = handler(api, cache=cache)
     copies.transfer_async(1, spec())
-    staging = weakref.ref(copies._halves[0].untyped_storage())
+    staging = weakref.ref(copies.halves[0].untyped_storage())
     kept = [weakref.ref(tensor) for tensor in tensors.values()]
     kept += [weakref.ref(tensor.tensor) for tensor in cache.tensors]
     copies.shutdown()
     del tensors, cache
     assert [tensor() for tensor in kept] == [None] * len(kept)
-    assert not copies._halves
+    assert not copies.halves
     assert staging() is None
     assert [result.success for result in copies.get_finished()] == [True]
 
@@ -439,7 +439,7 @@ def test_staging_is_taken_at_start_and_is_no_larger_than_twice_the_rows(monkeypa
 
     monkeypatch.setattr(torch, "empty", empty)
     assert copies.transfer_async(1, spec())
-    assert [half.nbytes for half in copies._halves] == [3 * layout.rank_bytes[0]] * 2
+    assert [half.nbytes for half in copies.halves] == [3 * layout.rank_bytes[0]] * 2
 
 
 @pytest.mark.parametrize("fails", ["the load handler", "the check"])

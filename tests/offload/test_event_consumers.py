@@ -47,7 +47,7 @@ def test_beyond_the_bound_on_snapshots_blocks_are_known_by_their_own_hashes(seed
     walk = EventWalk(seed, factor=factor, max_tokens=64)
     walk.run(120)
     assert walk.connector.get_stats()["connector"]["snapshots_dropped"] > 10
-    assert walk.connector._events._snapshots._tokens <= 64
+    assert walk.connector.events.snapshots.tokens <= 64
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -66,5 +66,5 @@ def test_no_snapshot_outlives_the_blocks_that_it_describes(factor: int) -> None:
         walk.step()
     walk.scheduler.reset()
     walk.step()
-    assert len(walk.connector._events) == 0
-    assert not walk.connector._events._held
+    assert len(walk.connector.events) == 0
+    assert not walk.connector.events.held

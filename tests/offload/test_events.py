@@ -317,19 +317,19 @@ class TestInTheScheduler:
         request = prompt(24)
         manager.hold([request.key(1, 0)])
         run_prompt(scheduler, request, ids(6), ids(6, 11))
-        assert len(scheduler._events) == 5
+        assert len(scheduler.events) == 5
 
     def test_a_failed_store_is_forgotten(self) -> None:
         scheduler, _ = self.make()
         job = run_prompt(scheduler, prompt(24), ids(6)).reqs_to_store["r1"].job_id
         scheduler.update_connector_output(finished(job, failed=[job]))
-        assert len(scheduler._events) == 0
+        assert len(scheduler.events) == 0
 
     def test_a_reset_forgets_all(self) -> None:
         scheduler, _ = self.make()
         run_prompt(scheduler, prompt(24), ids(6))
         scheduler.reset_cache()
-        assert len(scheduler._events) == 0
+        assert len(scheduler.events) == 0
 
     def test_what_a_reset_removes_is_described_to_the_end(self) -> None:
         scheduler, manager = self.make(block_size=8)
@@ -357,4 +357,4 @@ class TestInTheScheduler:
     def test_snapshots_need_both_switches(self) -> None:
         scheduler, _ = make_scheduler(self_describing_kv_events=True)
         run_prompt(scheduler, prompt(24), ids(6))
-        assert len(scheduler._events) == 0
+        assert len(scheduler.events) == 0

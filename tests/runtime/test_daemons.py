@@ -40,7 +40,7 @@ def test_a_free_thread_is_used_before_another_one_starts() -> None:
     for _ in range(5):
         threads.run(done.release)
         assert done.acquire(timeout=10)
-        assert until(lambda: threads._idle == 1)
+        assert until(lambda: threads.idle == 1)
     assert len(threads.running()) == 1
     threads.stop()
 

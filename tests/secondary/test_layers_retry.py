@@ -33,9 +33,15 @@ class Scripted(DictStore):
     get = put
 
 
-def retrying(store: DictStore | FaultyStore, clock: FakeClock, attempts: int = 4, **options: float) -> RetryLayer:
+def retrying(
+    store: DictStore | FaultyStore,
+    clock: FakeClock,
+    attempts: int = 4,
+    stats: IoStats | None = None,
+    **options: float,
+) -> RetryLayer:
     chosen = RetryOptions(attempts=attempts, **options)
-    return RetryLayer(store, chosen, IoStats(), clock=clock, sleep=clock.sleep, rng=random.Random(1))
+    return RetryLayer(store, chosen, stats or IoStats(), clock=clock, sleep=clock.sleep, rng=random.Random(1))
 
 
 @pytest.mark.parametrize("operation", ["put", "get"])
@@ -59,10 +65,11 @@ def test_permanent_errors_are_not_tried_again(error: PermanentStoreError) -> Non
 def test_attempts_are_counted_from_the_first() -> None:
     store = FaultyStore()
     store.inject(Fault.TEMPORARY, puts=10)
-    layer = retrying(store, FakeClock(), attempts=3)
+    stats = IoStats()
+    layer = retrying(store, FakeClock(), attempts=3, stats=stats)
     assert outcome_names(layer.put(make_blocks(1))) == ["TemporaryStoreError"]
     assert store.injected[Fault.TEMPORARY] == 3
-    assert layer._stats.retries == 2
+    assert stats.retries == 2
 
 
 def test_waits_double_up_to_the_longest_with_jitter_below_half() -> None:

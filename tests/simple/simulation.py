@@ -190,7 +190,7 @@ class Simulation:
         for copy in self.under_way.values():
             gpu.update(copy.gpu_blocks)
             cpu.update(block for block in copy.cpu_blocks if block != NOT_HELD)
-        for gpu_blocks, cpu_blocks in self.half._ordered:
+        for gpu_blocks, cpu_blocks in self.half.ordered:
             gpu.update(gpu_blocks)
             cpu.update(cpu_blocks)
         for req_id in self.kv._tables:
@@ -218,9 +218,8 @@ class Simulation:
         assert (pool.num_held_blocks, len(pool.pending)) == (0, 0)
         assert pool.num_blank_blocks + len(pool.cached) == pool.num_free_blocks == pool.num_blocks
         assert not self.half.has_pending_work()
-        assert not self.half._states
-        assert not self.half._eager._running
-        assert not self.half._eager._places
+        assert not self.half.states
+        assert self.half.eager.idle
 
     # -------------------------------------------------------------------------------------------------------- internals
 

@@ -64,8 +64,7 @@ def test_a_block_counts_as_running_until_the_last_request_that_has_it_ends() -> 
     eager.forget(states[2])
     eager.evicted([key("a")])
     assert lost(*states) == [set(), set(), set()]
-    assert not eager._running
-    assert not eager._places
+    assert eager.idle
 
 
 def test_an_evicted_block_whose_last_token_was_replaced_is_not_stored_before_it_is_computed_again() -> None:
@@ -89,5 +88,4 @@ def test_the_eviction_of_a_replaced_block_is_not_taken_for_one_of_the_block_in_i
     eager.evicted([key("d"), key("b")])
     assert lost(state) == [{1}]
     eager.forget(state)
-    assert not eager._running
-    assert not eager._places
+    assert eager.idle

@@ -44,7 +44,7 @@ def simulation(
 
 
 def snapshots(sim: Simulation) -> int:
-    return len(sim.half._events)
+    return len(sim.half.events)
 
 
 def removed(events: list[KVCacheEvent]) -> list[bytes | int]:

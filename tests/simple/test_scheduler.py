@@ -113,7 +113,7 @@ def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind: s
     groups = (KVCacheGroup(("layer0",), BLOCK, window, kind), KVCacheGroup(("layer1",), BLOCK, 5, "sliding_window_mla"))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
     assert half.full_attention_group == 0
-    assert [need.first_needed(16) for need in half._needs] == [0, 3]
+    assert [need.first_needed(16) for need in half.needs] == [0, 3]
 
 
 def test_lazy_offloading_without_prefix_caching_is_refused() -> None:
@@ -351,13 +351,13 @@ def test_lazy_stores_what_was_given_back_and_once() -> None:
     ("windows", "target"), [((None,), 2 * 4), ((None, 9), 2 * (4 + 4)), ((None, None, 4), 2 * (4 + 4 + 2))]
 )
 def test_the_target_covers_what_two_steps_can_use_up(windows: tuple[int | None, ...], target: int) -> None:
-    assert make_scheduler(10, 10, windows, lazy=True, budget=16)._lazy.target == target
+    assert make_scheduler(10, 10, windows, lazy=True, budget=16).lazy.target == target
 
 
 def test_the_target_of_a_state_is_two_blocks_a_step() -> None:
     groups = (*groups_of((None,)), KVCacheGroup(("state",), BLOCK, None, "mamba"))
     half = SimpleCPUOffloadScheduler(engine(groups, max_batch_tokens=16), cache(groups), 1000, True)
-    assert half._lazy.target == 2 * (4 + 2)
+    assert half.lazy.target == 2 * (4 + 2)
 
 
 def walked() -> tuple[LazyStores, MirroredPool]:
@@ -372,7 +372,7 @@ def walked() -> tuple[LazyStores, MirroredPool]:
     cpu.publish(blocks)
     lazy = LazyStores(cpu, target=2)
     assert lazy.offers(gpu, 10) == []
-    assert lazy._cursor is gpu.blocks[2]
+    assert lazy.cursor is gpu.blocks[2]
     return lazy, gpu
 
 
@@ -410,10 +410,10 @@ def test_what_is_just_being_stored_is_not_offloaded_twice() -> None:
 def test_what_the_cpu_pool_has_forgotten_is_not_offloaded_again_until_the_engine_uses_it() -> None:
     lazy, gpu = walked()
     (chosen, _) = lazy.offers(gpu, 10)
-    lazy._cursor = gpu.blocks[2]
+    lazy.cursor = gpu.blocks[2]
     assert [block for _, block in lazy.offers(gpu, 10)] == []
     lazy.handed_out([[chosen[1]]])
-    lazy._cursor = gpu.blocks[2]
+    lazy.cursor = gpu.blocks[2]
     assert lazy.offers(gpu, 10) == [chosen]
 
 

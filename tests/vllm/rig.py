@@ -160,8 +160,8 @@ class Engine:
     @contextmanager
     def loads_through(self, replace: Callable[[OffloadingHandler], Handler]) -> Iterator[Handler]:
         """Put another handler in front of the one that loads."""
-        copies = self.worker.worker_half._worker
-        real = copies._handlers[CPULoadStoreSpec, GPULoadStoreSpec]
+        copies = self.worker.worker_half.copies
+        real = copies.handlers[CPULoadStoreSpec, GPULoadStoreSpec]
         copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, replacement := replace(real))
         try:
             yield replacement
@@ -169,7 +169,7 @@ class Engine:
             self.settle()
             copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, real)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         report, build = self.worker.get_kv_connector_stats, self.connector.build_connector_meta
         tell = self.connector.get_external_cache_hit_sources
 
@@ -245,7 +245,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
     try:
         if stack is not None:
             running.connector, running.worker = running.scheduler.connector, get_kv_transfer_group()
-            running._watch()
+            running.watch()
         yield running
     finally:
         running.close()

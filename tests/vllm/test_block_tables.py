@@ -116,7 +116,7 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str) -> None:
         assert blocks is not None
         tables = own.get_block_ids("r1")
         scheduler.update_state_after_alloc(request, FakeBlocks(tables), tokens)
-        ((_, (_, destination)),) = scheduler._loads.take()[0].values()
+        ((_, (_, destination)),) = scheduler.loads.take()[0].values()
         assert isinstance(destination, GPULoadStoreSpec)
         filled = set(destination.block_ids.tolist())
         for table, size in zip(tables, sizes, strict=True):
@@ -148,7 +148,7 @@ def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> N
     scheduler.on_new_request(request)
     run(request.num_tokens)
     request.append_output_token_ids(7)
-    scheduler._states["r1"].extend_keys(build_groups(FakeSpec(engine_of(shape))))
+    scheduler.states["r1"].extend_keys(build_groups(FakeSpec(engine_of(shape))))
     chunk = make_request("r1", list(range(500, 500 + 2 * HASH + 1)))
     chunk.resumable = True
     update = StreamingUpdate.from_request(chunk)

@@ -51,12 +51,12 @@ def beside_a_flaky_one(model: Path, stack: dict[str, Any]) -> Iterator[tuple[Eng
     with engine(model, None, kv_transfer_config=both) as running:
         running.connector, _ = running.scheduler.connector.sub_connectors
         running.worker, flaky = get_kv_transfer_group().sub_connectors
-        running._watch()
+        running.watch()
         half = running.worker.worker_half
 
         def end_copies() -> None:
             started = {2 * event for event in half._stores} if hasattr(half, "_stores") else set(half._jobs)
-            half._worker.wait(started)
+            half.copies.wait(started)
 
         flaky.before_reporting = end_copies
         yield running, flaky

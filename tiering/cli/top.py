@@ -109,7 +109,7 @@ def _watch(address: str, first: Sample, expected: Sequence[str], interval: float
     before, latest, fault = Sample(first.at), first, ""
     with (
         suppress(KeyboardInterrupt),
-        Live(_screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live,
+        Live(screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live,
     ):
         while True:
             time.sleep(interval)
@@ -118,7 +118,7 @@ def _watch(address: str, first: Sample, expected: Sequence[str], interval: float
                 before, latest, fault = latest, sample, ""
             except StoreError as error:
                 fault = str(error)
-            live.update(_screen(before, latest, expected, address, fault), refresh=True)
+            live.update(screen(before, latest, expected, address, fault), refresh=True)
 
 
 def _print_once(sample: Sample, expected: Sequence[str]) -> None:
@@ -232,7 +232,16 @@ def _state(values: dict[str, float]) -> str:
 _STYLES = {"up": "green", "down": "bold red", "missing": "bold red", "read-only": "yellow", "probing": "yellow"}
 
 
-def _screen(before: Sample, now: Sample, expected: Sequence[str], address: str, fault: str) -> RenderableType:
+def screen(before: Sample, now: Sample, expected: Sequence[str], address: str, fault: str) -> RenderableType:
+    """Return the screen of one moment.
+
+    Args:
+        before: the sample before, for rates.
+        now: the present sample.
+        expected: names of the stack's tiers; empty if they are not known.
+        address: address of the engine's metrics.
+        fault: reason why there is no newer sample; empty if there is one.
+    """
     wide = stdout().width >= WIDE
     headings = ["tier", "state", "full", "hits", "read", "write", "troubles"]
     table = Table(expand=True)

@@ -84,7 +84,8 @@ class OffloadingConnectorScheduler:
         engine_events: EngineEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._groups = build_groups(spec)
+        self.groups = build_groups(spec)
+        """KV-cache groups as they are offloaded."""
         self._sharer_wait = _sharer_wait(spec)
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
@@ -92,32 +93,37 @@ class OffloadingConnectorScheduler:
         self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
         self._spec = spec
         self._clock = clock
-        self._events = OffloadingEventsTracker(config, engine_events)
-        self._manager = spec.get_manager()
-        self._search = HitSearch(self._groups, self._manager)
+        self.events = OffloadingEventsTracker(config, engine_events)
+        """Tracker of KV events."""
+        self.manager = spec.get_manager()
+        """Manager of the tiers."""
+        self._search = HitSearch(self.groups, self.manager)
         self._jobs = JobTable(spec.engine.world_size)
-        self._fences = BlockFences()
+        self.fences = BlockFences()
+        """Fences on the GPU blocks that jobs use."""
         self._pool: EngineBlockPool | None = None
-        self._loads = LoadPlanner(self._groups, self._manager, self._search, self._jobs, self._fences, clock)
-        self._stores = StorePlanner(self._groups, self._manager, self._jobs, self._fences, self._events, clock)
-        self._states: dict[ReqId, RequestState] = {}
-        self._tables = FencedTables(self._groups, self._states)
+        self.loads = LoadPlanner(self.groups, self.manager, self._search, self._jobs, self.fences, clock)
+        """Planner of loads."""
+        self._stores = StorePlanner(self.groups, self.manager, self._jobs, self.fences, self.events, clock)
+        self.states: dict[ReqId, RequestState] = {}
+        """Requests that have not ended, by id."""
+        self._tables = FencedTables(self.groups, self.states)
         self._counters = SchedulerCounters()
         self._completions = Completions(
-            self._manager,
+            self.manager,
             self._jobs,
-            self._fences,
-            self._loads,
-            self._events,
-            self._states,
+            self.fences,
+            self.loads,
+            self.events,
+            self.states,
             self._tables,
             self._counters,
             clock,
         )
-        recording, size = spec.recording, self._loads.measure.offloaded_block_size
+        recording, size = spec.recording, self.loads.measure.offloaded_block_size
         self._recorder = None if recording is None else TraceRecorder(recording, size)
         self._step = 0
-        self._new_epochs = self._manager.new_epochs
+        self._new_epochs = self.manager.new_epochs
         self._untaken_events: list[KVCacheEvent] = []
         self._warn_policy = LimitedWarning(logger, clock)
         self._is_shut_down = False
@@ -134,7 +140,7 @@ class OffloadingConnectorScheduler:
     @counts_seconds
     def on_new_request(self, request: EngineRequest) -> None:
         """Register a request; later calls for the same request change nothing."""
-        if request.request_id not in self._states:
+        if request.request_id not in self.states:
             self._admit(request)
 
     @counts_seconds
@@ -152,25 +158,25 @@ class OffloadingConnectorScheduler:
             The number of tokens beyond ``num_computed_tokens``, and True if that number is not 0. (None, False) if the
                 result is not known yet: call again at a later step.
         """
-        state = self._states.get(request.request_id) or self._admit(request)
+        state = self.states.get(request.request_id) or self._admit(request)
         question = (num_computed_tokens, request.num_tokens)
-        if question == state.open_question and self._manager.still_pending(state.ctx):
+        if question == state.open_question and self.manager.still_pending(state.ctx):
             return ASK_AGAIN
         state.open_question = state.match = None
         if state.has_blocks or state.scheduled:
             self._tables.start_over(state)
         state.found_tokens = state.filled_tokens = num_computed_tokens
-        state.extend_keys(self._groups)
+        state.extend_keys(self.groups)
         if not state.touched:
             state.touched = True
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
             if state.may_load:
-                measure = self._loads.measure
+                measure = self.loads.measure
                 known = len(state.keys[measure.group_idx])
                 state.asked_blocks = max(0, known - num_computed_tokens // measure.offloaded_block_size)
                 self._counters.queried_blocks += state.asked_blocks
             if any(state.keys):
-                self._manager.touch(interleave(state.keys), state.ctx)
+                self.manager.touch(interleave(state.keys), state.ctx)
         if not state.may_load or self._completions.orphans:
             return NO_TOKENS
         limit = request.num_tokens - self._search.tokens_to_leave
@@ -203,12 +209,12 @@ class OffloadingConnectorScheduler:
             blocks: all GPU blocks of the request.
             num_external_tokens: tokens to load; 0: none.
         """
-        state = self._states.get(request.request_id) or self._admit(request)
+        state = self.states.get(request.request_id) or self._admit(request)
         self._tables.allocated(state, blocks.get_block_ids())
         if num_external_tokens > 0:
             state.filled_tokens += num_external_tokens
-            keys = self._loads.plan(state, num_external_tokens)
-            state.sources = self._manager.count_sources(keys, state.ctx)
+            keys = self.loads.plan(state, num_external_tokens)
+            state.sources = self.manager.count_sources(keys, state.ctx)
             self._counters.loads += 1
             self._counters.hit_tokens += num_external_tokens
             self._counters.hit_blocks += min(state.asked_blocks, len(keys) - sum(state.sources.values()))
@@ -225,10 +231,10 @@ class OffloadingConnectorScheduler:
             request: the request whose load was planned last.
             num_external_tokens: tokens of that load.
         """
-        state = self._states.get(request.request_id)
+        state = self.states.get(request.request_id)
         left, sources = num_external_tokens, dict[str, int]()
         if state is not None:
-            size = self._loads.measure.offloaded_block_size
+            size = self.loads.measure.offloaded_block_size
             for medium, blocks in state.sources.items():
                 sources[medium] = tokens = min(left, blocks * size)
                 left -= tokens
@@ -268,16 +274,16 @@ class OffloadingConnectorScheduler:
             scheduler_output: the schedule of the step.
         """
         self._step += 1
-        flush = self._fences.conflicts(self._tables.take(scheduler_output))
+        flush = self.fences.conflicts(self._tables.take(scheduler_output))
         if self._completions.orphans:
             flush |= self._completions.orphans
-        loads, failed_loads = self._loads.take()
-        stores, withdrawn = self._stores.take_last(flush, self._states)
+        loads, failed_loads = self.loads.take()
+        stores, withdrawn = self._stores.take_last(flush, self.states)
         if withdrawn:
             for job in withdrawn:
                 self._completions.ended(job)
             flush = flush.difference(job.job_id for job in withdrawn)
-        states, may_store = self._states, not self._completions.orphans
+        states, may_store = self.states, not self._completions.orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
             if state is None or (state.invalid_from is not None and not self._tables.has_gone_back(state, tokens)):
@@ -288,9 +294,9 @@ class OffloadingConnectorScheduler:
                     stores[req_id] = order
         self._counters.stores += len(stores)
         self._counters.jobs_flushed += len(flush)
-        self._manager.on_schedule_end()
-        if self._manager.new_epochs != self._new_epochs:
-            self._new_epochs = self._manager.new_epochs
+        self.manager.on_schedule_end()
+        if self.manager.new_epochs != self._new_epochs:
+            self._new_epochs = self.manager.new_epochs
             self._forget_held()
         return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
 
@@ -312,14 +318,14 @@ class OffloadingConnectorScheduler:
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, in an order that a consumer can apply."""
         untaken, self._untaken_events = self._untaken_events, []
-        return untaken + self._events.take_events(self._manager.take_events())
+        return untaken + self.events.take_events(self.manager.take_events())
 
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight.
 
         The engine must then keep stepping, also without requests. Otherwise the ends of the jobs are never collected.
         """
-        return bool(self._jobs) or self._manager.has_pending_work()
+        return bool(self._jobs) or self.manager.has_pending_work()
 
     def reset_cache(self) -> bool:
         """Forget all held blocks, so that no block stored before is served again.
@@ -334,7 +340,7 @@ class OffloadingConnectorScheduler:
         Returns:
             True if every tier guarantees that no block stored before is served again.
         """
-        complete = self._manager.reset_cache()
+        complete = self.manager.reset_cache()
         self._forget_held()
         return complete
 
@@ -345,12 +351,12 @@ class OffloadingConnectorScheduler:
         :class:`tiering.connector.completions.SchedulerCounters`.
         """
         counters = self._counters
-        counters.hits_shrunk, counters.stores_refused = self._loads.shrunk_hits, self._stores.refused_offers
-        counters.snapshots_dropped = self._events.snapshots_dropped
+        counters.hits_shrunk, counters.stores_refused = self.loads.shrunk_hits, self._stores.refused_offers
+        counters.snapshots_dropped = self.events.snapshots_dropped
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
-        counters.jobs_active, counters.requests_active = len(self._jobs), len(self._states)
-        stats = dict(self._manager.get_stats())
+        counters.jobs_active, counters.requests_active = len(self._jobs), len(self.states)
+        stats = dict(self.manager.get_stats())
         primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
         return {
             **stats,
@@ -370,7 +376,7 @@ class OffloadingConnectorScheduler:
         if recorder is not None:
             recorder.stop()
         try:
-            self._manager.shutdown()
+            self.manager.shutdown()
         finally:
             if recorder is not None and recording is not None:
                 recorder.join(max(0.0, start + recording.shutdown_deadline - time.monotonic()))
@@ -381,10 +387,10 @@ class OffloadingConnectorScheduler:
         """Forget all held blocks, which the manager has just dropped; see :meth:`reset_cache`."""
         self._completions.abandon_all()
         self._tables.reset(self._pool)
-        self._loads.forget_keys()
+        self.loads.forget_keys()
         # The manager's events until now need the snapshots, which the reset of the tracker drops.
-        self._untaken_events += self._events.take_events(self._manager.take_events())
-        self._events.reset()
+        self._untaken_events += self.events.take_events(self.manager.take_events())
+        self.events.reset()
 
     def _admit(self, request: EngineRequest) -> RequestState:
         """Register a request with the manager; a request with invalid parameters neither loads nor stores."""
@@ -395,25 +401,25 @@ class OffloadingConnectorScheduler:
             self._warn_policy("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
             policy, params = NEITHER, NEITHER_PARAMS
         ctx = ReqContext(request.request_id, params)
-        answer = self._manager.on_new_request(ctx)
+        answer = self.manager.on_new_request(ctx)
         state = RequestState(
             request=request,
             ctx=ctx,
             policy=policy,
             request_level=answer.policy is OffloadPolicy.REQUEST_LEVEL,
             prompt_only=self._spec.offload_prompt_only,
-            groups=[GroupState() for _ in self._groups],
+            groups=[GroupState() for _ in self.groups],
             may_load=policy.load,
             arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
-        self._states[request.request_id] = state
+        self.states[request.request_id] = state
         return state
 
     def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
         """Record the blocks before token ``end`` for later KV events, while their request is alive."""
-        for group, keys in zip(self._groups, state.keys, strict=True):
+        for group, keys in zip(self.groups, state.keys, strict=True):
             size = group.offloaded_block_size
-            self._events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
+            self.events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
 
     def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
         """Return True if the request is to wait for another request's load of the same blocks.
@@ -422,7 +428,7 @@ class OffloadingConnectorScheduler:
         """
         if not self._spec.engine.enable_prefix_caching or self._sharer_wait <= 0:
             return False
-        if not self._loads.is_shared(self._search.needed(state.keys, computed, end)):
+        if not self.loads.is_shared(self._search.needed(state.keys, computed, end)):
             return False
         now = self._clock()
         if state.sharer_deadline is None:
@@ -431,7 +437,7 @@ class OffloadingConnectorScheduler:
         return now < state.sharer_deadline
 
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
-        state = self._states.pop(req_id, None)
+        state = self.states.pop(req_id, None)
         if state is not None:
             self._tables.given_up(state)
             if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
@@ -439,11 +445,11 @@ class OffloadingConnectorScheduler:
             if state.stale_blocks:
                 self._completions.refresh_stored(state)
             if self._recorder is not None and state.scheduled:
-                request, keys = state.request, state.keys[self._loads.measure.group_idx]
+                request, keys = state.request, state.keys[self.loads.measure.group_idx]
                 tokens = request.num_prompt_tokens
                 self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
-            self._events.request_finished(req_id)
-            self._manager.on_request_finished(state.ctx)
+            self.events.request_finished(req_id)
+            self.manager.on_request_finished(state.ctx)
         return False, None
 
 

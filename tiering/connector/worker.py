@@ -64,7 +64,8 @@ class OffloadingConnectorWorker(CopyReports):
         self._spec = spec
         self._writes_early = writes_early
         self._num_blocks = num_blocks
-        self._worker = OffloadingWorker()
+        self.copies = OffloadingWorker()
+        """Copy handlers of both directions."""
         self._registered = False
         self._jobs: dict[int, _Job] = {}
         self._deferred: list[tuple[ReqId, TransferOrder]] = []
@@ -108,7 +109,7 @@ class OffloadingConnectorWorker(CopyReports):
         if self._registered:
             raise ConfigError("the KV cache is registered already; register it once per worker")
         for source, destination, handler in self._spec.get_handlers(kv_caches):
-            self._worker.register_handler(source, destination, handler)
+            self.copies.register_handler(source, destination, handler)
         self._registered = True
 
     # ------------------------------------------------------------------------------------------------------------ steps
@@ -120,7 +121,7 @@ class OffloadingConnectorWorker(CopyReports):
         """
         self._submit_deferred()
         if metadata.jobs_to_flush:
-            self._worker.wait(metadata.jobs_to_flush)
+            self.copies.wait(metadata.jobs_to_flush)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's loads.
@@ -154,12 +155,12 @@ class OffloadingConnectorWorker(CopyReports):
         if self._writes_early and self._deferred:
             jobs = [order.job_id for _, order in self._deferred]
             self._submit_deferred()
-            self._worker.order_before_compute(jobs)
+            self.copies.order_before_compute(jobs)
 
     def drain(self) -> None:
         """End all copies, deferred ones included, before the memory of the KV cache is taken away."""
         self._submit_deferred()
-        self._worker.wait(self._jobs.keys())
+        self.copies.wait(self._jobs.keys())
 
     def _submit_deferred(self) -> None:
         if not self._deferred:
@@ -178,7 +179,7 @@ class OffloadingConnectorWorker(CopyReports):
                 continue
             self._jobs[order.job_id] = job
             transfers.append((order.job_id, order.spec))
-        for job_id in self._worker.transfer_all_async(transfers):
+        for job_id in self.copies.transfer_all_async(transfers):
             self._unstarted.append(TransferResult(job_id, success=False))
 
     # ---------------------------------------------------------------------------------------------------------- reports
@@ -196,7 +197,7 @@ class OffloadingConnectorWorker(CopyReports):
         unstarted, self._unstarted = self._unstarted, []
         for result in unstarted:
             self._ended(result)
-        for result in self._worker.get_finished():
+        for result in self.copies.get_finished():
             self._ended(result)
         received, self._received = self._received, set()
         return set(), received
@@ -242,7 +243,7 @@ class OffloadingConnectorWorker(CopyReports):
         if self._deferred:
             logger.info("the worker dropped %d queued stores at shutdown", len(self._deferred))
             self._deferred = []
-        self._worker.shutdown()
+        self.copies.shutdown()
 
 
 def _gpu_blocks(order: TransferOrder) -> Sequence[int]:

@@ -72,18 +72,19 @@ class OffloadingWorker:
     """Routes transfers to handlers by (source spec class, destination spec class)."""
 
     def __init__(self) -> None:
-        self._handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler] = {}
+        self.handlers: dict[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], OffloadingHandler] = {}
+        """Handlers by the spec classes of source and destination."""
 
     def register_handler(
         self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler
     ) -> None:
         """Use ``handler`` for transfers from ``src_cls`` to ``dst_cls``."""
-        self._handlers[src_cls, dst_cls] = handler
+        self.handlers[src_cls, dst_cls] = handler
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a transfer. False if it has no handler, or its handler could not start it."""
         source, destination = spec
-        handler = self._handlers.get((type(source), type(destination)))
+        handler = self.handlers.get((type(source), type(destination)))
         return handler is not None and handler.transfer_async(job_id, spec)
 
     def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
@@ -96,7 +97,7 @@ class OffloadingWorker:
         by_handler: dict[OffloadingHandler, list[tuple[int, TransferSpec]]] = {}
         for job_id, spec in jobs:
             source, destination = spec
-            handler = self._handlers.get((type(source), type(destination)))
+            handler = self.handlers.get((type(source), type(destination)))
             if handler is None:
                 refused.append(job_id)
             else:
@@ -125,4 +126,4 @@ class OffloadingWorker:
             handler.shutdown()
 
     def _unique(self) -> list[OffloadingHandler]:
-        return list(dict.fromkeys(self._handlers.values()))
+        return list(dict.fromkeys(self.handlers.values()))

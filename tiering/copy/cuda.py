@@ -107,7 +107,8 @@ class CudaCopyHandler(OffloadingHandler):
         priority = -1 if direction is Direction.LOAD else 0
         self._kernels = self._api.Stream(device=self._device, priority=priority)
         self._bus = self._api.Stream(device=self._device, priority=priority)
-        self._halves = self._allocate_staging()
+        self.halves = self._allocate_staging()
+        """Halves of the staging buffer on the device; empty after the shutdown."""
         self._freed: list[EventLike | None] = [None, None]
         self._turn = 0
         self._running: dict[int, _Running] = {}
@@ -278,7 +279,7 @@ class CudaCopyHandler(OffloadingHandler):
         freed = self._freed[self._turn]
         if freed is not None:
             stream.wait_event(freed)
-        return self._turn, self._halves[self._turn]
+        return self._turn, self.halves[self._turn]
 
     def _staged(self, pages: GroupPages, staging: torch.Tensor) -> Iterator[tuple[PageRun, torch.Tensor]]:
         """Yield each run of layers of a group, with its place in the staging buffer."""
@@ -367,7 +368,7 @@ class CudaCopyHandler(OffloadingHandler):
             with self._api.device(self._device):
                 self.wait(list(self._running))
             # The engine may free its KV cache while it holds this handler.
-            self._groups, self._halves, self._freed = [], [], [None, None]
+            self._groups, self.halves, self._freed = [], [], [None, None]
             self._rows.release(self._device)
         except RuntimeError as error:
             logger.error("the device does not answer: %s; the primary tier stays pinned until the process ends", error)

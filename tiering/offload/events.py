@@ -68,9 +68,10 @@ class OffloadingEventsTracker:
         self._engine = EngineEvents() if engine is None else engine
         self._external = self._engine.external_hash
         self._capture = config.enable_kv_cache_events and config.self_describing_kv_events
-        self._snapshots = Snapshots(max_tokens)
+        self.snapshots = Snapshots(max_tokens)
+        """Snapshots of the blocks that events may have to describe."""
         self._tiers: dict[tuple[str, str, str], _Tier] = {}
-        self._held: dict[OffloadKey, int] = {}
+        self.held: dict[OffloadKey, int] = {}
         """Tiers that have announced a block: two bits per tier, ``bare`` and ``described``."""
         self._storing: Counter[OffloadKey] = Counter()
         """Number of stores of each block to the primary tier that have not ended."""
@@ -83,12 +84,12 @@ class OffloadingEventsTracker:
         self._warned = False
 
     def __len__(self) -> int:
-        return len(self._snapshots)
+        return len(self.snapshots)
 
     @property
     def snapshots_dropped(self) -> int:
         """Number of snapshots that were dropped while in use, since the start."""
-        return self._snapshots.dropped
+        return self.snapshots.dropped
 
     # ---------------------------------------------------------------------------------------------------------- capture
 
@@ -146,7 +147,7 @@ class OffloadingEventsTracker:
         if end <= start:
             return
         lookups.ends[group.group_idx] = end
-        held, snapshots = self._held, self._snapshots
+        held, snapshots = self.held, self.snapshots
         positions = [
             position
             for position in range(start, end)
@@ -177,7 +178,7 @@ class OffloadingEventsTracker:
         self._storing.clear()
         self._looked_up.clear()
         self._unclaimed.clear()
-        for key in list(self._snapshots):
+        for key in list(self.snapshots):
             self._drop_if_unused(key)
 
     # ---------------------------------------------------------------------------------------------------------- convert
@@ -209,7 +210,7 @@ class OffloadingEventsTracker:
 
         ``storing`` counts the stores in flight; the stores of ``keys`` end with these events.
         """
-        held, find = self._held, self._snapshots.find
+        held, find = self.held, self.snapshots.find
         known = tier.bare | tier.described
         for key in keys:
             if storing:
@@ -239,18 +240,18 @@ class OffloadingEventsTracker:
 
     def _taken_back(self, key: OffloadKey, tier: _Tier) -> Sequence[ExternalHash]:
         """Return the hashes that the tier has announced for ``key``, and forget that the tier holds it."""
-        holders = self._held.get(key, 0)
-        place = self._snapshots.find(key)
+        holders = self.held.get(key, 0)
+        place = self.snapshots.find(key)
         left = holders & ~(tier.bare | tier.described)
         if left:
-            self._held[key] = left
+            self.held[key] = left
         elif holders:
-            del self._held[key]
+            del self.held[key]
         if place is None:
             return (self._own_hash(key),)
         hashes = place[0].hashes_of(place[1])
         if not left and key not in self._storing:
-            self._snapshots.discard(key)
+            self.snapshots.discard(key)
         return hashes if holders & tier.described else hashes[-1:]
 
     def _meet(self, event: OffloadingEvent) -> _Tier:
@@ -267,17 +268,17 @@ class OffloadingEventsTracker:
         self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
         """Take snapshots of those of ``keys`` that have none, and announce their tokens where missing."""
-        if not self._snapshots.lacks_all(keys):
-            missing = [index for index, key in enumerate(keys) if key not in self._snapshots]
+        if not self.snapshots.lacks_all(keys):
+            missing = [index for index, key in enumerate(keys) if key not in self.snapshots]
             positions, keys = [positions[index] for index in missing], [keys[index] for index in missing]
         start = 0
         for end in range(1, len(keys) + 1):
             if end == len(keys) or end - start == RUN_BLOCKS or positions[end] != positions[end - 1] + 1:
                 self._add_run(req, group, positions[start], keys[start:end])
                 start = end
-        while (oldest := self._snapshots.oldest_beyond_bound()) is not None:
+        while (oldest := self.snapshots.oldest_beyond_bound()) is not None:
             self._shorten(oldest)
-            self._snapshots.drop(oldest)
+            self.snapshots.drop(oldest)
 
     def _add_run(
         self, req: EngineRequest, group: EventGroupConfig, first_block: int, keys: Sequence[OffloadKey]
@@ -311,8 +312,8 @@ class OffloadingEventsTracker:
             lora_id=lora_id,
             lora_name=lora_name,
         )
-        self._snapshots.add(run)
-        if not self._held.keys().isdisjoint(keys):
+        self.snapshots.add(run)
+        if not self.held.keys().isdisjoint(keys):
             for index, key in enumerate(keys):
                 self._tell(run, index, key)
 
@@ -322,9 +323,9 @@ class OffloadingEventsTracker:
         This applies to all tiers that hold the block and have announced it by its own hash only.
         """
         for tier in self._tiers.values():
-            holders = self._held.get(key, 0)
+            holders = self.held.get(key, 0)
             if holders & tier.bare:
-                self._held[key] = holders ^ (tier.bare | tier.described)
+                self.held[key] = holders ^ (tier.bare | tier.described)
                 self._queued += (self._own_removed(run, index, tier), _described(run, index, tier))
 
     def _shorten(self, run: Run) -> None:
@@ -334,11 +335,11 @@ class OffloadingEventsTracker:
         """
         if run.factor == 1:
             return
-        for index, key in self._snapshots.used(run):
+        for index, key in self.snapshots.used(run):
             for tier in self._tiers.values():
-                holders = self._held.get(key, 0)
+                holders = self.held.get(key, 0)
                 if holders & tier.described:
-                    self._held[key] = holders ^ (tier.bare | tier.described)
+                    self.held[key] = holders ^ (tier.bare | tier.described)
                     removed = BlockRemoved(
                         run.hashes_of(index), tier.medium, run.group_idx, tier.locality, tier.ownership
                     )
@@ -352,8 +353,8 @@ class OffloadingEventsTracker:
             del self._storing[key]
 
     def _drop_if_unused(self, key: OffloadKey) -> None:
-        if key not in self._held and key not in self._storing:
-            self._snapshots.discard(key)
+        if key not in self.held and key not in self._storing:
+            self.snapshots.discard(key)
 
     # ----------------------------------------------------------------------------------------------------------- events
 

@@ -86,8 +86,10 @@ class Snapshots:
     def __init__(self, max_tokens: int = MAX_SNAPSHOT_TOKENS) -> None:
         self.dropped = 0
         """Number of snapshots that were dropped while in use."""
-        self._max_tokens = max_tokens
-        self._tokens = 0
+        self.max_tokens = max_tokens
+        """Largest number of tokens in all runs."""
+        self.tokens = 0
+        """Number of tokens in all runs."""
         self._numbers: dict[OffloadKey, int] = {}
         """Number of the run by key; the low bits are the index of the block in the run."""
         self._runs: dict[int, Run] = {}
@@ -119,7 +121,7 @@ class Snapshots:
         self._numbers.update(zip(run.keys, range(first, first + run.live), strict=True))
         self._runs[self._next] = run
         self._next += 1
-        self._tokens += len(run.token_ids)
+        self.tokens += len(run.token_ids)
 
     def discard(self, key: OffloadKey) -> None:
         """Forget the snapshot of ``key``; ignore a key without a snapshot."""
@@ -132,7 +134,7 @@ class Snapshots:
 
     def oldest_beyond_bound(self) -> Run | None:
         """Return the run to drop next; None while the bound is kept."""
-        if self._tokens <= self._max_tokens:
+        if self.tokens <= self.max_tokens:
             return None
         return next(iter(self._runs.values()), None)
 
@@ -148,4 +150,4 @@ class Snapshots:
             self.discard(key)
 
     def _forget(self, run_number: int) -> None:
-        self._tokens -= len(self._runs.pop(run_number).token_ids)
+        self.tokens -= len(self._runs.pop(run_number).token_ids)

@@ -28,7 +28,8 @@ class DaemonThreads:
         self._most = most
         self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0
+        self.idle = 0
+        """Number of threads that wait for work."""
         self._threads: set[threading.Thread] = set()
         self._stopped = False
 
@@ -41,7 +42,7 @@ class DaemonThreads:
         with self._lock:
             if self._stopped:
                 return False
-            starts = self._waiting.qsize() >= self._idle and len(self._threads) < self._most
+            starts = self._waiting.qsize() >= self.idle and len(self._threads) < self._most
             if starts and not self._start() and not self._threads:
                 return False
             self._waiting.put(work)
@@ -71,13 +72,13 @@ class DaemonThreads:
     def _serve(self) -> None:
         while True:
             with self._lock:
-                self._idle += 1
+                self.idle += 1
             try:
                 work = self._waiting.get(timeout=IDLE_SECONDS)
             except Empty:
                 work = None
             with self._lock:
-                self._idle -= 1
+                self.idle -= 1
                 if work is None and (self._stopped or self._waiting.empty()):
                     self._threads.discard(threading.current_thread())
                     return

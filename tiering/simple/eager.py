@@ -77,6 +77,11 @@ class EagerStores:
         self.dropped = 0
         """Blocks of finished requests that could not be stored any more."""
 
+    @property
+    def idle(self) -> bool:
+        """True if no running request has offered a block that is still tracked."""
+        return not self._running and not self._places
+
     def offers(self, state: RequestState, pool: GPUBlockPool, room: int) -> list[Offer]:
         """Return a request's new blocks to store now; blocks without room are offered again next time.
 

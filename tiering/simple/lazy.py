@@ -62,7 +62,9 @@ class LazyStores:
         self._cpu = cpu
         self._suspects = suspects
         self.target = target
-        self._cursor: Any = None
+        """Number of blocks of the queue that one step looks at."""
+        self.cursor: Any = None
+        """Block of the queue at which the next walk goes on; None: at the head."""
         self._offloaded: dict[int, OffloadKey] = {}
         self._refused: set[int] = set()
 
@@ -85,8 +87,8 @@ class LazyStores:
                 refused.difference_update(ids[:may])
             if may < len(ids):
                 refused.update(ids[max(may, 0 if new_from is None else new_from[group]) :])
-        if self._cursor is not None and any(self._cursor.block_id in ids for ids in block_ids):
-            self._cursor = None
+        if self.cursor is not None and any(self.cursor.block_id in ids for ids in block_ids):
+            self.cursor = None
 
     def failed(self, gpu_blocks: Iterable[int]) -> None:
         """Offer these GPU blocks again, because their store has failed."""
@@ -101,7 +103,7 @@ class LazyStores:
             room: largest number of blocks.
         """
         queue = pool.free_block_queue
-        cursor = self._cursor
+        cursor = self.cursor
         if cursor is not None and cursor.ref_cnt > 0:
             cursor = None
         node = queue.fake_free_list_head.next_free_block if cursor is None else cursor.next_free_block
@@ -121,7 +123,7 @@ class LazyStores:
             else:
                 break
             node = node.next_free_block
-        self._cursor = cursor
+        self.cursor = cursor
         offloaded.update((block, key) for key, block in chosen.items())
         return list(chosen.items())
 
@@ -130,5 +132,5 @@ class LazyStores:
 
         Refused blocks stay refused, because the GPU blocks keep their content.
         """
-        self._cursor = None
+        self.cursor = None
         self._offloaded.clear()

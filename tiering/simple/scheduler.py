@@ -113,21 +113,26 @@ class SimpleCPUOffloadScheduler:
         """True in the lazy mode."""
         self.cpu_block_pool = CPUBlockPool(self.cpu_config.num_blocks, enable_kv_cache_events)
         self._world_size = engine_config.world_size
-        self._needs = needs_of(kv_cache_config.kv_cache_groups, engine_config.hash_block_size)
-        self._search = HitSearch(self._needs)
+        self.needs = needs_of(kv_cache_config.kv_cache_groups, engine_config.hash_block_size)
+        """Blocks that a hit needs of each KV-cache group."""
+        self._search = HitSearch(self.needs)
         config = OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events)
-        self._events = OffloadingEventsTracker(config, engine_events)
+        self.events = OffloadingEventsTracker(config, engine_events)
+        """Tracker of KV events."""
         record = self._record if enable_kv_cache_events and self_describing_kv_events else None
         self._gpu: GPUBlockPool | None = None
-        self._states: dict[str, RequestState] = {}
-        self._tables = WatchedTables(self._needs, self._states)
+        self.states: dict[str, RequestState] = {}
+        """Requests that have not ended, by id."""
+        self._tables = WatchedTables(self.needs, self.states)
         suspects = self._tables.suspects
-        self._eager = EagerStores(self.cpu_block_pool, self._needs, record, suspects)
-        self._lazy = LazyStores(self.cpu_block_pool, lazy_target(self._needs, engine_config.max_batch_tokens), suspects)
-        self._tables.watch(self._eager, self._lazy if lazy_offload else None)
+        self.eager = EagerStores(self.cpu_block_pool, self.needs, record, suspects)
+        """Stores of blocks as soon as they are computed."""
+        self.lazy = LazyStores(self.cpu_block_pool, lazy_target(self.needs, engine_config.max_batch_tokens), suspects)
+        """Stores of blocks that the engine will evict soon."""
+        self._tables.watch(self.eager, self.lazy if lazy_offload else None)
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
-        self._ordered: list[Blocks] = []
+        self.ordered: list[Blocks] = []
         """Stores of finished requests that no step has carried yet; they hold their references already."""
         self._next_load = self._next_store = 0
         self._counters = SimpleCounters()
@@ -141,7 +146,7 @@ class SimpleCPUOffloadScheduler:
 
     def on_new_request(self, request: EngineRequest) -> None:
         """Admit a new request. Later calls for the same request change nothing."""
-        if request.request_id not in self._states:
+        if request.request_id not in self.states:
             self._admit(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -156,10 +161,10 @@ class SimpleCPUOffloadScheduler:
         Returns:
             The number of tokens, and True if they are loaded asynchronously; ``NO_TOKENS`` if there is no hit.
         """
-        state = self._states.get(request.request_id) or self._admit(request)
+        state = self.states.get(request.request_id) or self._admit(request)
         if state.has_blocks or state.scheduled:
             self._tables.start_over(state)
-        state.extend_keys(self._needs)
+        state.extend_keys(self.needs)
         state.found_tokens = state.filled_tokens = num_computed_tokens
         first_time, state.touched = not state.touched, True
         if first_time:
@@ -172,7 +177,7 @@ class SimpleCPUOffloadScheduler:
             limit = min(limit, state.policy.max_load_tokens)
         end = self._search.longest(state.keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
         if first_time:
-            size = self._needs[self.full_attention_group].gpu_block_size
+            size = self.needs[self.full_attention_group].gpu_block_size
             self._counters.queried_blocks += max(0, limit // size - num_computed_tokens // size)
             self._counters.hit_blocks += end // size - num_computed_tokens // size
         if end <= num_computed_tokens:
@@ -194,7 +199,7 @@ class SimpleCPUOffloadScheduler:
             blocks: all GPU blocks of the request.
             num_external_tokens: tokens to load behind the computed ones.
         """
-        state = self._states.get(request.request_id) or self._admit(request)
+        state = self.states.get(request.request_id) or self._admit(request)
         block_ids = blocks.get_block_ids()
         self._tables.allocated(state, block_ids)
         if num_external_tokens <= 0 or self._gpu is None:
@@ -202,7 +207,7 @@ class SimpleCPUOffloadScheduler:
         state.filled_tokens = (state.found_tokens or 0) + num_external_tokens
         null, cached = self._gpu.null_block.block_id, self.cpu_block_pool.cached
         pairs: list[tuple[int, int]] = []
-        for group, need, ids in zip(state.groups, self._needs, block_ids, strict=True):
+        for group, need, ids in zip(state.groups, self.needs, block_ids, strict=True):
             first = state.matched_at // need.gpu_block_size
             end = -(-(state.matched_at + num_external_tokens) // need.gpu_block_size)
             names = chain(group.keys[first:end], [b""] * (end - len(group.keys)))
@@ -241,7 +246,7 @@ class SimpleCPUOffloadScheduler:
             False and None: the engine may free the blocks at once, because copies hold their own references.
         """
         req_id = request.request_id
-        state = self._states.pop(req_id, None)
+        state = self.states.pop(req_id, None)
         self._drop_unissued(req_id)
         if state is None:
             return False, None
@@ -251,9 +256,9 @@ class SimpleCPUOffloadScheduler:
             for group, ids in zip(state.groups, block_ids, strict=True):
                 group.block_ids = list(ids)
             state.look_again()
-            self._ordered += self._take_request(state, self._gpu)
-            self._eager.leave_over(state)
-        self._eager.forget(state)
+            self.ordered += self._take_request(state, self._gpu)
+            self.eager.leave_over(state)
+        self.eager.forget(state)
         return False, None
 
     # ------------------------------------------------------------------------------------------------------------ steps
@@ -286,11 +291,11 @@ class SimpleCPUOffloadScheduler:
             The GPU blocks and the co-indexed CPU blocks. Both hold their references, and the CPU blocks have their
             names.
         """
-        ordered, self._ordered = self._ordered, []
+        ordered, self.ordered = self.ordered, []
         gpu = self._gpu
         if gpu is not None:
             if self.lazy_offload:
-                ordered += self._take(self._lazy.offers(gpu, self.cpu_block_pool.num_free_blocks), gpu)
+                ordered += self._take(self.lazy.offers(gpu, self.cpu_block_pool.num_free_blocks), gpu)
             else:
                 ordered += self._take_eager(scheduler_output, gpu)
         return [block for blocks, _ in ordered for block in blocks], [
@@ -328,15 +333,15 @@ class SimpleCPUOffloadScheduler:
 
     def has_pending_stores(self) -> bool:
         """Return True while a store is ordered that not all workers have reported."""
-        return bool(self._stores or self._ordered)
+        return bool(self._stores or self.ordered)
 
     def has_pending_work(self) -> bool:
         """Return True while copies are in flight: the engine must keep stepping, or they are never collected."""
-        return bool(self._stores or self._ordered or self._loads)
+        return bool(self._stores or self.ordered or self._loads)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, in an order that a consumer can apply."""
-        return self._events.take_events(self.cpu_block_pool.take_events())
+        return self.events.take_events(self.cpu_block_pool.take_events())
 
     def reset_cache(self) -> bool:
         """Drop all blocks, also those that running copies are storing, and return True.
@@ -344,10 +349,10 @@ class SimpleCPUOffloadScheduler:
         Running requests go on, but no block of them is stored until they have given their blocks back. Blocks that the
         engine's own cache still holds, and blocks computed on top of them, are not stored either.
         """
-        self._events.store_failed(self.cpu_block_pool.pending)
+        self.events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
-        self._lazy.reset()
-        self._eager.reset(self._states.values())
+        self.lazy.reset()
+        self.eager.reset(self.states.values())
         self._tables.reset(self._gpu)
         return True
 
@@ -359,8 +364,8 @@ class SimpleCPUOffloadScheduler:
             under ``tiers`` the pool's counters as a tier.
         """
         counters, pool = self._counters, self.cpu_block_pool
-        counters.evicted_blocks, counters.restored_blocks = pool.evictions, self._eager.restored
-        counters.dropped_blocks = self._eager.dropped
+        counters.evicted_blocks, counters.restored_blocks = pool.evictions, self.eager.restored
+        counters.dropped_blocks = self.eager.dropped
         return {
             **asdict(counters),
             "cached_blocks": len(pool.cached),
@@ -380,14 +385,14 @@ class SimpleCPUOffloadScheduler:
         except ConfigError as error:
             self._warn("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
             policy = NEITHER
-        state = RequestState(request, policy, [GroupState() for _ in self._needs])
-        self._states[request.request_id] = state
+        state = RequestState(request, policy, [GroupState() for _ in self.needs])
+        self.states[request.request_id] = state
         return state
 
     def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[Blocks]:
-        ordered = self._take(self._eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
+        ordered = self._take(self.eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
         for req_id in output.num_scheduled_tokens:
-            state = self._states.get(req_id)
+            state = self.states.get(req_id)
             if state is not None and not state.loading and not state.is_withheld:
                 ordered += self._take_request(state, gpu)
         return ordered
@@ -395,10 +400,10 @@ class SimpleCPUOffloadScheduler:
     def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[Blocks]:
         ordered: list[Blocks] = []
         if state.confirmed_tokens() >= state.next_store_at:
-            state.extend_keys(self._needs)
-            ordered += self._take(self._eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
+            state.extend_keys(self.needs)
+            ordered += self._take(self.eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
         if any(group.lost for group in state.groups):
-            ordered += self._take(self._eager.lost(state, gpu), gpu)
+            ordered += self._take(self.eager.lost(state, gpu), gpu)
         return ordered
 
     def _take(self, offers: Sequence[Offer], gpu: GPUBlockPool) -> list[Blocks]:
@@ -412,12 +417,12 @@ class SimpleCPUOffloadScheduler:
         self._counters.stored_blocks += len(offers)
         evicted = self.cpu_block_pool.take_evicted()
         if evicted and not self.lazy_offload:
-            self._eager.evicted(evicted)
+            self.eager.evicted(evicted)
         return [(gpu_blocks, cpu_blocks)]
 
     def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Keep the tokens that events need of the blocks stored now, while their request is known."""
-        self._events.record_stores(request, self._needs[group], indexes, keys)
+        self.events.record_stores(request, self.needs[group], indexes, keys)
 
     def _store_ended(self, event: int, store: Store) -> None:
         if store.failed:
@@ -427,8 +432,8 @@ class SimpleCPUOffloadScheduler:
                 store_job(event),
                 len(store.cpu_blocks),
             )
-            self._events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
-            self._lazy.failed(store.gpu_blocks)
+            self.events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
+            self.lazy.failed(store.gpu_blocks)
         else:
             self.cpu_block_pool.publish(store.cpu_blocks)
         self._release(store.gpu_blocks, store.cpu_blocks)
@@ -438,10 +443,10 @@ class SimpleCPUOffloadScheduler:
         if not unfilled:
             return
         wrong = self._tables.distrust(unfilled)
-        stores = [*self._ordered, *((store.gpu_blocks, store.cpu_blocks) for store in self._stores.values())]
+        stores = [*self.ordered, *((store.gpu_blocks, store.cpu_blocks) for store in self._stores.values())]
         dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=True) if gpu in wrong]
-        self._events.store_failed(self.cpu_block_pool.discard(dropped))
-        self._lazy.failed(wrong)
+        self.events.store_failed(self.cpu_block_pool.discard(dropped))
+        self.lazy.failed(wrong)
         self._warn(
             "another connector did not fill %d GPU blocks; "
             "%d blocks that were being stored are dropped, as their KV may be wrong",

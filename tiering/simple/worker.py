@@ -72,7 +72,8 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._gpu_config = kv_cache_config
         self._cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         self._region: SharedRegion | None = None
-        self._worker = OffloadingWorker()
+        self.copies = OffloadingWorker()
+        """Copy handlers of both directions."""
         self._loads: dict[int, _Load] = {}
         self._stores: set[int] = set()
         self._over: list[TransferResult] = []
@@ -109,7 +110,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         self._region = SharedRegion.create(1, num_blocks * layout.row_bytes)
         rows = self._region.array.reshape(-1)[: num_blocks * layout.row_bytes].reshape(num_blocks, layout.row_bytes)
         for source, destination, handler in self.make_handlers(whole, rows.data, layout):
-            self._worker.register_handler(source, destination, handler)
+            self.copies.register_handler(source, destination, handler)
 
     def make_handlers(
         self, kv_caches: CanonicalKVCaches, rows: memoryview, layout: RowLayout
@@ -128,7 +129,7 @@ class SimpleCPUOffloadWorker(CopyReports):
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Wait for running stores after a preemption, so that their blocks come back before the step begins."""
         if metadata.need_flush:
-            self._worker.wait(set(map(store_job, self._stores)))
+            self.copies.wait(set(map(store_job, self._stores)))
 
     def start_kv_transfers(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Start this step's loads. A second call with the same metadata does nothing."""
@@ -162,12 +163,12 @@ class SimpleCPUOffloadWorker(CopyReports):
 
     def drain(self) -> None:
         """Wait for all copies, before the engine frees the memory of the KV cache."""
-        self._worker.wait({*map(store_job, self._stores), *map(load_job, self._loads)})
+        self.copies.wait({*map(store_job, self._stores), *map(load_job, self._loads)})
 
     def _submit(
         self, job_id: int, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, GPULoadStoreSpec | CPULoadStoreSpec]
     ) -> None:
-        if not self._worker.transfer_async(job_id, spec):
+        if not self.copies.transfer_async(job_id, spec):
             self._over.append(TransferResult(job_id, success=False))
 
     # ---------------------------------------------------------------------------------------------------------- reports
@@ -180,7 +181,7 @@ class SimpleCPUOffloadWorker(CopyReports):
         """
         received: set[str] = set()
         over, self._over = self._over, []
-        for result in over + self._worker.get_finished():
+        for result in over + self.copies.get_finished():
             event, is_load = divmod(result.job_id, 2)
             if result.success:
                 self._stats.record_transfer(result.transfer_size, result.transfer_time, result.transfer_type)
@@ -204,6 +205,6 @@ class SimpleCPUOffloadWorker(CopyReports):
 
     def shutdown(self) -> None:
         """Wait for running copies, then release threads, pins and memory. A second call does nothing."""
-        self._worker.shutdown()
+        self.copies.shutdown()
         if self._region is not None:
             self._region.close()
