@@ -6,7 +6,8 @@ import pytest
 
 from tiering.api.manager import OffloadingEvent
 from tiering.errors import ConfigError, TieringError
-from tiering.simple.block_pool import NULL_BLOCK, CPUBlockPool, PoolFullError
+from tiering.simple.block_pool import CPUBlockPool, PoolFullError
+from tiering.simple.metadata import NOT_HELD
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -144,11 +145,11 @@ def test_without_events_none_are_kept() -> None:
     assert pool.take_events() == []
 
 
-def test_the_null_block_is_no_block_of_the_pool() -> None:
+def test_a_number_that_is_no_block_of_the_pool_is_refused() -> None:
     pool = CPUBlockPool(5)
-    assert NULL_BLOCK not in pool.get_new_blocks(keys(1, 2, 3, 4, 5))
+    pool.get_new_blocks(keys(1, 2, 3, 4, 5))
     with pytest.raises(TieringError):
-        pool.free_blocks([NULL_BLOCK])
+        pool.free_blocks([NOT_HELD])
 
 
 def test_a_pool_without_blocks_is_refused() -> None:

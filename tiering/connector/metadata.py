@@ -63,7 +63,3 @@ class OffloadingWorkerMetadata:
     def is_empty(self) -> bool:
         """Return True if there is nothing to report."""
         return not self.finished
-
-
-BlockIdsByGroup = tuple[list[int], ...]
-"""GPU block ids of one request, by KV-cache group."""

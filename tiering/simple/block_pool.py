@@ -15,12 +15,6 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent
 from tiering.errors import ConfigError, TieringError
 
-NULL_BLOCK = -1
-"""Block number in the place of blocks that a window or a state has passed.
-
-The null block has no memory and is never allocated, held or freed.
-"""
-
 
 class PoolFullError(TieringError):
     """A request for more blocks than are blank or evictable; no block was allocated."""
