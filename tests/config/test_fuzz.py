@@ -204,6 +204,16 @@ VALID: dict[str, tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStr
         | SLOTS
         | {"durability": st.sampled_from(["none", "fsync"]), "segment_size": sizes, "checkpoint_interval": durations},
     ),
+    "valkey": (
+        {"url": st.integers(1, 65535).map(lambda port: f"valkey://cache:{port}/2?auth_env=POOL")},
+        COMMON
+        | {
+            "prefix": st.from_regex(r"[a-z0-9][a-z/:._-]{0,20}", fullmatch=True),
+            "ttl": st.integers(1, 99).map(lambda days: f"{days}d"),
+            "ca_file": st.just("/etc/ca.pem"),
+            "request_timeout": durations,
+        },
+    ),
     "s3": (
         {"bucket": st.from_regex(r"[a-z0-9]{3,20}", fullmatch=True)},
         COMMON
@@ -239,6 +249,8 @@ def valid_stacks(draw: st.DrawFn) -> StackConfig:
         apart = (
             {place: f"{section[place]}{index}x" if kind == "s3" else f"/tier{index}{section[place]}"} if place else {}
         )
+        if kind == "valkey":
+            apart = {"prefix": f"{section.get('prefix', 'kv')}{index}"}
         share = {"share": f"{section['share']}{index}"} if "share" in section else {}
         secondary.append({**section, **apart, **share, "type": kind, "name": f"t{index}-{draw(names)}"[:32]})
     primary = {

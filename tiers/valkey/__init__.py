@@ -1,1 +1,6 @@
-"""Valkey and Redis servers."""
+"""A memory pool on a Valkey or Redis server, shared by many engines."""
+
+from tiers.valkey.definition import VALKEY_TIER
+from tiers.valkey.options import ValkeyOptions
+
+__all__ = ["VALKEY_TIER", "ValkeyOptions"]

@@ -28,7 +28,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -235,6 +235,46 @@ class ValkeyClient:
             connection.send_command("GET", key)
             return _read_value(connection, parts, time.monotonic() + self._timeout)
 
+    def peek(self, key: str | bytes, limit: int) -> tuple[int, bytes]:
+        """Return the length of a value, and its first ``limit`` bytes; an absent value has the length 0.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses a command.
+        """
+        with self._translated("GETRANGE"), self._connection() as connection:
+            return _peek(connection, key, limit)
+
+    def unlink_if(self, key: str | bytes, limit: int, matches: Callable[[int, bytes], bool]) -> bool:
+        """Remove a value if it is still the one that was looked at, and return True if it was removed.
+
+        The server refuses the removal if the value changes between the look and the removal.
+
+        Args:
+            key: key of the value.
+            limit: bytes of the value to look at.
+            matches: function of the value's length and its first ``limit`` bytes that returns True to remove the value.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses a command.
+        """
+
+        def run(*words: Word) -> Any:
+            connection.send_command(*words)
+            return connection.read_response()
+
+        with self._translated("UNLINK"), self._connection() as connection:
+            run("WATCH", key)
+            try:
+                if not matches(*_peek(connection, key, limit)):
+                    return False
+                run("MULTI")
+                run("UNLINK", key)
+                removed = run("EXEC")
+                return bool(removed and removed[0])
+            finally:
+                # A connection in the middle of a transaction must not serve other calls.
+                connection.disconnect()
+
     def subscribe(self, *channels: str) -> Subscription:
         """Return a subscription to ``channels``, over a connection of its own, for one thread.
 
@@ -344,6 +384,13 @@ class _Credentials:
 
             raise AuthenticationError(f"the environment variable {self._address.password_variable} is not set")
         return (password,) if user is None else (user, password)
+
+
+def _peek(connection: Any, key: str | bytes, limit: int) -> tuple[int, bytes]:
+    connection.send_command("STRLEN", key)
+    length = connection.read_response()
+    connection.send_command("GETRANGE", key, 0, limit - 1)
+    return length, connection.read_response()
 
 
 def _read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -> int | None:

@@ -1,0 +1,54 @@
+"""The definition of the Valkey tier."""
+
+from __future__ import annotations
+
+from tiering.api.units import format_bytes
+from tiering.errors import ConfigError
+from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import TierContext
+from tiering.secondary.definition import TierDefinition
+from tiering.secondary.index.places import place_prefix
+from tiering.secondary.index.shared import SharedIndex
+from tiers.valkey.options import MAX_VALUE_BYTES, ValkeyOptions
+from tiers.valkey.store import ValkeyStore
+
+
+def build(options: ValkeyOptions, context: TierContext) -> BlockTier:
+    """Return a Valkey tier that is not open yet.
+
+    Raises:
+        ConfigError: the package ``valkey`` is missing, or a block is too large for a value of the server.
+    """
+    store = ValkeyStore(options)
+    largest = max(context.group_bytes)
+    if largest + store.traits.header_bytes > MAX_VALUE_BYTES:
+        raise ConfigError(
+            f"tier {context.name}: blocks of {format_bytes(largest)} exceed the {format_bytes(MAX_VALUE_BYTES)} of a "
+            "server's value; lower block_size"
+        )
+    index = SharedIndex(
+        present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
+    )
+    return BlockTier(context, options, store, index, place_prefix=place_prefix)
+
+
+def make_admin(options: ValkeyOptions, replica: str | None) -> TierAdmin:
+    """Return the administration of a pool for the command line.
+
+    Raises:
+        ConfigError: the package ``valkey`` is missing.
+    """
+    from tiers.valkey.command import ValkeyAdmin
+
+    return ValkeyAdmin(options, replica)
+
+
+VALKEY_TIER = TierDefinition(
+    options=ValkeyOptions,
+    build=build,
+    persistent=True,
+    location=lambda options: options.location,
+    distance="network",
+    admin=make_admin,
+)
