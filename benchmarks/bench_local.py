@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,10 +27,14 @@ from benchmarks.harness import Bench, Sample, Stats, ratio, timed
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.secondary.contract import TierContext, TransferJob
+from tiering.secondary.io.host import IoHost
 from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
 
 THREADS = (4, 8)
+DEPTHS: tuple[Literal["auto"] | int, ...] = ("auto", 4, 8, 16)
+LEARNING_ROUNDS = 24
+"""Most rounds of stores and of loads before the measurement, in which ``auto`` finds its depths."""
 REQUEST = ReqContext("bench")
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -61,12 +65,20 @@ class Workload:
 class TierRun:
     """One tier with one number of threads, which is full before the measurement begins."""
 
-    def __init__(self, work: Workload, threads: int) -> None:
+    def __init__(
+        self, work: Workload, threads: Literal["auto"] | int, durability: Literal["none", "fsync"] = "none"
+    ) -> None:
         self.work = work
         capacity = int(1.2 * work.count * (work.block_bytes + PAGE)) + (16 << 20)
         path = work.directory / f"tier-{work.block_bytes}-{threads}"
         options = LocalOptions(
-            type="local", path=str(path), capacity=capacity, max_inflight=threads, max_queued=1 << 40, deadline=600
+            type="local",
+            path=str(path),
+            capacity=capacity,
+            durability=durability,
+            max_inflight=threads,
+            max_queued=1 << 40,
+            deadline=600,
         )
         model = ModelIdentity(name="bench", weights="0", dtype="int8", layout="bench")
         namespace = Namespace.build(model, (work.block_bytes,))
@@ -165,6 +177,8 @@ def run(bench: Bench) -> None:
     total = (64 if bench.quick else 1024) << 20
     _large_blocks(bench, total)
     _small_blocks(bench, total)
+    for block_bytes in (512 << 10, 2 << 20):
+        _depths(bench, block_bytes, total // 2)
 
 
 def _large_blocks(bench: Bench, total: int) -> None:
@@ -238,3 +252,42 @@ def _small_blocks(bench: Bench, total: int) -> None:
         "min",
         "x",
     )
+
+
+def _depths(bench: Bench, block_bytes: int, total: int) -> None:
+    """Compare ``max_inflight: auto`` with fixed numbers, for durable stores and for loads of their blocks."""
+    size = f"{block_bytes >> 10} KiB" if block_bytes < 1 << 20 else f"{block_bytes >> 20} MiB"
+    work = Workload.make(bench.directory, block_bytes, total)
+    runs = {depth: TierRun(work, depth, "fsync") for depth in DEPTHS}
+    try:
+        _learn(bench, runs["auto"], size)
+        names = {depth: "auto" if depth == "auto" else f"{depth} threads" for depth in DEPTHS}
+        stores = bench.compare(
+            f"durable stores, {size} blocks, by max_inflight",
+            {names[d]: lambda d=d: timed(runs[d].store, nbytes=work.nbytes) for d in DEPTHS},  # type: ignore[misc]
+            unit="GB/s",
+        )
+        loads = bench.compare(
+            f"loads, {size} blocks, by max_inflight",
+            {names[d]: lambda d=d: timed(runs[d].load, nbytes=work.nbytes) for d in DEPTHS},  # type: ignore[misc]
+            unit="GB/s",
+        )
+    finally:
+        for tier in runs.values():
+            tier.close()
+    for kind, stats in (("durable stores", stores), ("loads", loads)):
+        fixed = max((stat for name, stat in stats.items() if name != "auto"), key=lambda stat: stat.median)
+        bench.target(f"{kind}, {size}, auto against the best number", ratio(stats["auto"], fixed), 0.95, "min", "x")
+
+
+def _learn(bench: Bench, tier: TierRun, size: str) -> None:
+    """Store and load until the finder of each direction rests, and tell the depths that it has found."""
+    host = tier.tier.io
+    if not isinstance(host, IoHost):
+        raise TypeError(f"{type(host).__name__} finds no depth")
+    for kind, work, lane in (("stores", tier.store, host.lanes.stores), ("loads", tier.load, host.lanes.loads)):
+        rounds = 0
+        while rounds < (1 if bench.quick else LEARNING_ROUNDS) and not lane.finder.resting:
+            work()
+            rounds += 1
+        bench.note(f"{size}: after {rounds} rounds, auto runs {lane.finder.chosen} {kind} at once.")

@@ -189,7 +189,12 @@ def _default(value: object, schema: Mapping[str, Any]) -> str:
 
 def _value(schema: Mapping[str, Any]) -> str:
     """Return the kind of a word's values, from its JSON schema."""
-    schema = next((choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"), schema)
+    choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+    if any("const" in choice for choice in choices):
+        return ", ".join(_value(choice) for choice in choices)
+    schema = next(iter(choices), schema)
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
     if "type" not in schema:

@@ -89,6 +89,7 @@ class FakeIo:
         self.tasks: list[IoTask] = []
         self.ran: list[IoTask] = []
         self.hold = False
+        self.load_depth = self.store_depth = 8
         self.refused: StoreError | None = None
         """Error with which background tasks end, as if no thread could be started."""
         self._ended: list[IoResult] = []

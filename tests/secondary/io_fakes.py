@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,7 @@ def running_host(
     store: BlockStore,
     primary: Primary,
     *,
-    threads: int = 2,
+    threads: int | Literal["auto"] = 2,
     clock: FakeClock | None = None,
     attempts: int = 1,
     failures: int = 8,

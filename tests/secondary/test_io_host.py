@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.thread_limit import ThreadLimit
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
+from tiering.secondary.io.depth import AUTO_DEPTH
 from tiering.secondary.io.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, IoHost
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoKind, IoTask
@@ -111,6 +113,57 @@ def test_one_job_is_spread_over_all_threads() -> None:
         (result,) = finish(host)
     assert all_done(result.outcomes)
     assert sorted(places_of(store, "put")) == [tuple(range(start, start + 16)) for start in (0, 16, 32, 48)]
+
+
+def test_a_thread_starts_only_when_no_other_is_free() -> None:
+    before = threading.active_count()
+    primary = Primary(4)
+    with running_host(DictStore(), primary, threads=8) as host:
+        for job_id in range(20):
+            host.submit(make_job(primary, IoKind.STORE, [0], job_id=job_id))
+            finish(host)
+            assert until(lambda: host._threads.idle == host._threads.alive)
+        assert threading.active_count() <= before + 2
+
+
+def test_a_direction_runs_no_more_units_than_its_depth() -> None:
+    primary, store = Primary(64), GatedStore()
+    with running_host(store, primary, threads="auto", release=store.gate.set) as host:
+        assert (host.load_depth, host.store_depth) == (AUTO_DEPTH.start, AUTO_DEPTH.start)
+        host.lanes.stores.finder.depth = 3
+        host.submit(make_job(primary, IoKind.STORE, range(32)))
+        host.submit(make_job(primary, IoKind.STORE, range(32), job_id=1))
+        assert until(lambda: store.waiting == 3)
+        host.submit(make_job(primary, IoKind.LOAD, range(32), rows=range(32, 64), job_id=2))
+        assert until(lambda: store.waiting == AUTO_DEPTH.start)
+        assert len(host.lanes.stores.running) == 3
+        host.lanes.loads.finder.depth = 12
+        store.gate.set()
+        finish(host, 3)
+
+
+def test_a_greater_depth_starts_the_threads_that_it_needs() -> None:
+    primary, store = Primary(64), GatedStore()
+    with running_host(store, primary, threads="auto", release=store.gate.set) as host:
+        host.submit(make_job(primary, IoKind.STORE, range(64)))
+        host.submit(make_job(primary, IoKind.STORE, range(64), job_id=1))
+        assert until(lambda: store.waiting == AUTO_DEPTH.start)
+        host.lanes.stores.finder.depth = 14
+        assert host.poll() == []
+        assert until(lambda: store.waiting == 14)
+        store.gate.set()
+        finish(host, 2)
+
+
+def test_a_thread_that_cannot_be_started_makes_the_depth_smaller(thread_limit: ThreadLimit) -> None:
+    primary, store = Primary(8), GatedStore()
+    with running_host(store, primary, threads="auto", release=store.gate.set) as host:
+        thread_limit.reach("io-3")
+        host.submit(make_job(primary, IoKind.STORE, range(8)))
+        assert until(lambda: store.waiting == 3 and bool(thread_limit.refused))
+        store.gate.set()
+        assert all_done(finish(host)[0].outcomes)
+        assert (host.load_depth, host.store_depth) == (AUTO_DEPTH.start, 3)
 
 
 def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

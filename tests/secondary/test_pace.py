@@ -15,7 +15,7 @@ class Medium:
 
     def __init__(self, bandwidth: float, deadline: float = 2.0, at_once: int = 4) -> None:
         self.clock = FakeClock()
-        self.pace = LoadPace(deadline, at_once, self.clock)
+        self.pace = LoadPace(deadline, lambda: at_once, self.clock)
         self.bandwidth = bandwidth
 
     def load(self, jobs: int, blocks: int = 4) -> None:

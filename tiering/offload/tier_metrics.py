@@ -229,6 +229,18 @@ _STATES = (
         "Some minutes after a start are normal; longer means a slow disk or a lack of threads or open files.",
     ),
     _gauge(
+        "load_depth",
+        "transfers",
+        "Transfers from the medium that may run at once now",
+        "With `max_inflight: auto`, the number changes while loads wait, and alternates while two are compared.",
+    ),
+    _gauge(
+        "store_depth",
+        "transfers",
+        "Transfers to the medium that may run at once now",
+        "With `max_inflight: auto`, the number changes while stores wait, and alternates while two are compared.",
+    ),
+    _gauge(
         "breaker_state",
         "state",
         "Circuit breaker: 0 closed, 1 half open, 2 open",

@@ -151,10 +151,12 @@ class SimulatedIo:
         self.store: SimulatedStore = store
         self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
-        self.loads = _Queue(model.read_bytes_per_second, model.latency, options.max_inflight)
+        self.loads = _Queue(model.read_bytes_per_second, model.latency, options.depth.start)
         """Loads from the medium."""
-        self.stores = _Queue(model.write_bytes_per_second, model.latency, options.max_inflight)
+        self.stores = _Queue(model.write_bytes_per_second, model.latency, options.depth.start)
         """Stores to the medium."""
+        self.load_depth = self.store_depth = options.depth.start
+        """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.probes = 0
         """Number of probes."""
         self.due = math.inf

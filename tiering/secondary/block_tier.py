@@ -89,7 +89,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.name = context.name
         self.medium = store.traits.medium
         self.load_deadline, self.store_deadline = options.longest_load, options.deadline
-        self.max_load_blocks = options.max_inflight if index.shared else None
+        self.max_load_blocks = options.depth.start if index.shared else None
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
         self.fill = options.admission != "none"
@@ -302,6 +302,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
             capacity_bytes=self.options.capacity_bytes or 0,
             recovering=int(self.recovering),
             slots_retired=self.index.retired_for_errors,
+            load_depth=self.io.load_depth,
+            store_depth=self.io.store_depth,
             breaker_state=int(self.io.breakers.state),
             breaker_opened=self.io.breakers.opened,
             available=int(self._life.serving),

@@ -140,7 +140,7 @@ class TierJobs:
         self._clock = context.clock
         self._deadlines = {IoKind.LOAD: parts.options.longest_load, IoKind.STORE: parts.options.deadline}
         self._pace = (
-            LoadPace(parts.options.longest_load, parts.options.max_inflight, context.clock) if index.shared else None
+            LoadPace(parts.options.longest_load, lambda: parts.io.load_depth, context.clock) if index.shared else None
         )
         self._admission = parts.intake.admission
         self._budget = parts.intake.budget

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from tiering.api.masking import shown
 from tiering.api.units import Duration, Share, Size, Strict
+from tiering.secondary.io.depth import AUTO_DEPTH, DepthBounds, fixed_depth
 from tiering.table.block_table import load_policy
 
 
@@ -33,6 +35,15 @@ def known_policy(name: str) -> str:
     """
     load_policy(name)
     return name
+
+
+def _known_depth(value: object) -> object:
+    """Return ``value`` as a number or "auto", so that a mistake is reported as one problem."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 4:
+        value = int(value)
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 128):
+        return value
+    raise ValueError(f"{shown(value)} is not a number of transfers; write auto, or a number from 1 to 128")
 
 
 class RetryOptions(Strict):
@@ -139,8 +150,14 @@ class BlockTierOptions(TierOptions):
     """Retries of temporary errors."""
     breaker: BreakerOptions = BreakerOptions()
     """Circuit breaker of the medium; reads and writes have one each."""
-    max_inflight: Annotated[int, Field(ge=1, le=128)] = 8
-    """Number of blocks, or runs of neighbouring blocks, moved at the same time (threads); default 8."""
+    max_inflight: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=128)], BeforeValidator(_known_depth)] = (
+        "auto"
+    )
+    """Number of blocks, or runs of neighbouring blocks, moved at the same time (threads); default "auto".
+
+    "auto" begins with 8. For loads and for stores, it then finds the number beyond which they no longer become faster,
+    from 2 to 32.
+    """
     max_queued: Size = 1 << 30
     """Bytes of stores that may wait or run; the tail of a larger store is dropped; default 1 GiB."""
     primary_share: Share = 0.5
@@ -155,6 +172,11 @@ class BlockTierOptions(TierOptions):
     def longest_load(self) -> float:
         """Seconds that a request waits for a load."""
         return self.deadline if self.load_deadline is None else min(self.load_deadline, self.deadline)
+
+    @property
+    def depth(self) -> DepthBounds:
+        """Bounds of the number of units that run at the same time, for each direction."""
+        return AUTO_DEPTH if self.max_inflight == "auto" else fixed_depth(self.max_inflight)
 
     @property
     def fill_policy(self) -> Literal["second_touch", "all", "none"]:

@@ -33,6 +33,8 @@ GAUGES = frozenset(
         "capacity_bytes",
         "slots_retired",
         "recovering",
+        "load_depth",
+        "store_depth",
         "breaker_state",
         "available",
         "writable",
@@ -122,6 +124,10 @@ class TierStats:
     """Places out of use because the device reported an error there."""
     recovering: int = 0
     """1 while recovery has not yet read all of the medium, else 0."""
+    load_depth: int = 0
+    """Number of transfers that loads may run at once now; 0: the tier has no such number."""
+    store_depth: int = 0
+    """Number of transfers that stores may run at once now; 0: the tier has no such number."""
     breaker_state: int = 0
     """State of the worse of the two breakers: 0 closed, 1 half open, 2 open."""
     breaker_opened: int = 0

@@ -26,7 +26,8 @@ def build_io_host(
 ) -> IoHost:
     """Build the I/O side of one tier around ``store``, without opening or starting anything.
 
-    The layers are retry(breaker(deadline(meter(store)))). A pipeline and ``options.max_inflight`` threads use them.
+    The layers are retry(breaker(deadline(meter(store)))). A pipeline uses them, in as many threads at once as
+    ``options.max_inflight`` allows.
 
     Args:
         store: the medium, without layers.
@@ -66,7 +67,7 @@ def build_io_host(
     return IoHost(
         pipeline,
         name=context.name,
-        threads=options.max_inflight,
+        depth=options.depth,
         clock=clock,
         unit_bytes=BATCH_UNIT_BYTES if store.traits.batches else SINGLE_UNIT_BYTES,
         stopping=stopping,

@@ -3,7 +3,8 @@
 The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`,
 :meth:`IoHost.poll`). The thread that first takes a job cuts it into units. All threads share the units, the head of the
 prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side. Tasks run before
-loads, and loads before stores.
+loads, and loads before stores. The depth of each direction (:mod:`tiering.secondary.io.depth`) bounds the units that
+run at once.
 
 As long as no thread runs (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
@@ -16,14 +17,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from tiering.block_store import BlockStore, Done, Outcome
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.runtime.daemons import DaemonThreads
 from tiering.runtime.news import News
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.io.depth import DepthBounds
+from tiering.secondary.io.lanes import JobState, Lanes, Unit, take
 from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
@@ -43,41 +46,11 @@ LOOKUP_THREADS = 32
 _LONGEST_WAIT = 0.05
 
 
-@dataclass(slots=True, eq=False)
-class _JobState:
-    """State of a job on the I/O side, guarded by the host's lock."""
-
-    job: IoJob
-    outcomes: list[Outcome]
-    unfinished: int = 1
-    begun: float = float("inf")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unit:
-    """Blocks [start, stop) of a job; ``whole`` if the job is not cut into units yet."""
-
-    state: _JobState
-    start: int
-    stop: int
-    whole: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class _TaskDone:
     task: IoTask
     result: Any
     error: BaseException | None
-
-
-_Queue: TypeAlias = deque[_Unit]
-
-
-@dataclass(slots=True)
-class _Queues:
-    tasks: deque[IoTask] = field(default_factory=deque)
-    loads: _Queue = field(default_factory=deque)
-    stores: _Queue = field(default_factory=deque)
 
 
 class IoHost:
@@ -89,7 +62,7 @@ class IoHost:
     Args:
         pipeline: runs the units of jobs.
         name: name of the tier.
-        threads: number of I/O threads.
+        depth: bounds of the number of units that run at once, for each direction.
         clock: function that returns monotonic seconds.
         unit_bytes: maximum bytes of a unit; a single block may be larger.
         stopping: event that is set when the host is closed; default: a new one.
@@ -101,7 +74,7 @@ class IoHost:
         pipeline: Pipeline,
         *,
         name: str,
-        threads: int,
+        depth: DepthBounds,
         clock: Callable[[], float] = time.monotonic,
         unit_bytes: int = BATCH_UNIT_BYTES,
         stopping: threading.Event | None = None,
@@ -121,11 +94,20 @@ class IoHost:
         self._clock = clock
         self.unit_bytes = unit_bytes
         """Maximum bytes of a unit; a single block may be larger."""
+        self.lanes = lanes = Lanes(depth, clock)
+        """Units that wait and run, and the depth of each direction."""
         self._threads = IoThreads(
-            name, threads, work=self._work, abandon=self._abandon, stopping=self.stopping, clock=clock
+            name,
+            depth.most,
+            work=self._work,
+            stuck=lanes.stuck,
+            abandon=self._abandon,
+            refused=lanes.refused,
+            stopping=self.stopping,
+            clock=clock,
         )
         self._lookups = DaemonThreads(f"kv-{name}-lookup", LOOKUP_THREADS)
-        self._queues = _Queues()
+        self._tasks: deque[IoTask] = deque()
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = (news or News()).announce
@@ -142,18 +124,28 @@ class IoHost:
         """Number of jobs that were submitted and not yet returned by :meth:`poll`."""
         return self._submitted - self._reported
 
+    @property
+    def load_depth(self) -> int:
+        """Number of units of loads that may run at once now."""
+        return self.lanes.loads.finder.depth
+
+    @property
+    def store_depth(self) -> int:
+        """Number of units of stores that may run at once now."""
+        return self.lanes.stores.finder.depth
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; returns at once."""
         self._submitted += 1
-        unit = _Unit(_JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
+        unit = Unit(JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
         if not job.keys:
             self._fail(unit, None)
         elif (refusal := self._refusal()) is not None:
             self._fail(unit, refusal)
         else:
-            queues = self._queues
-            (queues.loads if job.kind is IoKind.LOAD else queues.stores).append(unit)
-            self._threads.tokens.put(None)
+            self.lanes.of(job.kind).waiting.append(unit)
+            if self.lanes.has_work:
+                self._wake()
 
     def run(self, task: IoTask) -> None:
         """Submit a task; returns at once.
@@ -167,14 +159,14 @@ class IoHost:
         elif task.background:
             refusal = self._closed_error() or self._threads.run_alone(task.name, lambda: self._run_task(task))
         elif (refusal := self._refusal()) is None:
-            self._queues.tasks.append(task)
-            self._threads.tokens.put(None)
+            self._tasks.append(task)
+            self._wake()
         if refusal is not None:
             self._end(_TaskDone(task, None, refusal))
 
     def poll(self) -> list[IoResult]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
-        if self._queues.loads or self._queues.stores:
+        if self.lanes.loads.waiting or self.lanes.stores.waiting:
             self._sweep()
         results: list[IoResult] = []
         while self._ended:
@@ -216,7 +208,7 @@ class IoHost:
 
     def discard(self) -> None:
         """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
-        while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
+        while (unit := self.lanes.take_any()) is not None:
             self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
 
     def close(self, deadline: float) -> bool:
@@ -263,22 +255,30 @@ class IoHost:
             return None
         return TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
 
+    def _wake(self, *, patient: bool = False) -> None:
+        """Make a thread look for an item; a thread is started for it if no other is free."""
+        threads = self._threads
+        threads.tokens.put(None)
+        if threads.tokens.qsize() > threads.idle:
+            threads.start_one(patient=patient)
+
     def _sweep(self) -> None:
         """Fail the jobs that wait in vain, and start substitutes for threads that hang.
 
         Jobs wait in vain if a breaker keeps them from the medium, or if they are overdue because all threads hang.
         """
-        for kind, queue in ((IoKind.LOAD, self._queues.loads), (IoKind.STORE, self._queues.stores)):
-            if queue and not self.breakers.allows(kind):
-                while (unit := _take(queue)) is not None:
-                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
         now = self._clock()
-        for queue in (self._queues.loads, self._queues.stores):
+        for kind in IoKind:
+            queue = self.lanes.of(kind).waiting
+            if queue and not self.breakers.allows(kind):
+                while (unit := take(queue)) is not None:
+                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
             while (unit := self._take_overdue(queue, now)) is not None:
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        self._threads.replace_stuck()
+        if self.lanes.has_work:
+            self._threads.replace_stuck()
 
-    def _take_overdue(self, queue: _Queue, now: float) -> _Unit | None:
+    def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:
         try:
             if queue[0].state.job.deadline > now:
                 return None
@@ -287,53 +287,54 @@ class IoHost:
             return None
         if unit.state.job.deadline <= now:
             return unit
-        # Another thread took the overdue unit in between: put this one back, with a token for the thread that found
-        # the queue empty meanwhile.
+        # Another thread took the overdue unit in between: put this one back, and wake the thread that found the queue
+        # empty meanwhile.
         queue.appendleft(unit)
-        self._threads.tokens.put(None)
+        self._wake()
         return None
 
     def _abandon(self) -> None:
-        while (unit := _take(self._queues.loads) or _take(self._queues.stores)) is not None:
+        while (unit := self.lanes.take_any()) is not None:
             self._fail(unit, TemporaryStoreError(f"tier {self.name} is closing"))
-        while (task := _take(self._queues.tasks)) is not None:
+        while (task := take(self._tasks)) is not None:
             self._end(_TaskDone(task, None, TemporaryStoreError(f"tier {self.name} is closing")))
 
     # -------------------------------------------------------------------------------------------------- the I/O threads
 
-    def _work(self) -> None:
-        """Run the most urgent task or unit, if there is one."""
-        queues = self._queues
-        if (task := _take(queues.tasks)) is not None:
+    def _work(self) -> bool:
+        """Run the most urgent task or unit, and return False if there is none for which there is a place."""
+        if (task := take(self._tasks)) is not None:
             self._run_task(task)
-        elif (unit := self._take_unit(queues.loads)) is not None or (
-            unit := self._take_unit(queues.stores)
-        ) is not None:
-            self._run_unit(unit)
+            return True
+        if (unit := self.lanes.begin()) is None:
+            return False
+        if unit.whole:
+            unit = self._cut(unit)
+        if self.lanes.has_work:
+            self._wake(patient=True)
+        self._run_unit(unit)
+        return True
 
-    def _take_unit(self, queue: _Queue) -> _Unit | None:
-        unit: _Unit | None = _take(queue)
-        if unit is None or not unit.whole:
-            return unit
-        job = unit.state.job
-        blocks = max(1, min(-(-unit.stop // self._threads.count), self.unit_bytes // max(1, max(job.sizes, default=1))))
-        units = [_Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
+    def _cut(self, unit: Unit) -> Unit:
+        """Cut a whole job into units; return the first one and queue the others."""
+        job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
+        share = -(-unit.stop // lane.finder.depth)
+        blocks = max(1, min(share, self.unit_bytes // max(1, max(job.sizes, default=1))))
+        units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         unit.state.unfinished = len(units)
-        queue.extendleft(units[:0:-1])
-        for _ in units[1:]:
-            self._threads.tokens.put(None)
+        lane.waiting.extendleft(units[:0:-1])
         return units[0]
 
-    def _run_unit(self, unit: _Unit) -> None:
+    def _run_unit(self, unit: Unit) -> None:
+        """Run a unit that :meth:`Lanes.begin` gave to this thread."""
         job = unit.state.job
-        thread = threading.current_thread()
         begun = self._clock()
         positions: Sequence[int] = range(unit.start, unit.stop)
+        outcomes: Sequence[Outcome] = ()
         try:
             ordered = positions
             if isinstance(job.places[unit.start], int):
                 ordered = sorted(positions, key=job.places.__getitem__)
-            self._threads.deadlines[thread] = job.deadline
             outcomes = self._pipeline.run(job, ordered)
         except BaseException as error:
             if not isinstance(error, StoreError) and self._unexpected.admit():
@@ -344,11 +345,10 @@ class IoHost:
             failure = (
                 error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
             )
-            self._end_unit(unit, positions, [failure] * len(positions), begun)
-        else:
-            self._end_unit(unit, ordered, outcomes, begun)
-        finally:
-            self._threads.deadlines.pop(thread, None)
+            ordered, outcomes = positions, [failure] * len(positions)
+        moved = [job.sizes[at] for at, outcome in zip(ordered, outcomes, strict=True) if outcome is Done.DONE]
+        self.lanes.end(job.kind, sum(moved), failed=len(moved) < len(positions))
+        self._end_unit(unit, ordered, outcomes, begun)
 
     def _run_lookup(self, task: IoTask) -> None:
         if self.stopping.is_set() or self._clock() >= task.expires:
@@ -368,12 +368,12 @@ class IoHost:
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def _fail(self, unit: _Unit, error: StoreError | None) -> None:
+    def _fail(self, unit: Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
         positions = range(unit.start, unit.stop)
         self._end_unit(unit, positions, [error] * len(positions) if error is not None else [], self._clock())
 
-    def _end_unit(self, unit: _Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float) -> None:
+    def _end_unit(self, unit: Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float) -> None:
         state = unit.state
         with self._lock:
             for position, outcome in zip(positions, outcomes, strict=True):
@@ -403,14 +403,3 @@ def _waits(clock: Callable[[], float], deadline: float) -> Iterator[float]:
     while (left := min(deadline - clock(), allowed - (time.monotonic() - begun))) > 0:
         yield min(left, _LONGEST_WAIT)
     yield 0.0
-
-
-def _take(queue: deque[Any]) -> Any:
-    """Return and remove the head of ``queue``; None if it is empty.
-
-    Another thread may have taken the last element.
-    """
-    try:
-        return queue.popleft()
-    except IndexError:
-        return None

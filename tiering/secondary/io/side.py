@@ -32,6 +32,14 @@ class IoSide(Protocol):
     def stats(self) -> IoStats:
         """Counters of the I/O."""
 
+    @property
+    def load_depth(self) -> int:
+        """Number of units of loads that may run at once now."""
+
+    @property
+    def store_depth(self) -> int:
+        """Number of units of stores that may run at once now."""
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; :meth:`poll` returns its result."""
 

@@ -26,11 +26,11 @@ class LoadPace:
 
     Args:
         deadline: seconds that a load may take.
-        at_once: number of blocks that the tier moves at the same time.
+        at_once: function that returns the number of blocks that the tier moves at the same time.
         clock: function that returns monotonic seconds.
     """
 
-    def __init__(self, deadline: float, at_once: int, clock: Callable[[], float]) -> None:
+    def __init__(self, deadline: float, at_once: Callable[[], int], clock: Callable[[], float]) -> None:
         self._deadline = deadline
         self._at_once = at_once
         self._clock = clock
@@ -55,7 +55,7 @@ class LoadPace:
         count = 0
         for size in sizes:
             room -= size
-            if room < 0 and self._blocks + count >= self._at_once:
+            if room < 0 and self._blocks + count >= self._at_once():
                 self._limited = True
                 break
             count += 1
@@ -67,7 +67,7 @@ class LoadPace:
             self._progress = self._clock()
         self._blocks += len(sizes)
         self._bytes += sum(sizes)
-        if self._window_begun is None and self._blocks > self._at_once:
+        if self._window_begun is None and self._blocks > self._at_once():
             self._window_begun, self._window_bytes = self._clock(), 0
 
     def end(self, sizes: Sequence[int], arrived: int) -> None:
@@ -88,7 +88,7 @@ class LoadPace:
                 self._window_begun, self._window_bytes = now, 0
         self._blocks -= len(sizes)
         self._bytes -= sum(sizes)
-        if self._blocks <= self._at_once:
+        if self._blocks <= self._at_once():
             self._window_begun = None
             if self._limited and arrived and self.bandwidth is not None:
                 # Too few blocks are let through for a measurement: try more next time.
