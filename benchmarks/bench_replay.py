@@ -62,8 +62,8 @@ def run(bench: Bench) -> None:
             repeats=3,
             unit="blocks per CPU second",
         )
-        if tokens == 16:
-            bench.target(f"replay, {name}, CPU and NVMe", stats["CPU and NVMe"].median, 100_000, "min", "blocks/s")
+        for label in ("CPU and NVMe", "CPU, NVMe and bucket"):
+            bench.target(f"replay, {name}, {label}", stats[label].median, 100_000, "min", "blocks/s")
     advisor(bench, traces)
 
 
@@ -85,6 +85,8 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
             def feed(made: SizeAdvisor = made, prompts: list[list[bytes]] = prompts) -> None:
                 for keys in prompts:
                     made.looked_up({}, keys)
+                    if keys:
+                        made.stored(keys)
 
             cost = timed(feed, per=exact.total)
             estimates = made.estimates("cpu")
@@ -94,10 +96,11 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
             ]
             spent = (cost.cpu or 0.0) * 1e6
             rows.append((name, exact.distinct, capacity, sum(errors) / len(errors), max(errors), spent))
+    bench.note("Each prompt is looked up, then stored entirely; the CPU time of both is divided by the blocks looked up.")
     bench.table(
         "The advisor at 1/4 to 16 times a capacity",
         ("trace", "distinct blocks", "capacity", "mean error, points", "largest", "CPU µs per access"),
         rows,
     )
     bench.target("advisor, mean error", sum(row[3] for row in rows) / len(rows), 1.0, "max", "points")
-    bench.target("advisor, CPU per access", sum(row[5] for row in rows) / len(rows), 1.0, "max", "µs")
+    bench.target("advisor, CPU per access at most", max(row[5] for row in rows), 1.0, "max", "µs")

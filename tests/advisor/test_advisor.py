@@ -44,6 +44,40 @@ def test_the_sample_keeps_its_size_and_its_threshold_falls() -> None:
     assert shards.keys == keys
 
 
+@pytest.mark.parametrize("sample", [40, 5000])
+def test_a_prompt_at_once_counts_as_its_keys_one_by_one(sample: int) -> None:
+    random = np.random.default_rng(5)
+    prompts = [mixed(np.arange(start, start + 50, dtype=np.uint64)) >> np.uint64(32) for start in range(0, 400, 20)]
+    random.shuffle(prompts)
+    at_once, one_by_one = Shards([5, 20, 100], sample), Shards([5, 20, 100], sample)
+    for step in range(600):
+        known = max(1, step // 30)
+        hashes = prompts[random.integers(known)][: random.integers(1, 50)].tolist()
+        if random.random() < 0.3:
+            hashes += random.choice(hashes, 3).tolist()
+        if random.random() < 0.3:  # A new key may push out one that comes later in the same prompt.
+            random.shuffle(hashes)
+        counted = bool(random.random() < 0.8)
+        at_once.access(hashes, counted=counted)
+        for key in hashes:
+            one_by_one.access([key], counted=counted)
+    assert (at_once.keys, at_once.threshold, at_once.sampled) == (
+        one_by_one.keys,
+        one_by_one.threshold,
+        one_by_one.sampled,
+    )
+    for size in (5, 20, 100):
+        assert at_once.hit_rate(size) == pytest.approx(one_by_one.hit_rate(size), abs=1e-12)
+    assert at_once.hit_rate(5) < at_once.hit_rate(20) < at_once.hit_rate(100)
+
+
+def test_a_key_that_leaves_the_sample_within_a_prompt_is_not_counted() -> None:
+    shards = Shards([1, 2, 3], sample=3)
+    shards.access([10, 90, 20])
+    shards.access([5, 10, 90, 20])  # The 5 pushes out the 90.
+    assert (shards.keys, shards.threshold, shards.sampled) == (3, 90, 3 + 3)
+
+
 @pytest.mark.parametrize("kind", ["chat", "documents", "agents", "system"])
 def test_the_mean_error_is_at_most_one_point(kind: str) -> None:
     trace = list(generate({kind: 1.0}, 2500, 5.0, 128, seed=7))

@@ -28,6 +28,9 @@ WINDOW = 1 << 24
 
 _HASH_BYTES = 4
 
+_ARRAY_KEYS = 12
+"""Number of keys from which numpy is faster than a loop."""
+
 
 class SizeAdvisor:
     """Estimates of the hit rate of each tier at a quarter to sixteen times its capacity.
@@ -97,7 +100,7 @@ class SizeAdvisor:
     def _sampled(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the hashes of the sampled ones of ``keys``; all keys have the same length."""
         width = len(keys[0])
-        if width % _HASH_BYTES:
+        if width % _HASH_BYTES or len(keys) < _ARRAY_KEYS:
             threshold = self._shards.threshold
             hashes = [int.from_bytes(key[:_HASH_BYTES], "little") for key in keys]
             return [value for value in hashes if value < threshold]

@@ -95,32 +95,55 @@ class Shards:
             hashes: hashes below :attr:`threshold`, as it was when they were chosen.
             counted: True (default) if the accesses are lookups whose hits count. False: they only renew the keys.
         """
-        last, times, capacities, weights = self._last, self._times, self._capacities, self._weights
-        now = self._now
-        for key in hashes:
-            if key >= self.threshold:
+        count = len(hashes)
+        if len(set(hashes)) < count:
+            for key in hashes:
+                self.access((key,), counted=counted)
+            return
+        times, before = self._times, list(map(self._last.get, hashes))
+        position = 0
+        while position < count:
+            first, threshold = before[position], self.threshold
+            if first is None or hashes[position] >= threshold:
+                self._enter(hashes[position], counted)
+                position += 1
                 continue
-            before = last.get(key)
-            now += 1
-            if before is None:
-                bucket = len(capacities)
-                heappush(self._largest, -key)
-            else:
-                place = bisect_left(times, before)
+            # Keys that were accessed one after the other, such as those of a prefix, are neighbours in the times, and
+            # all have the same distance.
+            end = position + 1
+            while end < count and before[end] == first + end - position and hashes[end] < threshold:
+                end += 1
+            place, length, now = bisect_left(times, first), end - position, self._now
+            if counted:
                 # A cache of c blocks hits if at most c - 1 other keys came since.
                 distance = (len(times) - place) * HASHES / self.threshold
-                bucket = bisect_left(capacities, distance)
-                del times[place]
-            last[key] = now
-            times.append(now)
-            if counted:
-                weight = HASHES / self.threshold
-                weights[bucket] += weight
-                self.weight += weight
-                self.sampled += 1
-            if len(last) > self._sample:
-                self._shrink()
-        self._now = now
+                self._count(bisect_left(self._capacities, distance), length)
+            del times[place : place + length]
+            self._now = now + length
+            renewed = range(now + 1, now + length + 1)
+            times.extend(renewed)
+            self._last.update(zip(hashes[position:end], renewed, strict=True))
+            position = end
+
+    def _enter(self, key: int, counted: bool) -> None:
+        """Add a key to the sample, if its hash is still below the threshold."""
+        if key >= self.threshold:
+            return
+        self._now += 1
+        self._last[key] = self._now
+        self._times.append(self._now)
+        heappush(self._largest, -key)
+        if counted:
+            self._count(len(self._capacities), 1)
+        if len(self._last) > self._sample:
+            self._shrink()
+
+    def _count(self, bucket: int, accesses: int) -> None:
+        """Count sampled accesses that hit at the capacity ``bucket``, and not at the next smaller one."""
+        weight = accesses * HASHES / self.threshold
+        self._weights[bucket] += weight
+        self.weight += weight
+        self.sampled += accesses
 
     def _shrink(self) -> None:
         """Lower the threshold to the largest sampled hash, whose key leaves the sample."""
