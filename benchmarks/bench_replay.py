@@ -96,7 +96,7 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
             ]
             spent = (cost.cpu or 0.0) * 1e6
             rows.append((name, exact.distinct, capacity, sum(errors) / len(errors), max(errors), spent))
-    bench.note("Each prompt is looked up, then stored entirely; the CPU time of both is divided by the blocks looked up.")
+    bench.note("Each prompt is looked up, then stored entirely; the CPU time of both counts per block looked up.")
     bench.table(
         "The advisor at 1/4 to 16 times a capacity",
         ("trace", "distinct blocks", "capacity", "mean error, points", "largest", "CPU µs per access"),
