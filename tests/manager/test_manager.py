@@ -319,9 +319,12 @@ def test_a_tiers_running_loads_are_bounded_by_its_share_of_rows() -> None:
     assert rig.manager.match_prefix(keys, rig.ctx) == PrefixMatch(2, True)
 
 
-def test_no_room_in_the_primary_tier_is_a_miss_that_is_counted() -> None:
-    rig = ManagerRig(2, [FakeTier(held=set(keys_of(0)))])
+def test_no_room_in_the_primary_tier_until_the_deadline_is_a_miss_that_is_counted() -> None:
+    rig = ManagerRig(2, [FakeTier(held=set(keys_of(0)), load_deadline=5.0)])
     rig.manager.prepare_store(keys_of(*range(10, 12)), rig.ctx)
+    assert rig.manager.lookup(keys_of(0)[0], rig.ctx) is None
+    rig.clock.advance(5.0)
+    rig.step()
     assert rig.manager.lookup(keys_of(0)[0], rig.ctx) is False
     assert rig.stat("promotions_without_room") == 1
 

@@ -10,7 +10,7 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
-from tiering.manager.promotions import Promotion, Promotions
+from tiering.manager.promotions import Promotion, Promotions, Started
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
@@ -44,7 +44,7 @@ class World:
 
     def run(self, keys: Sequence[OffloadKey], *others: Request, state: TierState | None = None) -> Promotion:
         """Return a running promotion of ``keys`` that "r1" owns and ``others`` wait for."""
-        assert self.promotions.start(state or self.fast, self.r1, keys) == len(keys)
+        assert self.promotions.start(state or self.fast, self.r1, keys).blocks == len(keys)
         for other in others:
             self.promotions.join(other, keys)
         (promotion,) = self.promotions.take_queued()
@@ -79,7 +79,7 @@ class World:
 def test_a_promotion_takes_its_rows_at_once() -> None:
     world = World()
     assert not world.promotions.queued
-    assert world.promotions.start(world.fast, world.r1, [A, B]) == 2
+    assert world.promotions.start(world.fast, world.r1, [A, B]).blocks == 2
     assert world.promotions.queued
     assert set(world.primary.pending) == {A, B}
     assert world.counts() == (2, 0, 2)
@@ -90,24 +90,34 @@ def test_a_promotion_takes_its_rows_at_once() -> None:
     assert promotion.deadline == world.clock() + DEADLINE
 
 
-@pytest.mark.parametrize(
-    ("rows", "share", "tier_rows"), [(8, 2, 8), (8, 8, 2), (2, 8, 8)], ids=["share", "tier's share", "rows"]
-)
-def test_the_first_key_without_room_stays_a_miss(rows: int, share: int, tier_rows: int) -> None:
+@pytest.mark.parametrize(("rows", "share", "tier_rows"), [(8, 2, 8), (2, 8, 8)], ids=["share", "rows"])
+def test_the_first_key_without_room_stays_a_miss_if_the_request_itself_takes_all_rows(
+    rows: int, share: int, tier_rows: int
+) -> None:
     world = World(rows, share, tier_rows)
-    assert world.promotions.start(world.fast, world.r1, K) == 2
+    assert world.promotions.start(world.fast, world.r1, K) == Started(2, waits=False)
     assert set(world.primary.pending) == {A, B}
     assert world.r1.refused == {C}
     assert world.stats.promotions_without_room == 1
-    assert world.promotions.start(world.fast, world.r2, [C, D]) == 0
-    assert world.r2.refused == {C}
-    assert world.stats.promotions_without_room == 2
+    assert world.promotions.start(world.fast, world.r2, [C, D]) == Started(0, waits=True)
+    assert not world.r2.refused
+    assert (world.stats.promotions_without_room, world.stats.promotions_waited) == (1, 1)
     assert world.counts() == (2, 0, 2)
+
+
+def test_what_exceeds_the_tiers_share_waits_for_the_loads_of_the_tier() -> None:
+    world = World(tier_rows=2)
+    assert world.promotions.start(world.fast, world.r1, K) == Started(2, waits=True)
+    assert not world.r1.refused
+    assert world.counts() == (2, 0, 2)
+    (promotion,) = world.promotions.take_queued()
+    world.promotions.end(promotion, None)
+    assert world.promotions.start(world.fast, world.r1, [C, D], 2) == Started(2, waits=False)
 
 
 def test_all_that_fits_is_no_lack_of_room() -> None:
     world = World(4, 4, 4)
-    assert world.promotions.start(world.fast, world.r1, K) == 4
+    assert world.promotions.start(world.fast, world.r1, K).blocks == 4
     assert not world.r1.refused
     assert world.stats.promotions_without_room == 0
 
@@ -116,21 +126,21 @@ def test_reserved_rows_count_in_the_share_of_promotions() -> None:
     world = World(share=3)
     world.promotions.end(world.run([A, B]), None)
     assert world.counts() == (0, 2, 0)
-    assert world.promotions.start(world.fast, world.r1, [C, D]) == 1
+    assert world.promotions.start(world.fast, world.r1, [C, D]).blocks == 1
     assert world.r1.refused == {D}
 
 
 def test_promotions_evict_and_count_it() -> None:
     world = World(rows=4)
     world.store(K)
-    assert world.promotions.start(world.fast, world.r1, keys_of(10, 11)) == 2
+    assert world.promotions.start(world.fast, world.r1, keys_of(10, 11)).blocks == 2
     assert world.stats.evicted_blocks == 2
     assert set(world.primary.readable) == {A, B}
 
 
 def test_a_key_that_is_named_twice_takes_one_row() -> None:
     world = World()
-    assert world.promotions.start(world.fast, world.r1, [A, B, A]) == 3
+    assert world.promotions.start(world.fast, world.r1, [A, B, A]).blocks == 3
     assert world.counts() == (2, 0, 2)
     (promotion,) = world.promotions.take_queued()
     assert promotion.keys == [A, B]

@@ -63,8 +63,9 @@ def test_blocks_that_left_the_primary_tier_come_from_the_disk_in_the_modelled_ti
     model = MODEL.model_copy(update={"tiers": {"local": slow}})
     trace = [request(0, range(8)), request(100, range(50, 58)), request(200, range(8))]
     result = replayed(trace, 8, DISK, model=model, promotion_share=1.0)
-    # primary_share is a half by default: four blocks of eight may be loaded at once.
-    assert hits(result) == {"cpu": 0, "local": 4}
+    # primary_share is a half by default: four blocks of eight are loaded at once, and the other four after them.
+    assert hits(result) == {"cpu": 0, "local": 8}
+    assert result.ttft_mean == pytest.approx((0.8 + 0.8 + 2 * 0.5 + 0.8 + 0.08 + 0.01) / 3, abs=0.1)
     share = {**DISK, "primary_share": 1.0}
     result = replayed(trace, 8, share, model=model, promotion_share=1.0)
     assert hits(result) == {"cpu": 0, "local": 8}

@@ -105,6 +105,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions = Promotions(
             primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline
         )
+        self._waiters = self._promotions.waiters
         self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._promotions.give_up_all)
         self._states = self._tiers.states
         self._call = self._tiers.call
@@ -138,6 +139,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._advisor.looked_up(request.advised, keys)
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
+            if self._waiters:
+                self._waiters.settle(request, keys)
             return PrefixMatch(hits, False)
         match = self._search.match(request, keys, hits, at_least)
         if match.pending:

@@ -45,6 +45,8 @@ class _Walk:
     pinned_until: int = 0
     runs: int = 0
     """Runs of missing blocks that were looked up so far."""
+    waits: bool = False
+    """True if the request waits for primary rows."""
 
 
 class PrefixSearch:
@@ -69,6 +71,7 @@ class PrefixSearch:
         self._readable = primary.readable
         self._pending = primary.pending
         self._promotions = promotions
+        self._waiters = promotions.waiters
         self._call = call
         self._clock = clock
 
@@ -88,6 +91,8 @@ class PrefixSearch:
         finally:
             for rows in walk.pinned:
                 self._primary.unpin(rows)
+            if self._waiters and not walk.waits:
+                self._waiters.settle(request, keys)
 
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
         keys, pending = walk.keys, False
@@ -109,6 +114,8 @@ class PrefixSearch:
                     return PrefixMatch(position, True)
                 walk.runs += 1
                 promoted, undecided = self._ask_tiers(request, walk, position)
+                if walk.waits:
+                    return PrefixMatch(position + promoted, True)
                 if undecided and request.may_wait(self._clock(), UNDECIDED_PATIENCE):
                     return PrefixMatch(position, True)
                 if not promoted:
@@ -120,12 +127,14 @@ class PrefixSearch:
     def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, bool]:
         """Promote blocks from ``position`` on from the fastest tier that holds them.
 
+        A tier is not asked about fewer blocks than its ``min_prefix_blocks``.
+
         Returns:
             The number of blocks that are being promoted now, and True if there are none because a tier is undecided.
         """
-        undecided = False
+        undecided, left = False, len(walk.keys) - position
         for state in request.tiers:
-            if not state.in_service:
+            if not state.in_service or left < state.tier.min_prefix_blocks:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
@@ -139,7 +148,8 @@ class PrefixSearch:
             keys = self._run_to_promote(state, request, walk, position, end)
             if keys:
                 self._pin_head(walk, position)
-                return self._promotions.start(state, request, keys), False
+                promoted, walk.waits = self._promotions.start(state, request, keys, position)
+                return promoted, False
             undecided = undecided or may_grow
         return 0, undecided
 

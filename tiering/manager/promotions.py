@@ -6,8 +6,8 @@ another one inherits it.
 
 Promoted blocks are reserved (pinned) for the requests that asked, until these load them or finish, or until the
 reservation expires. So promotions cannot evict each other for ever. The number of rows that promotions and reservations
-hold is bounded. An overdue promotion is a miss for its requests at once; its rows become free when the tier reports the
-job.
+hold is bounded. A request whose promotion finds no row waits for one (:mod:`tiering.manager.room`). An overdue
+promotion is a miss for its requests at once; its rows become free when the tier reports the job.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows, as_rows
 from tiering.manager.requests import Request
+from tiering.manager.room import RoomWaiters
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -50,6 +52,15 @@ class Promotion:
     """True if the tier has reported the job."""
 
 
+class Started(NamedTuple):
+    """Result of the start of a promotion."""
+
+    blocks: int
+    """Number of blocks that are being promoted."""
+    waits: bool
+    """True if the request waits for rows for the other blocks; they may be promoted later."""
+
+
 class Promotions:
     """All promotions of a manager, queued and running, and the reservations of promoted blocks."""
 
@@ -75,6 +86,8 @@ class Promotions:
         self._clock = clock
         self._max_rows = max_rows
         self._reservation_deadline = reservation_deadline
+        self.waiters = RoomWaiters(stats, clock)
+        """Requests that wait for rows."""
         self._in_flight: dict[OffloadKey, Promotion] = {}
         self._queued: dict[tuple[int, str], Promotion] = {}
         self._running: dict[int, deque[Promotion]] = {}
@@ -100,34 +113,50 @@ class Promotions:
                 request.asked.add(key)
                 promotion.others.setdefault(key, []).append(request)
 
-    def start(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
+    def start(self, state: TierState, request: Request, keys: Sequence[OffloadKey], position: int = 0) -> Started:
         """Promote the leading ``keys`` as far as there is room.
 
-        If there is no room for all of them, the first key without room stays a miss for this request, and is counted.
+        If there is no room for all of them, the request waits for rows, or the first key without room stays a miss for
+        this request and is counted.
 
         Args:
             state: the tier that holds the blocks.
             request: the request that asks.
             keys: blocks that the primary table neither holds nor expects.
-
-        Returns:
-            The number of blocks that are being promoted.
+            position: number of blocks in front of ``keys`` that the request needs at the same time; default 0.
         """
-        count = min(
-            len(keys),
-            self._max_rows - self.rows_promoting - self.rows_reserved,
-            state.max_loading_rows - state.loading_rows,
-            self._primary.room,
-        )
+        share = self._max_rows - self.rows_promoting - self.rows_reserved
+        tier_share = state.max_loading_rows - state.loading_rows
+        count = max(0, min(len(keys), share, tier_share, self._primary.room))
+        waits = False
         if count < len(keys):
-            self._stats.promotions_without_room += 1
-            request.refused.add(keys[max(count, 0)])
-        chosen = list(keys[: max(count, 0)])
-        taken = self._primary.allocate(chosen) if chosen else None
+            waits = (
+                position + count < self._primary.num_rows
+                and (tier_share > count or count > 0 or self._loads_from(state))
+                and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self.rows_reserved))
+                and self.waiters.wait(request, keys[count], state.tier.load_deadline)
+            )
+            if not waits:
+                self.waiters.refuse(request, keys[count])
+            elif not self.waiters.comes_first(request):
+                count = 0
+        return Started(self._start(state, request, keys[:count]) if count else 0, waits)
+
+    def _loads_from(self, state: TierState) -> bool:
+        """Return True if a load from a tier is queued, or runs and is not given up."""
+        queued = (promotion.state is state for promotion in self._queued.values())
+        return any(queued) or any(
+            promotion.awaited and not promotion.ended for promotion in self._running.get(state.rank, ())
+        )
+
+    def _start(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
+        """Promote ``keys``, for which there is room, and return their number."""
+        chosen = list(keys)
+        taken = self._primary.allocate(chosen)
         if taken is None:
             return 0
         rows, evicted = taken
-        if len(rows) < count:
+        if len(rows) < len(chosen):
             chosen = list(dict.fromkeys(chosen))
         self._stats.evicted_blocks += len(evicted)
         queue_key = (state.rank, request.ctx.req_id)
@@ -140,7 +169,7 @@ class Promotions:
         request.asked.update(chosen)
         self.rows_promoting += len(chosen)
         state.loading_rows += len(chosen)
-        return count
+        return len(keys)
 
     # --------------------------------------------------------------------------------------------------------- run, end
 
@@ -311,6 +340,8 @@ class Promotions:
         while self._expiries and self._expiries[0][0] <= now:
             _, request, keys = self._expiries.popleft()
             self._stats.reservations_expired += self._unreserve(request, keys)
+        if self.waiters:
+            self.waiters.expire(now)
 
     def give_up(self, promotion: Promotion) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
@@ -336,6 +367,7 @@ class Promotions:
     def leave(self, request: Request) -> None:
         """End a finished request's reservations; its queued promotions pass to other requests or are dropped."""
         self.release(request)
+        self.waiters.end(request)
         for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
             self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
@@ -394,6 +426,7 @@ class Promotions:
                 self.give_up(promotion)
             promotion.worthless = True
         self._running.clear()
+        self.waiters.clear()
         for _, request, keys in self._expiries:
             self._unreserve(request, keys)
         self._expiries.clear()

@@ -19,6 +19,8 @@ class ManagerStats:
     """Calls of ``prepare_store`` that were refused because too few rows were free or evictable."""
     promotions_without_room: int = 0
     """Promotions that were cut short or refused for lack of rows."""
+    promotions_waited: int = 0
+    """Times that a request waited for rows for its promotion."""
     promotions_overdue: int = 0
     """Blocks whose promotion passed its tier's deadline."""
     promotions_dropped: int = 0

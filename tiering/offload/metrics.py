@@ -61,6 +61,12 @@ _MANAGER = (
         "Hits of slower tiers are lost: raise `primary.capacity` or `promotion_share`.",
     ),
     _of_manager(
+        "promotions_waited",
+        "promotions",
+        "Promotions that waited because no row was free for them at once",
+        "Hits come later than they could: raise `primary.capacity` if the time to the first token matters.",
+    ),
+    _of_manager(
         "promotions_overdue",
         "blocks",
         "Blocks given up because their promotion took too long",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.config.stack_file import StackConfig
+from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
@@ -173,9 +174,12 @@ class Replay:
             wake = self.stack.next_answer()
             if self.stack.loads > loads:
                 wake = max(tier.io.loads.free_at for tier in self.stack.tiers)
-            # A block that another request stores or probes now is decided at the next event, at the latest soon.
             if math.isinf(wake):
-                wake = self._clock.now + self._model.kv_bytes_per_token / self._model.device_bytes_per_second
+                # The request waits for rows, or for a block that another request stores now.
+                stores = (when for when, _, other in self._events if other.stored)
+                wake = min([self.stack.next_end(), *stores])
+            if math.isinf(wake):
+                wake = self._clock.now + LOOK_AGAIN
             self._at(max(wake, self._clock.now + 1e-6), running)
             return
         hits = wanted[: answer.hits]

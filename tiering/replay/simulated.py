@@ -174,6 +174,10 @@ class SimulatedIo:
         loads = [end for end, _, job, _ in self._jobs if job.kind is IoKind.LOAD]
         return min([*loads, *(task[0] for task in self._tasks)], default=math.inf)
 
+    def next_end(self) -> float:
+        """Return the time at which the next job, task or probe ends; infinity if none is under way."""
+        return min((part[0][0] for part in (self._jobs, self._tasks) if part), default=math.inf)
+
     def submit(self, job: IoJob) -> None:
         loads, stats = job.kind is IoKind.LOAD, self.stats
         queue = self.loads if loads else self.stores
@@ -245,8 +249,7 @@ class SimulatedIo:
 
     def wait(self, timeout: float) -> bool:
         """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
-        ends = [part[0][0] for part in (self._jobs, self._tasks) if part]
-        end = min(ends, default=math.inf)
+        end = self.next_end()
         self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
         return end <= self._clock.now
 

@@ -83,6 +83,10 @@ class SimulatedStack:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
         return min((tier.io.next_answer() for tier in self.tiers), default=math.inf)
 
+    def next_end(self) -> float:
+        """Return the time at which the next job or probe of any tier ends; infinity if none is under way."""
+        return min((tier.io.next_end() for tier in self.tiers), default=math.inf)
+
 
 def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> SimulatedStack:
     """Return the manager that ``stack`` describes, over media that are simulated.
