@@ -141,18 +141,21 @@ class FakeS3:
 def fake_s3() -> Iterator[FakeS3]:
     """A running server on loopback, for as long as the context lasts."""
     state = FakeS3()
+    with serving(state, FakeHandler):
+        yield state
 
-    class Handler(_Handler):
-        fake = state
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+@contextlib.contextmanager
+def serving(state: FakeS3, kind: type[FakeHandler]) -> Iterator[None]:
+    """A server with the given state and requests, for as long as the context lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (kind,), {"fake": state}))
     server.daemon_threads = True
     server.block_on_close = False
     state.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="fake-s3")
     thread.start()
     try:
-        yield state
+        yield
     finally:
         state.closing.set()
         server.shutdown()
@@ -160,7 +163,9 @@ def fake_s3() -> Iterator[FakeS3]:
         thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class FakeHandler(BaseHTTPRequestHandler):
+    """Answers the requests of S3."""
+
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16
     """Size of the write buffer in bytes, so that an answer is sent as a whole.
@@ -208,13 +213,12 @@ class _Handler(BaseHTTPRequestHandler):
             )
         injected = fake.fault_for(method, name)
         fault = None if injected is None else injected.what
-        key = re.search("Credential=([^/]*)/", self.headers.get("authorization", ""))
         if fake.redirect_to:
-            self._send(307, b"", location=f"{fake.redirect_to}{self.path}")
-        elif fake.access_key and (key is None or key[1] != fake.access_key):
-            self._send(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+            self.send(307, b"", location=f"{fake.redirect_to}{self.path}")
+        elif fake.access_key and self.signed_with() != fake.access_key:
+            self.send(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
         elif injected is not None and isinstance(fault, int):
-            self._send(fault, f"<Error><Code>{injected.code}</Code></Error>".encode())
+            self.send(fault, f"<Error><Code>{injected.code}</Code></Error>".encode())
         elif fault is Trouble.RESET:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -224,34 +228,39 @@ class _Handler(BaseHTTPRequestHandler):
             fake.closing.wait()
             self.close_connection = True
         elif bucket != fake.bucket:
-            self._send(404, b"<Error><Code>NoSuchBucket</Code></Error>")
+            self.send(404, b"<Error><Code>NoSuchBucket</Code></Error>")
         elif method == "PUT":
-            self._put(name, body)
+            self.put(name, body)
         elif method in {"GET", "HEAD"} and name:
-            self._get(name, fault if isinstance(fault, Trouble) else None)
+            self.get(name, fault if isinstance(fault, Trouble) else None)
         elif method == "GET":
-            self._list(query)
+            self.list(query)
         elif method == "DELETE":
-            self._delete(name)
+            self.delete(name)
         else:
             keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
             with fake.lock:
                 for key in keys:
                     fake.objects.pop(key, None)
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
-            self._send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            self.send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
-    def _put(self, name: str, body: bytes) -> None:
+    def signed_with(self) -> str | None:
+        """Return the access key of the request."""
+        key = re.search("Credential=([^/]*)/", self.headers.get("authorization", ""))
+        return None if key is None else key[1]
+
+    def put(self, name: str, body: bytes) -> None:
         with self.fake.lock:
             refused = self.headers.get("if-none-match") == "*" and name in self.fake.objects
             if not refused:
                 self.fake.objects[name] = body
         if refused:
-            self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            self.send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
-            self._send(200, b"")
+            self.send(200, b"")
 
-    def _delete(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         expected = self.headers.get("if-match")
         with self.fake.lock:
             unknown = expected is not None and self.fake.conditional_delete == 501
@@ -260,13 +269,13 @@ class _Handler(BaseHTTPRequestHandler):
             refused = refused and self.fake.conditional_delete != 0
             if not unknown and not refused:
                 self.fake.objects.pop(name, None)
-        self._send(501 if unknown else 412 if refused else 204, b"")
+        self.send(501 if unknown else 412 if refused else 204, b"")
 
-    def _get(self, name: str, fault: Trouble | None) -> None:
+    def get(self, name: str, fault: Trouble | None) -> None:
         with self.fake.lock:
             data = self.fake.objects.get(name)
         if data is None:
-            self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
         tag = etag(data)
         if fault is Trouble.FLIP:
@@ -274,9 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Trouble.LOGIN_PAGE:
             data = LOGIN_PAGE
             tag = etag(data)
-        self._send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag)
+        self.send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag)
 
-    def _list(self, query: dict[str, list[str]]) -> None:
+    def list(self, query: dict[str, list[str]]) -> None:
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
         with self.fake.lock:
             chosen = sorted(
@@ -300,10 +309,21 @@ class _Handler(BaseHTTPRequestHandler):
             f"<ListBucketResult><Name>{self.fake.bucket}</Name><IsTruncated>false</IsTruncated>{items}"
             f"{below}</ListBucketResult>"
         )
-        self._send(200, text.encode())
+        self.send(200, text.encode())
 
-    def _send(self, status: int, body: bytes, *, cut: bool = False, tag: str = '"x"', location: str = "") -> None:
+    def send(
+        self,
+        status: int,
+        body: bytes,
+        *,
+        cut: bool = False,
+        tag: str = '"x"',
+        location: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         if location:
             self.send_header("Location", location)
         self.send_header("Content-Length", str(0 if status == 204 else len(body)))

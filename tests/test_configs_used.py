@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from examples import s3_server
 from examples.mini_engine.simple import SimpleEngine
+from tests.fake_gcs import fake_gcs
 from tests.mini_engine.helpers import ask_all, options, prompt, wrong_answers
+from tests.servers import Endpoint, azurite, moto_server
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
 from tiering.testing.keys import keys_of
 
@@ -94,7 +97,8 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
 
 
 def test_every_example_is_used_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory", "simple"}
+    used = {"cpu", "cpu-nvme", "cpu-nvme-object", "cpu-nvme-s3", "dev-memory", "simple"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == used
 
 
 @pytest.mark.usefixtures("object_store")
@@ -146,6 +150,34 @@ def test_a_new_machine_finds_the_blocks_in_the_bucket(
     run_once("cpu-nvme-s3", blocks)
     monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
     assert np.array_equal(run_once("cpu-nvme-s3", None), blocks)
+
+
+@pytest.mark.parametrize(
+    ("serve", "scheme", "variable"),
+    [
+        pytest.param(moto_server, "s3", "AWS_ENDPOINT_URL_S3", id="s3"),
+        pytest.param(fake_gcs, "gs", "GOOGLE_BASE_URL", id="gs"),
+        pytest.param(azurite, "az", "AZURE_STORAGE_ENDPOINT", id="az", marks=pytest.mark.azurite),
+    ],
+)
+def test_one_stack_serves_every_cloud(
+    serve: Callable[[], AbstractContextManager[Endpoint]],
+    scheme: str,
+    variable: str,
+    blocks: Blocks,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    with serve() as server:
+        for name, value in (server.environment() | {variable: server.words(BUCKET)["endpoint_url"]}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("KV_BUCKET_URL", f"{scheme}://{BUCKET}/kv")
+        bucket = server.make_bucket(BUCKET)
+        run_once("cpu-nvme-object", blocks)
+        assert bucket.names("kv/blocks/")
+        bucket.close()
+        monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
+        assert np.array_equal(run_once("cpu-nvme-object", None), blocks)
 
 
 @pytest.mark.usefixtures("object_store")
