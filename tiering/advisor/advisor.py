@@ -1,9 +1,9 @@
 """The size advisor of one manager: estimated hit rates at other capacities of its tiers.
 
-The estimates come from the lookups that happen anyway. All tiers see the same lookups, and a tier holds what the faster
-ones hold. So one sample serves all tiers: LRU's hit rate at a tier's capacity estimates the hits of the tier and of all
-faster ones together. The estimate knows nothing of admission, of other eviction policies, or of stores that a slow
-medium drops.
+The estimates come from the lookups that happen anyway. All tiers see the same lookups, and a tier also holds the blocks
+of all faster tiers. So one sample serves all tiers: LRU's hit rate at a tier's capacity estimates the hits of the tier
+and of all faster ones together. The estimate knows nothing of admission, of other eviction policies, or of stores that
+a slow medium drops.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SizeAdvisor:
 
     @property
     def accesses(self) -> int:
-        """Number of blocks looked up, each once per request; the earlier ones count less."""
+        """Number of blocks looked up, each once per request; earlier lookups count less."""
         return self._shards.accesses
 
     @property
@@ -92,7 +92,7 @@ class SizeAdvisor:
             self._shards.halve()
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that ``keys`` were stored: they are recent, and were not looked up by this."""
+        """Record that ``keys`` were stored: they become recent, and no lookup is counted."""
         chosen = self._sampled(keys)
         if chosen:
             self._shards.access(chosen, counted=False)

@@ -2,9 +2,9 @@
 
 The algorithm is that of Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015),
 with its correction of the sampled number of accesses. A key is sampled if its hash is below a threshold, so either all
-accesses of a key are seen or none. The stack distance of an access (the number of distinct keys since the last access
-of the key) among the sampled keys, divided by the sampling rate, estimates its distance among all keys. When the
-sample exceeds its size, the threshold falls to the largest sampled hash, and the keys there leave the sample.
+accesses of a key are seen or none. The stack distance of an access is the number of distinct keys since the last access
+of its key. The distance among the sampled keys, divided by the sampling rate, estimates the distance among all keys.
+When the sample exceeds its size, the threshold falls to the largest sampled hash, and the keys there leave the sample.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shards:
         self.weight = 0.0
         """Number of accesses that the sampled ones stand for."""
         self._weights = [0.0] * (len(self._capacities) + 1)
-        """Per capacity, the accesses that hit there and not at the next smaller capacity; last: the others."""
+        """Accesses that hit at each capacity and not at the next smaller one; the last number: all others."""
         self._now = 0
         self._last: dict[int, int] = {}
         """Sampled hash → time of its last access."""

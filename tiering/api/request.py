@@ -26,7 +26,7 @@ class OffloadPolicy(enum.Enum):
     REQUEST_LEVEL = "request_level"
     """All blocks of the request, including blocks that the primary tier already holds.
 
-    Some tier requires all of them.
+    At least one tier requires all blocks.
     """
 
 

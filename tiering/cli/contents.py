@@ -19,7 +19,7 @@ class EpochContent:
     """The blocks of one epoch on one tier."""
 
     namespace: str
-    """Base of the namespace in hexadecimal; empty if the medium does not tell."""
+    """Base of the namespace in hexadecimal; empty if the medium does not name it."""
     label: str
     """Model and data type."""
     fingerprint: str

@@ -27,7 +27,7 @@ class EventLike(Protocol):
 
 
 class StreamLike(Protocol):
-    """The methods that are used of a torch.cuda.Stream."""
+    """The methods of ``torch.cuda.Stream`` that copies use."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -37,7 +37,7 @@ class StreamLike(Protocol):
 
 
 class CudaApi(Protocol):
-    """The functions that are used of ``torch.cuda``."""
+    """The functions of ``torch.cuda`` that copies use."""
 
     def Stream(self, device: Any = ..., priority: int = ...) -> StreamLike: ...  # noqa: N802
     def Event(self, enable_timing: bool = ...) -> EventLike: ...  # noqa: N802

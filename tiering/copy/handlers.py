@@ -41,8 +41,8 @@ def make_handlers(
             this worker.
 
     Raises:
-        ConfigError: the rows are too small for ``layout``, the KV cache is on a device without copies, or a block does
-            not come back from the rows as it was.
+        ConfigError: the rows are too small for ``layout``, there are no copies for the device of the KV cache, or a
+            block comes back from the rows with other bytes.
     """
     rows = np.asarray(region_view)
     device = kv_caches.tensors[0].tensor.device.type

@@ -29,7 +29,7 @@ def share_of(kv_caches: CanonicalKVCaches, layout: RowLayout) -> Share:
 
 
 def cpus_near(properties: Any, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """Return the CPUs of the memory node that a GPU is connected to; empty if the system does not tell.
+    """Return the CPUs of the memory node that a GPU is connected to; empty if they are not known.
 
     Args:
         properties: the GPU's properties from ``torch.cuda.get_device_properties``; None for no GPU.

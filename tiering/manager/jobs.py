@@ -39,8 +39,8 @@ class TierJobs:
     """The jobs of a manager in its tiers, and the cascades that wait for blocks to become readable.
 
     A cascade offers readable blocks to tiers and pins their rows until every tier has reported its job. A tier with the
-    request-level policy wants all blocks of a request, also those that another request is storing; these are *awaited*
-    and cascaded as soon as they are readable.
+    request-level policy wants all blocks of a request. Blocks that another request is storing are *awaited*, and
+    cascaded as soon as they are readable.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ _refresh = attrgetter("refresh")
 class TieringOffloadingManager(OffloadingManager):
     """A manager of a primary and secondary tiers that cascades stored blocks and promotes missing ones.
 
-    Without secondary tiers, the manager is a CPU cache. A tier that breaks its contract (it raises, or reports a job id
-    that is not its own) is logged, counted and taken out of service; the engine goes on.
+    Without secondary tiers, the manager is a CPU cache. A tier breaks its contract if it raises, or reports a job id
+    that is not its own. Such a tier is logged, counted and taken out of service; the engine goes on.
     """
 
     def __init__(

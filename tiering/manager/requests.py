@@ -94,7 +94,7 @@ class Requests:
         """Create the requests of a manager.
 
         Args:
-            tiers: the secondary tiers, which are told of every request.
+            tiers: the secondary tiers, which are informed of every request.
         """
         self.known: dict[str, Request] = {}
         """The requests, by id. Only the methods of this class change the dictionary."""
@@ -106,7 +106,7 @@ class Requests:
     def begin(self, ctx: ReqContext) -> Request:
         """Announce a request to the tiers that it may use, and return it.
 
-        A request with invalid parameters neither loads nor stores; one warning tells so.
+        A request with invalid parameters neither loads nor stores; one warning reports it.
         """
         try:
             policy = parse_request_policy(ctx.kv_transfer_params)

@@ -77,8 +77,8 @@ class _Shares:
 class SecondaryTiers:
     """The secondary tiers of one manager, in service or not.
 
-    A tier that breaks its contract (it raises, or reports a job that is not its own) is logged, counted and taken out
-    of service until a restart.
+    A tier breaks its contract if it raises, or reports a job that is not its own. Such a tier is logged, counted and
+    taken out of service until a restart.
     """
 
     def __init__(

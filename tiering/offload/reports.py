@@ -1,4 +1,4 @@
-"""The scheduler half's reports for metrics: what its counters grew by since the report before."""
+"""The scheduler half's reports for metrics: the growth of its counters since the last report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TierReports(Generic[Stats]):
         return True
 
     def take(self, current: Mapping[str, Any]) -> Stats | None:
-        """Return what was added since the last call; None if nothing was.
+        """Return the growth of the counters since the last call; None without any.
 
         Args:
             current: statistics of the scheduler half since the start.

@@ -333,7 +333,7 @@ class TierJobs:
         self._fingerprint = namespace.fingerprint
 
     def leave(self) -> None:
-        """Leave the present epoch: no result, also of jobs that run, counts for it any more."""
+        """Leave the present epoch: from now on no result counts, not even those of running jobs."""
         self._epochs += 1
         self._fingerprint = b""
         self.stored = False

@@ -126,7 +126,7 @@ class TierOptions(Strict):
 
 
 class BlockTierOptions(TierOptions):
-    """Options that every block tier honours, whatever its medium is."""
+    """Options that every block tier honours, on any medium."""
 
     admission: Literal["all", "second_touch", "none"] = "all"
     """Admission policy: "all" (default), "second_touch" or "none".

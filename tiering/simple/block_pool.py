@@ -1,9 +1,9 @@
 """The bookkeeping of the CPU pool: the names, references and eviction order of its blocks.
 
-A block is *blank* (without content), *held* (it has references, because a copy reads or writes it), or *evictable*
-(it has a name and can be found, and has no references). A block gets its name when it is allocated for a store. The
-name can be found once :meth:`CPUBlockPool.publish` has marked the store as complete. Blocks are numbers and names are
-bytes, so that the pool needs no object per block.
+A block is *blank*, *held* or *evictable*. A blank block has no content. A held block has references, because a copy
+reads or writes it. An evictable block has a name, can be found, and has no references. A block gets its name when it is
+allocated for a store. The name can be found once :meth:`CPUBlockPool.publish` has marked the store as complete. Blocks
+are numbers and names are bytes, so that the pool needs no object per block.
 """
 
 from __future__ import annotations

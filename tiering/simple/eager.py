@@ -40,9 +40,9 @@ class _LeftOver(NamedTuple):
 class EagerStores:
     """The choice of the blocks that each step stores.
 
-    A block that the CPU pool evicts while its request runs is offered again, as soon as its store does not evict a
-    block of another running request. A pool that is smaller than the KV of all running requests would otherwise do
-    nothing but copy.
+    The CPU pool may evict a block whose request still runs. The block is offered again when its store evicts no block
+    of another running request. A pool that is smaller than the KV of all running requests would otherwise do nothing
+    but copy.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ its CPU blocks from the moment it is ordered until all workers have reported it.
 references, so no block is reused while a copy reads or writes it, whether its request still runs or not. Only copies
 hold references, so both pools are complete again when the copies have ended.
 
-Three sorts of blocks never become visible: blocks that a load of any connector did not fill, blocks computed on top of
-those, and blocks from before a reset (:mod:`tiering.offload.suspects`).
+Blocks that a load of any connector did not fill never become visible, nor do blocks computed on top of them. The same
+holds for blocks from before a reset (:mod:`tiering.offload.suspects`).
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class SimpleCPUOffloadScheduler:
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, whatever the reason.
+        """End a request, for any reason.
 
         Blocks that are computed and not stored yet are ordered now, e.g. the last full block, unless a load of the
         request has not ended. A load that no step has carried yet is dropped. A load that is under way is awaited.

@@ -41,8 +41,8 @@ def simple_options(extra_config: Mapping[str, Any], world_size: int = 1) -> Simp
         world_size: number of workers, which share the stack's ``primary.capacity``; default: 1.
 
     Raises:
-        ConfigError: the stack is invalid, the simple mode cannot serve it (it has secondary tiers, for example), or
-            ``mode: simple`` stands beside words of the tiering mode.
+        ConfigError: the stack is invalid, the simple mode cannot serve it, or ``mode: simple`` stands beside words of
+            the tiering mode.
     """
     said = {word: extra_config[word] for word in _MODE_WORDS if word in extra_config}
     config = extra_config.get("config")

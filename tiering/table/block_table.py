@@ -61,8 +61,8 @@ def load_policy(name: str) -> type[EvictionPolicy]:
 class BlockTable:
     """The index of blocks by row, with reference counts, free rows and eviction.
 
-    Rows that are being read or written during :meth:`clear` are *quarantined*: no key leads to them, and they become
-    free when the last reader or the writer is done.
+    Rows that are being read or written during :meth:`clear` are *quarantined*. No key leads to such a row, and the row
+    becomes free when its last reader or its writer is done.
 
     Args:
         num_rows: number of rows.

@@ -13,7 +13,7 @@ from tiering.secondary.contract import JobResult, SecondaryTierManager, Transfer
 
 @dataclass
 class FakeTier(SecondaryTierManager):
-    """A tier that does what a test tells it, when the test tells it; no bytes are moved.
+    """A tier that a test controls step by step; no bytes are moved.
 
     Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time.
     """
@@ -77,7 +77,7 @@ class FakeTier(SecondaryTierManager):
         return [argument for name, argument in self.log if name == method]
 
     def finish(self, job: TransferJob, success: bool = True, keys: Sequence[OffloadKey] | None = None) -> None:
-        """End an open job; the manager is told at its next collection.
+        """End an open job; the manager gets the result at its next collection.
 
         Args:
             job: one of ``stores`` or ``loads``.

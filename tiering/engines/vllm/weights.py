@@ -64,13 +64,13 @@ _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "tran
 def weights_identity(model_config: Any, load_config: Any) -> str:
     """Return a commit of the model's repository, or a digest of its files' names and whole contents.
 
-    The result does not depend on the spelling of the model's path. A directory of the Hugging Face cache and the
-    repository's name give the same commit, as long as the directory's files are the links that the hub library made.
-    All weight files of a local model without a commit are read; the worker has just read them too.
+    The result does not depend on the spelling of the model's path. A directory of the Hugging Face cache gives the same
+    commit as the repository's name. The files of the directory must be the links that the hub library made. All weight
+    files of a local model without a commit are read; the worker has just read them too.
 
-    The settings that choose among the files are appended: a load format other than ``auto`` (unless it reads the same
-    files of a local directory as ``auto``), ``model_loader_extra_config`` and ``ignore_patterns``. The files of one
-    commit among which ``auto`` chooses are taken for the same weights in several formats.
+    The settings that choose among the files are appended: the load format, ``model_loader_extra_config`` and
+    ``ignore_patterns``. The load format is left out if it is ``auto``, or reads the same files of a local directory as
+    ``auto``. The files of one commit among which ``auto`` chooses are taken for the same weights in several formats.
 
     Args:
         model_config: vLLM's model configuration.

@@ -60,9 +60,9 @@ class StoredBlock:
     nbytes: int
     """Bytes of the block on the medium: header and payload."""
     namespace: str = ""
-    """Base of the namespace as 32 hex digits; empty (default) if the medium does not tell."""
+    """Base of the namespace as 32 hex digits; empty (default) if the medium does not name it."""
     fingerprint: str = ""
-    """Fingerprint of namespace and epoch as 32 hex digits; empty (default) if the medium does not tell."""
+    """Fingerprint of namespace and epoch as 32 hex digits; empty (default) if the medium does not name it."""
 
 
 class EpochState(enum.StrEnum):
@@ -250,7 +250,7 @@ class TierAdmin:
         raise UnsupportedError(f"the tier {self.name} cannot read single blocks")
 
     def expected_key(self, block: StoredBlock) -> bytes | None:
-        """Return the key that the block at this place must have; None (default) if the place does not tell."""
+        """Return the key that the block at this place must have; None (default) if the place does not fix it."""
         return None
 
     # ---------------------------------------------------------------------------------------------------------- changes

@@ -1,8 +1,8 @@
 """States of the slots that hold no block of this tier: foreign, unseen, and retired slots.
 
 :class:`tiering.secondary.index.slots.SlotIndex` describes the states. This module counts the slots in use, and takes
-slots out of use: slots for which the medium has no space, *bad* slots with a device error, slots on trial, and slots
-that the medium has lost.
+slots out of use. Those are slots for which the medium has no space, *bad* slots with a device error, slots on trial,
+and slots that the medium has lost.
 """
 
 from __future__ import annotations

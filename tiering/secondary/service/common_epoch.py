@@ -67,7 +67,7 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
-        known: what was found before; only newer documents are read (default: none).
+        known: the epoch that was found before; only newer documents are read (default: none).
 
     Raises:
         StoreError: a document cannot be read.

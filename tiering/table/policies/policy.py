@@ -21,7 +21,7 @@ RowKeys = NDArray[np.object_]
 
 
 class EvictionPolicy(ABC):
-    """The order of a table's rows by how much they are worth keeping.
+    """The order in which a table's rows are evicted.
 
     In every batch of rows, the FIRST row is the most valuable (the head of a prefix) and the last row the least.
 
