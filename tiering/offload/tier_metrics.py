@@ -119,6 +119,12 @@ _NOT_STORED = (
         "While `writable` is 1, the tier is too slow: use `admission: second_touch`, or a faster medium.",
     ),
     _counter(
+        "stores_left",
+        "blocks",
+        "Blocks that were left to another machine of the fleet, which was storing them",
+        "Uploads that `coordination` has saved.",
+    ),
+    _counter(
         "evictions",
         "blocks",
         "Blocks evicted from the tier",
@@ -266,6 +272,12 @@ _STATES = (
         "flag",
         "1 if no other engine can read the blocks that this one stores on a shared medium",
         "After a reset without a revision. Restart the engine, or give `reset_cache` a revision, to share again.",
+    ),
+    _gauge(
+        "coordinated",
+        "flag",
+        "1 if the fleet's `coordination` answers",
+        "0 with `coordination` in the stack: the server is gone; everything works, with more requests.",
     ),
 )
 

@@ -20,6 +20,7 @@ from tiering.block_store import BlockStore, Place
 from tiering.errors import ConfigError
 from tiering.runtime.forks import inert_in_children
 from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.coordination import Coordination
 from tiering.secondary.event_log import EventLog
 from tiering.secondary.index.contract import Probe, TierIndex
 from tiering.secondary.index.prober import held_prefix
@@ -52,6 +53,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
             the tier enters an epoch.
         element_size: bytes of one KV element, by which compression splits; default 2.
         io: I/O side to use; default: a new one.
+        coordination: coordination with the other machines that share the medium; default: none.
 
     Raises:
         ConfigError: the options are not those of a block tier, or the medium does not support their compression.
@@ -67,6 +69,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         place_prefix: PlacePrefix | None = None,
         element_size: int = 2,
         io: IoSide | None = None,
+        coordination: Coordination | None = None,
     ) -> None:
         if not isinstance(options, BlockTierOptions):
             raise ConfigError(
@@ -97,9 +100,11 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
+        self._coordination = coordination
+        self._ask = self.io.store.probe if coordination is None else partial(coordination.ask, self.io.store.probe)
         self._intake = Intake.build(options.admission, context.group_bytes, options.max_queued, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
-        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
+        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
         self._jobs = TierJobs(parts, self)
         self._life = TierLife(parts, self, self._jobs, place_prefix)
         self._hits = 0
@@ -188,12 +193,22 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def _start_probes(self) -> None:
         for probe in self.index.take_probes(self._clock()):
-            run, ended = partial(held_prefix, self.io.store.probe, probe), partial(self._probed, probe)
+            run, ended = partial(held_prefix, self._ask, probe), partial(self._probed, probe)
             self.io.run(IoTask("probe", run, ended, lookup=True, expires=probe.expires))
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
         self._intake.offers.add(self.index.end_probe(probe, held, now), now)
+        if self._coordination is not None and held != len(probe.keys):
+            first = probe.keys[held or 0]
+            self._coordination.watch([first], [probe.place_of(first)])
+
+    def _hear(self, coordination: Coordination) -> None:
+        """Process the notices of the other machines."""
+        heard = coordination.take()
+        if heard is not None:
+            self.index.learn(heard.stored, self._clock())
+            self._intake.admission.want(heard.touched)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -211,6 +226,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._jobs.poll()
+        if self._coordination is not None:
+            self._hear(self._coordination)
         self._life.tick(self._clock())
         return self._jobs.take_finished()
 
@@ -309,5 +326,6 @@ class BlockTier(TierHooks, SecondaryTierManager):
             available=int(self._life.serving),
             writable=int(self._life.storing),
             private_epoch=int(self._life.private),
+            coordinated=int(self._coordination is not None and self._coordination.ready),
             job_latency=list(stats.job_latency),
         )

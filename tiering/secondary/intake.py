@@ -76,6 +76,9 @@ class Admission(ABC):
         """Return keys that were declined before and would be admitted now, each once."""
         return []
 
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were touched for the second time, counting all machines of a fleet."""
+
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return those of ``keys`` that :meth:`admit` should decide about again.
 
@@ -194,7 +197,11 @@ class AdmitSecondTouch(Admission):
         own = self._own.get(req_id)
         if own is not None:
             touched = [key for key, value in zip(touched, hashes[known].tolist(), strict=True) if value not in own]
-        self._wanted.update(dict.fromkeys(touched[: MAX_WANTED - len(self._wanted)]))
+        self.want(touched)
+
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self._wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self._wanted))]))
 
     def take_wanted(self) -> list[OffloadKey]:
         if not self._wanted:

@@ -21,6 +21,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
+from tiering.secondary.claims import PlannedStore, StoreClaims
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
@@ -150,6 +151,9 @@ class TierJobs:
         self._stats = parts.stats
         self._hooks = hooks
         self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
+        self._coordination = parts.coordination
+        self._claims = None if parts.coordination is None else StoreClaims(parts.coordination, context.clock)
+        self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
@@ -164,6 +168,8 @@ class TierJobs:
         """Submit a store of the keys that are admitted, fit into the budget, and get a place."""
         positions = self._admission.admit(job.keys, job.req_context.req_id, fill=job.is_fill)
         self._stats.stores_declined += len(job.keys) - len(positions)
+        if self._tells_touches and len(positions) < len(job.keys):
+            self._tell_touches(job, positions)
         keys = job.keys if len(positions) == len(job.keys) else [job.keys[position] for position in positions]
         fitting = self._budget.fitting(keys)
         if fitting < len(keys):
@@ -176,6 +182,13 @@ class TierJobs:
             self._waiting.append(WaitingStore(job, positions, keys, waiting_bytes, until))
         else:
             self._begin_store(job, positions, keys)
+
+    def _tell_touches(self, job: TransferJob, admitted: list[int]) -> None:
+        """Let the fleet count a touch of the keys of ``job`` that were not admitted."""
+        taken = set(admitted)
+        keys = [key for position, key in enumerate(job.keys) if position not in taken]
+        if self._coordination is not None:
+            self._coordination.declined(keys, [place for place in self._index.begin_load(keys) if place is not None])
 
     def _begin_store(self, job: TransferJob, positions: list[int], keys: Sequence[OffloadKey]) -> None:
         """Submit a store of ``keys``, at ``positions`` of the job, as far as the index has places."""
@@ -197,10 +210,43 @@ class TierJobs:
             keys = [job.keys[position] for position in chosen]
             rows = job.block_ids[chosen].tolist()
         sizes = self._budget.sizes(keys)
-        stored_bytes = sum(sizes)
-        self._budget.used += stored_bytes
+        self._budget.used += sum(sizes)
         self._stats.cascades_active += len(keys)
-        self._submit(RunningJob(job, held, stored_bytes, self._epochs), IoKind.STORE, keys, rows, plan.places, sizes)
+        self.stored = True
+        store = PlannedStore(job, held, keys, rows, plan.places, sizes)
+        if self._claims is None or not self._claims.hold(store):
+            self._upload(store)
+
+    def _upload(self, store: PlannedStore) -> None:
+        running = RunningJob(store.job, store.held, sum(store.sizes), self._epochs)
+        self._submit(running, IoKind.STORE, store.keys, store.rows, store.places, store.sizes)
+
+    def _yield(self, store: PlannedStore) -> None:
+        """Give back the places of blocks that this machine does not upload."""
+        self._budget.used -= sum(store.sizes)
+        self._stats.cascades_active -= len(store.keys)
+        self._index.end_store(store.keys, store.places, [False] * len(store.keys), self._clock())
+
+    def _begin_claimed(self) -> None:
+        """Begin the stores whose claims are answered; blocks that another machine uploads are left to it."""
+        if self._claims is None or self._coordination is None:
+            return
+        for store, granted in self._claims.take_decided():
+            if granted is not None and not all(granted):
+                store, others = store.split(granted)
+                self._yield(others)
+                self._stats.stores_left += len(others.keys)
+                self._coordination.watch(others.keys, others.places)
+            if store.keys:
+                self._upload(store)
+            else:
+                self._finish(store.job, store.held)
+
+    def _drop_claimed(self) -> None:
+        for store in () if self._claims is None else self._claims.take_all():
+            self._yield(store)
+            self._stats.stores_dropped += len(store.keys)
+            self._finish(store.job, ())
 
     @property
     def waiting_blocks(self) -> int:
@@ -213,6 +259,7 @@ class TierJobs:
         Returns:
             True if no store waits any more.
         """
+        self._begin_claimed()
         while self._waiting:
             store = self._waiting[0]
             keys = store.keys
@@ -224,10 +271,11 @@ class TierJobs:
             self._waiting.popleft()
             self._budget.used -= store.waiting_bytes
             self._begin_store(store.job, store.positions[: len(keys)], keys)
-        return True
+        return not self._claims
 
     def drop_waiting(self) -> None:
-        """End the stores that wait for places: they are dropped."""
+        """End the stores that wait for places, or for an answer to a claim: they are dropped."""
+        self._drop_claimed()
         while self._waiting:
             store = self._waiting.popleft()
             self._budget.used -= store.waiting_bytes
@@ -278,7 +326,6 @@ class TierJobs:
     ) -> None:
         job = running.job
         self._running[job.job_id] = running
-        self.stored |= kind is IoKind.STORE
         deadline = job.submitted_at + self._deadlines[kind]
         self._io.submit(
             IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
@@ -299,7 +346,7 @@ class TierJobs:
     @property
     def unreported(self) -> bool:
         """True if there are jobs that :meth:`take_finished` has not returned."""
-        return bool(self._running or self._waiting or self._finished)
+        return bool(self._running or self._waiting or self._finished or self._claims)
 
     def take_finished(self) -> list[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
@@ -310,7 +357,7 @@ class TierJobs:
         """Process the jobs and tasks that the I/O side has ended, and begin stores that have waited."""
         for result in self._io.poll():
             self._end(result)
-        if self._waiting:
+        if self._waiting or self._claims:
             self.begin_waiting()
 
     def expire(self, now: float) -> None:
@@ -386,6 +433,11 @@ class TierJobs:
         self._budget.used -= running.stored_bytes
         self._index.end_store(io_job.keys, io_job.places, arrived, now)
         stored = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+        if self._coordination is not None and self._index.holds_epoch(io_job.places):
+            self._coordination.stored(list(compress(io_job.places, arrived)))
+            if len(stored) < len(io_job.keys):
+                failed = [not good for good in arrived]
+                self._coordination.released(list(compress(io_job.places, failed)))
         self._stats.cascades += len(stored)
         self._stats.cascades_failed += len(io_job.keys) - len(stored)
         self._stats.cascades_active -= len(io_job.keys)

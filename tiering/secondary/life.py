@@ -61,6 +61,7 @@ class TierLife:
         self._hooks = hooks
         self._jobs = jobs
         self._place_prefix = place_prefix
+        self._coordination = parts.coordination
         writes = options.admission != "none"
         self._agreement = context.agreement
         self._opener = Opener(
@@ -214,6 +215,10 @@ class TierLife:
                 logger.exception("tier %s: preparing the shutdown failed; the tier closes all the same", self._name)
         self._closed = self._io.close(deadline)
         self._jobs.poll()
+        if self._coordination is not None and not self._coordination.close(deadline - self._clock()):
+            logger.warning(
+                "tier %s: a thread of its coordination ends later, with the process at the latest", self._name
+            )
         if self._closed:
             self._opener.close(deadline - self._clock())
         else:
@@ -249,6 +254,8 @@ class TierLife:
     def _leave_epoch(self) -> None:
         """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
         self._jobs.leave()
+        if self._coordination is not None:
+            self._coordination.leave()
         self.namespace = None
         if self._record is not None:
             self._record.keep(None)
@@ -316,6 +323,8 @@ class TierLife:
         self._watch.watch(namespace, common)
         if self._place_prefix is not None:
             self._index.enter(self._place_prefix(namespace))
+            if self._coordination is not None:
+                self._coordination.enter(self._place_prefix(namespace))
         first, self.opened = not self.opened, True
         if first:
             self._hooks.on_opened(namespace)

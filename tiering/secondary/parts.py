@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore, Place
 from tiering.secondary.contract import TierContext
+from tiering.secondary.coordination import Coordination
 from tiering.secondary.event_log import EventLog
 from tiering.secondary.index.contract import TierIndex
 from tiering.secondary.intake import Intake
@@ -38,6 +39,8 @@ class TierParts:
     """Events of the tier."""
     stats: TierStats
     """Counters that the scheduler's thread updates."""
+    coordination: Coordination | None = None
+    """Coordination with the other machines that share the medium; None (default): there is none."""
 
 
 class TierHooks(ABC):

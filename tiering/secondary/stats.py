@@ -39,6 +39,7 @@ GAUGES = frozenset(
         "available",
         "writable",
         "private_epoch",
+        "coordinated",
     )
 )
 """Fields of :class:`TierStats` that are gauges; all others are counters since the start."""
@@ -80,6 +81,8 @@ class TierStats:
     """Blocks that were not stored: declined by admission or without a place, or their write was under way."""
     stores_dropped: int = 0
     """Blocks that were not stored: beyond the budget of queued bytes, or the tier took no stores."""
+    stores_left: int = 0
+    """Blocks that were not stored because another machine of the fleet was storing them."""
     loads_overdue: int = 0
     """Blocks whose load did not end, or did not begin, before its deadline."""
     loads_too_long: int = 0
@@ -138,6 +141,8 @@ class TierStats:
     """1 while the tier serves its blocks and takes stores, else 0."""
     private_epoch: int = 0
     """1 while no other process can read the blocks that this one stores on a shared medium, else 0."""
+    coordinated: int = 0
+    """1 while the coordination of the fleet answers, else 0."""
     job_latency: list[int] = field(default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1))
     """Number of finished jobs in each bucket of :data:`JOB_LATENCY_BUCKETS`."""
     job_latency_sum: float = 0.0

@@ -11,11 +11,13 @@ from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
+from tiering.secondary.coordination import Coordination
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.stats import TierStats
 from tiers.object.options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.verbs import Verb
+from tiers.valkey.client import ServerAddress
 
 if TYPE_CHECKING:
     from tiers.object.store import ObjectStore
@@ -47,7 +49,13 @@ class ObjectTier(BlockTier):
             wait_per_block=WAIT_PER_TOKEN * tokens_per_block(context.namespace),
         )
         super().__init__(
-            context, options, store, index, place_prefix=place_prefix, element_size=element_size(context.namespace)
+            context,
+            options,
+            store,
+            index,
+            place_prefix=place_prefix,
+            element_size=element_size(context.namespace),
+            coordination=make_coordination(context, options, store),
         )
         self._store = store
         self._warning = small_block_warning(min(context.group_bytes))
@@ -104,6 +112,26 @@ def _need_packages(options: BucketOptions) -> None:
         from tiers.object.s3.credentials import import_boto3
 
         import_boto3()
+
+
+def make_coordination(context: TierContext, options: BucketOptions, store: ObjectStore) -> Coordination | None:
+    """Return the coordination that the options name, or None.
+
+    Raises:
+        ConfigError: A package that it needs is missing.
+    """
+    if options.coordination is None:
+        return None
+    from tiers.coordination.coordination import ValkeyCoordination
+
+    return ValkeyCoordination(
+        context.name,
+        ServerAddress.parse(options.coordination),
+        options.location,
+        store.list_places,
+        announce=context.news.announce,
+        on_absent=store.expect_absent,
+    )
 
 
 def place_prefix(namespace: Namespace) -> str:

@@ -12,7 +12,9 @@ from pydantic import field_validator, model_validator
 
 from tiering.api.masking import mask_text
 from tiering.api.units import Duration, FilePath
+from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions, CompressionOptions, SharedOptions, TtlOptions
+from tiers.valkey.client import ServerAddress
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20
@@ -82,6 +84,12 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     """Seconds within which a connection must be established; default 5."""
     request_timeout: Duration = 10.0
     """Seconds for one attempt, up to the last byte and at most ``deadline``; default 10."""
+    coordination: str | None = None
+    """Address of a server that coordinates the machines, like ``valkey://host``; default none.
+
+    The server is Valkey or Redis. Its password comes from the environment. Everything works without the server, with
+    more requests.
+    """
 
     if TYPE_CHECKING:  # S3Options has fields with these names, ObjectOptions takes both from its URL
 
@@ -103,6 +111,16 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
         if self.scheme != "az" and self.endpoint_url is not None and urlsplit(self.endpoint_url).path:
             raise ValueError(_NO_ENDPOINT)
         return self
+
+    @field_validator("coordination")
+    @classmethod
+    def _check_coordination(cls, address: str | None) -> str | None:
+        if address is not None:
+            try:
+                ServerAddress.parse(address)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return address
 
     @field_validator("ttl")
     @classmethod

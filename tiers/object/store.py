@@ -38,6 +38,7 @@ PROBE_THREADS = 32
 """Maximum number of threads for probes, besides the threads that call :meth:`ObjectStore.probe`."""
 
 _LIST_CHUNK = 1000
+_MAX_ABSENT = 1 << 16
 _LAST = "~"
 """Sorts behind every name that this store uses."""
 
@@ -67,6 +68,8 @@ class ObjectStore(BlockStore):
         self._probers = DaemonThreads("object-probe", PROBE_THREADS)
         self._requests = Requests(self._cloud)
         self._lifecycle_checked = False
+        self._absent: dict[Place, None] = {}
+        """Places that hold no block as far as is known, so that a put need not look."""
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._options.location})"
@@ -105,7 +108,7 @@ class ObjectStore(BlockStore):
 
     def put_one(self, block: BlockIO) -> None:
         name = self._name(block.place)
-        if self._options.check_existing and self._is_there(name):
+        if self._options.check_existing and not self._take_absent(block.place) and self._is_there(name):
             return
         # Two buffers, one request: neither this module nor obstore copies the row.
         parts = (block.header, block.payload)
@@ -284,6 +287,25 @@ class ObjectStore(BlockStore):
             if chosen:
                 yield chosen
 
+    def list_places(self, place_prefix: str) -> Iterator[Sequence[Place]]:
+        """Yield the places of the blocks below ``place_prefix``, up to 1,000 at a time.
+
+        Raises:
+            StoreError: The bucket cannot be listed.
+        """
+        for objects in self.list_objects(place_prefix):
+            yield [item["path"].removeprefix(self._blocks) for item in objects]
+
+    def expect_absent(self, places: Sequence[Place]) -> None:
+        """Let the next put of each of these places go without the look of ``check_existing``.
+
+        It has no effect without ``conditional_put``, by which the service refuses to replace an object.
+        """
+        if self._options.conditional_put:
+            self._absent.update(dict.fromkeys(places))
+            while len(self._absent) > _MAX_ABSENT:
+                self._absent.pop(next(iter(self._absent)), None)
+
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
         """Return all documents, up to 1,000 at a time.
 
@@ -313,6 +335,14 @@ class ObjectStore(BlockStore):
 
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}"
+
+    def _take_absent(self, place: Place) -> bool:
+        """Return True if the place is expected to hold no block, once; a retry looks."""
+        try:
+            del self._absent[place]
+        except KeyError:
+            return False
+        return True
 
     def _is_there(self, name: str) -> bool:
         try:

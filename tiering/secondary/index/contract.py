@@ -96,6 +96,16 @@ class TierIndex(ABC):
         """
         return ()
 
+    def learn(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Record that another machine has stored ``keys`` on a shared medium.
+
+        The default does nothing: on other media there are no such blocks.
+        """
+
+    def holds_epoch(self, places: Sequence[Place]) -> bool:
+        """Return True if ``places`` are in the present epoch; places that are slots always are."""
+        return True
+
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
         """Return the number of leading keys that are held and readable, and True if the next is undecided.

@@ -134,6 +134,12 @@ class SharedIndex(TierIndex):
             self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
         return self._unheld(probe.keys[held:]) if probe.offers else ()
 
+    def learn(self, keys: Sequence[OffloadKey], now: float) -> None:
+        self._learn_present(keys, now + self._present_ttl)
+
+    def holds_epoch(self, places: Sequence[Place]) -> bool:
+        return bool(places) and str(places[0]).startswith(self._prefix)
+
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
         """Return the keys known to be absent, and the unknown ones after them.
 
@@ -183,7 +189,7 @@ class SharedIndex(TierIndex):
         self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
     ) -> None:
         self._writing.difference_update(places)
-        if self._is_present_epoch(places):
+        if self.holds_epoch(places):
             self._learn_present(list(compress(keys, stored)), now + self._present_ttl)
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
@@ -193,7 +199,7 @@ class SharedIndex(TierIndex):
     def end_load(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
     ) -> list[OffloadKey]:
-        if not self._is_present_epoch(places):
+        if not self.holds_epoch(places):
             return []
         gone = list(compress(keys, lost))
         if gone:
@@ -243,9 +249,6 @@ class SharedIndex(TierIndex):
         refused = self._refused
         while refused and (len(refused) > MAX_REFUSED or next(iter(refused.values())) <= now):
             refused.popitem(last=False)
-
-    def _is_present_epoch(self, places: Sequence[Place]) -> bool:
-        return bool(places) and str(places[0]).startswith(self._prefix)
 
     def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
         if self._refused:

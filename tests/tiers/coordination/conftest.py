@@ -1,0 +1,57 @@
+"""A bucket, a server that coordinates, and machines that share both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from examples.valkey_server import ValkeyServer, serving
+from tests.fake_s3 import FakeS3, fake_s3
+from tests.tiers.coordination.fleet import Fleet
+from tiers.valkey.client import ServerAddress, ValkeyClient
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with fake_s3() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    """A server that all tests of a module share."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def own_server() -> Iterator[ValkeyServer]:
+    """A server for this test alone, which may kill it."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ValkeyServer) -> Iterator[ValkeyClient]:
+    """Connections to the shared server, which is empty."""
+    connected = ValkeyClient(ServerAddress.parse(server.url), connect_timeout=10.0, timeout=10.0)
+    connected.call("FLUSHALL")
+    yield connected
+    connected.close()
+
+
+@pytest.fixture
+def fleet(bucket: FakeS3, server: ValkeyServer, client: ValkeyClient) -> Iterator[Fleet]:
+    """Machines on the bucket that the shared server coordinates."""
+    with Fleet(bucket, server).running() as machines:
+        yield machines
+
+
+@pytest.fixture
+def own_fleet(bucket: FakeS3, own_server: ValkeyServer) -> Iterator[Fleet]:
+    """Machines on the bucket, with a server that the test may kill."""
+    with Fleet(bucket, own_server).running() as machines:
+        yield machines

@@ -1,0 +1,227 @@
+"""Machines that share a bucket and a server: what each spares the others, and what a wrong hint costs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.tiers.coordination.fleet import Fleet, find, ready
+from tiering.testing.tier_tests import K
+from tiering.testing.until import until
+from tiers.coordination import coordination, directory
+from tiers.coordination.directory import Directory, digests_of
+from tiers.object.definition import place_prefix
+from tiers.object.options import S3Options
+from tiers.valkey.client import ServerAddress, ValkeyClient
+
+NEVER_VERIFY = ("tiers.coordination.coordination.VERIFIED_SHARE", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify no denial of a complete directory, so that requests can be counted."""
+    monkeypatch.setattr(*NEVER_VERIFY)
+
+
+def directory_of(fleet: Fleet, rig: object, client: ValkeyClient) -> Directory:
+    """Return a machine's directory, as another machine sees it."""
+    namespace = rig.tier.namespace  # type: ignore[attr-defined]
+    options = S3Options.model_validate(
+        {"bucket": fleet.bucket.bucket, "endpoint_url": fleet.bucket.endpoint, "prefix": "prod"}
+    )
+    return Directory(client, options.location, place_prefix(namespace))
+
+
+class TestGains:
+    def test_blocks_that_several_machines_store_at_once_are_uploaded_once(self, fleet: Fleet) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        first, second = one.submit_store(K[:4]), two.submit_store(K[:4])
+        results = [one.result(first), two.result(second)]
+        assert fleet.uploads() == 4
+        stored = [key for result in results for key in (K[:4] if result.success else result.successful_keys or ())]
+        assert sorted(stored) == sorted(K[:4])
+        assert one.tier.get_stats().stores_left + two.tier.get_stats().stores_left == 4
+        for machine in (one, two):
+            assert find(machine, K[:4], 4)
+            assert machine.load(K[:4]) == K[:4]
+
+    def test_a_block_that_was_missed_is_found_as_soon_as_another_machine_has_stored_it(self, fleet: Fleet) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        assert two.lookup(K[:4]) == 0
+        one.store(K[:4])
+        assert find(two, K[:4], 4)
+
+    def test_new_blocks_cost_one_request_each(self, fleet: Fleet) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        assert one.lookup(K[:4]) == two.lookup(K[:4]) == 0
+        one.store(K[:4])
+        assert find(two, K[:4], 4)
+        assert (fleet.heads(), fleet.uploads()) == (0, 4)
+
+    def test_a_declined_block_is_wanted_at_its_second_touch_on_any_machine(
+        self, fleet: Fleet, client: ValkeyClient
+    ) -> None:
+        one, two = (fleet.machine(admission="second_touch") for _ in range(2))
+        assert one.store(K[:4]) == []
+        assert until(lambda: client.call("KEYS", "*:touch:*"))
+        assert two.store(K[:4]) == []
+        wanted: list[bytes] = []
+
+        def all_wanted() -> bool:
+            two.results += two.tier.get_finished()
+            wanted.extend(two.tier.take_wanted_keys())
+            return wanted == K[:4]
+
+        assert until(all_wanted)
+        assert not one.tier.take_wanted_keys()
+        assert two.store(K[:4]) == K[:4]
+
+    def test_the_blocks_of_machines_without_coordination_are_found(self, fleet: Fleet) -> None:
+        plain = fleet.machine(whole=False, coordination=None)
+        plain.store(K[:4])
+        assert find(fleet.machine(), K[:4], 4)
+        assert fleet.heads() == 4, "only the plain machine's uploads looked first"
+
+
+class TestWithoutAServer:
+    def test_a_server_that_is_killed_is_done_without_until_it_is_back(self, own_fleet: Fleet) -> None:
+        one, two = own_fleet.machine(), own_fleet.machine()
+        one.store(K[:2])
+        own_fleet.server.kill()
+        assert two.lookup(K[:2]) == 2
+        assert two.store(K[2:4]) == K[2:4]
+        two.wait(lambda: not ready(two))
+        own_fleet.server.restart()
+        one.wait(lambda: ready(one))
+        two.wait(lambda: ready(two))
+        assert until(own_fleet.complete)
+        assert one.lookup(K[2:4]) == 2, "the new directory has what was stored without the old one"
+
+    def test_a_server_that_is_away_at_the_start_is_done_without(self, own_fleet: Fleet) -> None:
+        own_fleet.server.kill()
+        one, two = (own_fleet.machine(whole=False) for _ in range(2))
+        assert one.store(K[:4]) == K[:4]
+        assert two.lookup(K[:4]) == 4
+
+    def test_a_server_that_hangs_keeps_no_store_and_no_lookup(self, own_fleet: Fleet) -> None:
+        one, two = own_fleet.machine(), own_fleet.machine()
+        with own_fleet.server.paused():
+            assert one.store(K[:4]) == K[:4]
+            assert two.lookup(K[:4]) == 4
+            two.wait(lambda: not ready(two))
+        two.wait(lambda: ready(two))
+
+    def test_without_threads_the_tier_works_as_without_coordination(
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name.endswith(("-tells", "-hears")):
+                raise RuntimeError("can't start new thread")
+            plain(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        one = fleet.machine(whole=False)
+        assert one.store(K[:4]) == K[:4]
+        assert not ready(one)
+
+
+class TestWrongHints:
+    def test_an_emptied_directory_is_not_believed(self, fleet: Fleet, client: ValkeyClient) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        one.store(K[:4])
+        client.call("FLUSHALL")
+        client.call("SCRIPT", "FLUSH")
+        assert find(two, K[:4], 4)
+
+    def test_a_directory_that_lost_a_part_is_not_believed(self, fleet: Fleet, client: ValkeyClient) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        one.store(K[:4])
+        assert until(lambda: all(directory_of(fleet, one, client).answers(places_of(one))[1]))
+        (part,) = [name for name in client.call("KEYS", "kv-tiering:1:*:0") if b"lease" not in name]
+        client.call("DEL", part)
+        assert two.lookup(K[:4]) == 4
+
+    def test_a_false_denial_that_is_verified_ends_the_trust(
+        self, fleet: Fleet, client: ValkeyClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(coordination, "VERIFIED_SHARE", 1.0)
+        one = fleet.machine()
+        plain = fleet.machine(whole=False, coordination=None)
+        plain.store(K[:4])
+        assert one.lookup(K[:4]) > 0
+        assert until(lambda: not fleet.complete())
+
+    def test_blocks_that_the_directory_invents_are_misses_and_are_uploaded(
+        self, fleet: Fleet, client: ValkeyClient
+    ) -> None:
+        one = fleet.machine()
+        directory_of(fleet, one, client).fill(digests_of([*names_of(one)]))
+        assert one.lookup(K[:4]) == 4
+        assert one.load(K[:4]) == []
+        assert one.store(K[:4]) == K[:4]
+        assert fleet.uploads() == 4
+
+    def test_notices_of_strangers_are_passed_over(self, fleet: Fleet, client: ValkeyClient) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        assert two.lookup(K[:4]) == 0
+        channel = directory_of(fleet, one, client).channel
+        for content in (b"", b"x", bytes(16), bytes(16) + b"short", bytes(1000)):
+            client.call("PUBLISH", channel, content)
+        one.store(K[:4])
+        assert find(two, K[:4], 4)
+
+    def test_a_server_that_answers_nonsense_is_done_without(
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        one.store(K[:4])
+        monkeypatch.setattr(Directory, "look", lambda self, digests: ("ECHO", "nonsense"))
+        assert two.lookup(K[:4]) == 4
+
+    def test_a_claim_of_a_machine_that_died_lapses(
+        self, fleet: Fleet, client: ValkeyClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = fleet.machine()
+        dead = directory_of(fleet, one, client)
+        monkeypatch.setattr(directory, "LEASE_MS", 300)
+        assert client.call(*dead.claim(digests_of(names_of(one)))) == b"1111"
+        assert one.store(K[:4]) == []
+        assert until(lambda: one.store(K[:4]) == K[:4])
+
+    def test_another_bucket_and_another_epoch_have_directories_of_their_own(
+        self, fleet: Fleet, client: ValkeyClient
+    ) -> None:
+        one, two = fleet.machine(), fleet.machine(prefix="staging")
+        one.store(K[:2])
+        assert two.store(K[:2]) == K[:2]
+        three = fleet.machine()
+        assert three.tier.reset(three.context.clock() + 10)
+        assert three.lookup(K[:2]) == 0
+        assert three.store(K[:2]) == K[:2]
+        assert fleet.uploads() == 6
+
+    def test_a_failed_upload_gives_its_claim_back(self, fleet: Fleet, client: ValkeyClient) -> None:
+        one, two = fleet.machine(retries={"attempts": 1}), fleet.machine()
+        fleet.bucket.fail(500, method="PUT", part="/blocks/")
+        assert one.store(K[:1]) == []
+        assert until(lambda: not client.call("KEYS", "*:lease:*"))
+        assert two.store(K[:1]) == K[:1]
+
+
+def names_of(rig: object) -> list[str]:
+    """Return the places of the first four blocks on a machine."""
+    return [str(place) for place in rig.tier.index.begin_load(K[:4])]  # type: ignore[attr-defined]
+
+
+def places_of(rig: object) -> bytes:
+    """Return the digests of the first four blocks on a machine."""
+    return digests_of(names_of(rig))
+
+
+def test_the_address_must_be_one_of_a_server() -> None:
+    with pytest.raises(ValueError, match="none of the schemes"):
+        S3Options.model_validate({"bucket": "kv-cache", "coordination": "http://host"})
+    assert ServerAddress.parse("valkey://host").port == 6379

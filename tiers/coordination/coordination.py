@@ -1,0 +1,304 @@
+"""Coordination over a Valkey or Redis server, with one thread that speaks and one that listens."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tiering.api.keys import OffloadKey
+from tiering.block_store import Place, StoreProbe
+from tiering.errors import StoreError, TemporaryStoreError
+from tiering.secondary.coordination import Claim, Coordination, Heard
+from tiers.coordination.directory import Directory, digests_of, load_scripts
+from tiers.coordination.filling import Filling
+from tiers.coordination.scope import Scope
+from tiers.valkey.client import ServerAddress, Subscription, ValkeyClient
+
+logger = logging.getLogger("kv_tiering.coordination")
+
+TIMEOUT_SECONDS = 0.2
+"""Seconds within which the server must answer, and within which a connection must be made."""
+
+RETRY_SECONDS = (0.5, 15.0)
+"""Shortest and longest seconds between two attempts to reach a server that is gone."""
+
+VERIFIED_SHARE = 1 / 16
+"""Share of a complete directory's denials that are verified by a request to the medium.
+
+A directory that denies a block which is there loses its completeness, and is filled again.
+"""
+
+_IDLE_SECONDS = 0.25
+
+
+class ValkeyCoordination(Coordination):
+    """Coordination of the machines that share a medium, over one server.
+
+    Args:
+        name: name of the tier.
+        address: the server.
+        location: the medium, the same text on all machines.
+        listing: lists the places of all blocks below a prefix, in batches; blocks, and raises StoreError.
+        announce: wakes up callers that wait for news; any thread calls it.
+        on_absent: receives the places of granted blocks that a complete directory denies, so that an upload need not
+            ask first; default: nothing.
+
+    Raises:
+        ConfigError: the package ``valkey`` is missing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: ServerAddress,
+        location: str,
+        listing: Callable[[str], Iterator[Sequence[Place]]],
+        *,
+        announce: Callable[[], object] = lambda: None,
+        on_absent: Callable[[Sequence[Place]], object] = lambda places: None,
+    ) -> None:
+        self._name = name
+        self._location = location
+        self._announce = announce
+        self._on_absent = on_absent
+        self._client = ValkeyClient(
+            address, connect_timeout=TIMEOUT_SECONDS, timeout=TIMEOUT_SECONDS, name="kv-tiering-fleet"
+        )
+        self._filling = Filling(name, listing, self._client)
+        self._scope: Scope | None = None
+        self._ready = False
+        self._told = False
+        self._failures = 0
+        self._due = 0.0
+        self._connections = 0
+        """Number of times that the server was reached; the listening thread subscribes anew each time."""
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._random = random.Random()
+
+    # ------------------------------------------------------------------------------------------- the scheduler's thread
+
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
+    def enter(self, place_prefix: str) -> None:
+        self._scope = Scope(Directory(self._client, self._location, place_prefix), self._announce, self._on_absent)
+        self._wake.set()
+        self._start()
+
+    def leave(self) -> None:
+        self._scope = None
+
+    def claim(self, claim: Claim) -> None:
+        scope = self._scope
+        if scope is not None:
+            scope.queue.claims.append(claim)
+            self._wake.set()
+
+    def stored(self, places: Sequence[Place]) -> None:
+        scope = self._scope
+        if scope is None or not places:
+            return
+        scope.store(places)
+        self._wake.set()
+
+    def released(self, places: Sequence[Place]) -> None:
+        scope = self._scope
+        if scope is not None and places and self._ready:
+            scope.queue.released.extend(places)
+            self._wake.set()
+
+    def watch(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        scope = self._scope
+        if scope is not None and self._ready:
+            scope.queue.watched.extend(zip(keys, places, strict=True))
+            self._wake.set()
+
+    def declined(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        scope = self._scope
+        if scope is not None and self._ready:
+            scope.queue.declined.extend(zip(keys, places, strict=True))
+            self._wake.set()
+
+    def take(self) -> Heard | None:
+        scope = self._scope
+        return None if scope is None else scope.inbox.take()
+
+    def close(self, timeout: float) -> bool:
+        self._stop.set()
+        self._wake.set()
+        self._filling.stop()
+        end = time.monotonic() + max(timeout, 0.0)
+        for thread in (*self._threads, *self._filling.threads()):
+            thread.join(max(end - time.monotonic(), 0.0))
+        running = any(thread.is_alive() for thread in (*self._threads, *self._filling.threads()))
+        self._ready = False
+        self._client.close()
+        return not running
+
+    def _start(self) -> None:
+        """Start the threads that do not run; without threads, the tier works as without coordination."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        running = {thread.name for thread in self._threads}
+        for name, work in ((f"kv-{self._name}-tells", self._tell), (f"kv-{self._name}-hears", self._hear)):
+            if name in running or self._stop.is_set():
+                continue
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("tier %s: coordination needs a thread, and none can be started: %s", self._name, error)
+                return
+            self._threads.append(thread)
+
+    # --------------------------------------------------------------------------------------------------- lookup threads
+
+    def ask(self, probe: Callable[[Sequence[Place]], StoreProbe], places: Sequence[Place]) -> StoreProbe:
+        scope = self._scope
+        if not self._ready or scope is None or not str(places[0]).startswith(scope.directory.place_prefix):
+            return probe(places)
+        digests = digests_of(places)
+        try:
+            complete, held = scope.directory.answers(digests)
+        except StoreError as error:
+            self._lost(error)
+            return probe(places)
+        if not complete:
+            self._want_fill(scope)
+        denied = [position for position, answer in enumerate(held) if not answer]
+        if complete:
+            # The prefix ends at the first denial, so no other one needs to be verified.
+            denied = denied[:1] if self._random.random() < VERIFIED_SHARE else []
+        answers: list[bool | None] = list(held)
+        if denied:
+            found = probe([places[position] for position in denied]).held
+            for position, answer in zip(denied, found, strict=True):
+                answers[position] = answer
+            missing = [places[position] for position in denied if answers[position]]
+            if missing:
+                scope.queue.stored.extend(missing)
+                scope.overflowed |= complete
+                self._wake.set()
+        return StoreProbe(tuple(answers))
+
+    # ---------------------------------------------------------------------------------------------- the speaking thread
+
+    def _tell(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(_IDLE_SECONDS)
+            self._wake.clear()
+            scope = self._scope
+            if scope is None:
+                continue
+            try:
+                if not self._ready and not self._connect():
+                    continue
+                self._send(scope)
+            except StoreError as error:
+                self._lost(error)
+            except Exception as error:
+                logger.exception("tier %s: coordination failed unexpectedly", self._name)
+                self._lost(TemporaryStoreError(f"{type(error).__name__}: {error}"))
+        scope = self._scope
+        if self._ready and scope is not None:
+            try:
+                self._send(scope)
+            except StoreError as error:
+                logger.debug("tier %s: the last notices could not be sent: %s", self._name, error)
+
+    def _connect(self) -> bool:
+        """Reach for the server if it is time, and return True if it answers."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        for reply in self._client.call_all(load_scripts()):
+            if isinstance(reply, StoreError):
+                raise reply
+        scope = self._scope
+        if scope is not None:
+            scope.queue.drop_late()
+            scope.incomplete = True
+        self._failures = 0
+        self._connections += 1
+        self._ready = True
+        if self._told:
+            logger.warning("tier %s: coordination is back", self._name)
+            self._told = False
+        return True
+
+    def _lost(self, error: StoreError) -> None:
+        """Do without the server until it answers again. Any thread may call."""
+        shortest, longest = RETRY_SECONDS
+        self._ready = False
+        self._due = time.monotonic() + min(shortest * 2 ** min(self._failures, 16), longest) * random.uniform(0.8, 1.2)
+        self._failures += 1
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "tier %s: coordination is gone, and the tier works without it until it is back: %s", self._name, error
+            )
+
+    def _send(self, scope: Scope) -> None:
+        """Say all that waits."""
+        directory = scope.directory
+        if scope.overflowed:
+            self._client.call(*directory.distrust())
+            scope.overflowed = False
+            self._want_fill(scope)
+        if scope.incomplete:
+            scope.incomplete = False
+            complete, _ = directory.answers(b"")
+            claimed = not complete and self._client.call(*directory.claim_fill()) is not None
+            if claimed and not self._filling.start(directory):
+                scope.incomplete = True
+        if scope.unheard:
+            scope.unheard = False
+            scope.look_again()
+        while scope.queue.waiting():
+            scope.say(self._client)
+
+    def _want_fill(self, scope: Scope) -> None:
+        if not self._filling.running:
+            scope.incomplete = True
+
+    # --------------------------------------------------------------------------------------------- the listening thread
+
+    def _hear(self) -> None:
+        scope: Scope | None = None
+        subscription: Subscription | None = None
+        connection, fresh = 0, False
+        while not self._stop.is_set():
+            try:
+                if scope is not self._scope or subscription is None or connection != self._connections:
+                    subscription = self._close(subscription)
+                    scope, connection = self._scope, self._connections
+                    if scope is None or not self._ready:
+                        self._stop.wait(_IDLE_SECONDS / 10)
+                        continue
+                    subscription, fresh = self._client.subscribe(scope.directory.channel), True
+                notice = subscription.read(_IDLE_SECONDS)
+                if notice is not None and scope is not None:
+                    scope.listen(notice[1])
+                if fresh and scope is not None:
+                    # The server listens by now; what was told before has to be looked up.
+                    fresh, scope.unheard = False, True
+                    self._wake.set()
+            except StoreError as error:
+                subscription = self._close(subscription)
+                logger.debug("tier %s: notices may be missed: %s", self._name, error)
+                self._stop.wait(_IDLE_SECONDS)
+            except Exception:
+                subscription = self._close(subscription)
+                logger.exception("tier %s: listening to the fleet failed unexpectedly", self._name)
+                self._stop.wait(_IDLE_SECONDS)
+        self._close(subscription)
+
+    @staticmethod
+    def _close(subscription: Subscription | None) -> None:
+        if subscription is not None:
+            subscription.close()

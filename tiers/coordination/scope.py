@@ -1,0 +1,193 @@
+"""State of coordination in one namespace and epoch: what waits to be said, and what was heard."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tiering.api.keys import OffloadKey
+from tiering.block_store import Place
+from tiering.errors import StoreError
+from tiering.secondary.coordination import Claim, Inbox
+from tiers.coordination.directory import Directory, cut, digests_of
+from tiers.valkey.client import ValkeyClient, Word
+
+MAX_UNSENT = 1 << 16
+"""Maximum number of stored blocks that wait to be told, and of watched blocks.
+
+Beyond the bound, the oldest is forgotten.
+"""
+
+MAX_BATCH = 128
+"""Maximum number of blocks in one command; the server runs one command at a time."""
+
+_MAX_CLAIMS = 16
+
+
+@dataclass(slots=True)
+class Queue:
+    """Words for the server, which other threads add and the speaking thread takes."""
+
+    stored: deque[Place] = field(default_factory=deque)
+    """Places that hold blocks now."""
+    released: deque[Place] = field(default_factory=deque)
+    """Places whose claims are given up."""
+    claims: deque[Claim] = field(default_factory=deque)
+    """Claims without an answer."""
+    watched: deque[tuple[OffloadKey, Place]] = field(default_factory=deque)
+    """Blocks that this machine is interested in."""
+    declined: deque[tuple[OffloadKey, Place]] = field(default_factory=deque)
+    """Blocks that admission has declined."""
+
+    def waiting(self) -> bool:
+        """Return True if there is something to say."""
+        return bool(self.stored or self.released or self.claims or self.watched or self.declined)
+
+    def drop_late(self) -> None:
+        """Forget the words that are of no use after an outage: their stores have begun without an answer."""
+        self.claims.clear()
+        self.declined.clear()
+        self.released.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """All state about one namespace and epoch; another epoch has a new one."""
+
+    directory: Directory
+    """The directory of the epoch."""
+    announce: Callable[[], object]
+    """Function that wakes up callers that wait for news."""
+    on_absent: Callable[[Sequence[Place]], object]
+    """Function that receives granted places which a complete directory denies."""
+    queue: Queue = field(default_factory=Queue)
+    """Words that wait to be said."""
+    inbox: Inbox = field(default_factory=Inbox)
+    """Notices that were heard."""
+    interests: OrderedDict[bytes, OffloadKey] = field(default_factory=OrderedDict)
+    """Watched keys by digest. The speaking thread writes; the listening thread only looks keys up."""
+    overflowed: bool = False
+    """True if the directory lacks stored blocks that will not be told."""
+    incomplete: bool = True
+    """True if the directory may lack blocks, and should be filled."""
+    unheard: bool = False
+    """True if notices about watched blocks may have been missed."""
+
+    def store(self, places: Sequence[Place]) -> None:
+        """Queue stored blocks, and forget the oldest beyond the bound."""
+        stored = self.queue.stored
+        stored.extend(places)
+        if len(stored) > MAX_UNSENT:
+            self.overflowed = True
+            for _ in range(len(stored) - MAX_UNSENT):
+                stored.popleft()
+
+    def listen(self, content: bytes) -> None:
+        """Process a notice about stored blocks; those of this machine, and strangers' texts, are passed over."""
+        own = self.directory.owner
+        if content[: len(own)] != own:
+            self._report(self.inbox.stored, [self.interests.get(digest) for digest in cut(content[len(own) :])])
+
+    def look_again(self) -> None:
+        """Look all watched blocks up, because notices may have been missed.
+
+        Raises:
+            StoreError: the server does not answer.
+        """
+        digests = list(self.interests)
+        for at in range(0, len(digests), MAX_BATCH):
+            batch = digests[at : at + MAX_BATCH]
+            self._report_held(batch, self.directory.answers(b"".join(batch))[1])
+
+    def say(self, client: ValkeyClient) -> None:
+        """Say one batch in one round trip. Words that cannot be said still wait.
+
+        Raises:
+            StoreError: the server does not answer, or refuses a command.
+        """
+        queue, directory = self.queue, self.directory
+        stored, released = list(islice(queue.stored, MAX_BATCH)), list(islice(queue.released, MAX_BATCH))
+        claims, declined = list(islice(queue.claims, _MAX_CLAIMS)), list(islice(queue.declined, MAX_BATCH))
+        watched = self._watch()
+        commands: list[tuple[Word, ...]] = []
+        if stored:
+            digests = digests_of(stored)
+            commands += [directory.add(digests), directory.notify(digests), directory.release(digests)]
+        if released:
+            commands.append(directory.release(digests_of(released)))
+        said = len(commands)
+        if watched:
+            # Such a block may have been stored before it was watched.
+            commands.append(directory.look(b"".join(watched)))
+        if declined:
+            commands.append(directory.touch(digests_of([place for _, place in declined])))
+        for claim in claims:
+            digests = digests_of(claim.places)
+            commands += [directory.claim(digests), directory.look(digests)]
+        replies = _checked(client.call_all(commands), skip=said)
+        if watched:
+            self._report_held(watched, Directory.flags(next(replies), 1 + len(watched))[1:])
+        if declined:
+            touched = Directory.flags(next(replies), len(declined))
+            self._report(
+                self.inbox.touched, [key if again else None for (key, _), again in zip(declined, touched, strict=True)]
+            )
+        for claim in claims:
+            self._grant(claim, next(replies), next(replies))
+        _forget(queue.stored, len(stored))
+        _forget(queue.released, len(released))
+        _forget(queue.claims, len(claims))
+        _forget(queue.declined, len(declined))
+
+    def _watch(self) -> list[bytes]:
+        """Note which blocks this machine is interested in, and return their digests."""
+        watched = self.queue.watched
+        entries = [watched.popleft() for _ in range(min(len(watched), MAX_BATCH))]
+        digests = list(cut(digests_of([place for _, place in entries])))
+        for (key, _), digest in zip(entries, digests, strict=True):
+            self.interests[digest] = key
+            self.interests.move_to_end(digest)
+        while len(self.interests) > MAX_UNSENT:
+            self.interests.popitem(last=False)
+        return digests
+
+    def _grant(self, claim: Claim, reply: object, looked: object) -> None:
+        """Answer a claim. Granted blocks that a complete directory denies need no look before their upload."""
+        granted = Directory.flags(reply, len(claim.places))
+        complete, *held = Directory.flags(looked, 1 + len(claim.places))
+        if complete:
+            answers = zip(claim.places, granted, held, strict=True)
+            self.on_absent([place for place, grant, there in answers if grant and not there])
+        else:
+            self.incomplete = True
+        claim.granted = granted
+        self.announce()
+
+    def _report_held(self, digests: Sequence[bytes], held: Sequence[bool]) -> None:
+        answers = zip(digests, held, strict=True)
+        self._report(self.inbox.stored, [self.interests.get(digest) for digest, there in answers if there])
+
+    def _report(self, box: deque[OffloadKey], keys: Sequence[OffloadKey | None]) -> None:
+        known = [key for key in keys if key is not None]
+        if known:
+            box.extend(known)
+            self.announce()
+
+
+def _checked(replies: Sequence[object], *, skip: int) -> Iterator[object]:
+    """Return the replies after the first ``skip``.
+
+    Raises:
+        StoreError: one of the replies is an error.
+    """
+    for reply in replies:
+        if isinstance(reply, StoreError):
+            raise reply
+    return iter(replies[skip:])
+
+
+def _forget(words: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:
+    for _ in range(min(count, len(words))):
+        words.popleft()
