@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 _ENGINE = 'instance=~"$instance"'
 _TIER = 'instance=~"$instance",tier=~"$tier"'
 
+_COPIED = '__name__=~"vllm[:_]kv_offload_total_bytes_total"'
+"""Bytes of the copies; some versions of prometheus_client replace the colon when Prometheus asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -134,7 +137,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel(
             "Bytes between the GPU and the CPU tier",
-            {"{{transfer_type}}": _rate("vllm:kv_offload_total_bytes_total", "transfer_type", _ENGINE)},
+            {"{{transfer_type}}": _rate("", "transfer_type", f"{_COPIED},{_ENGINE}")},
             "Copies by all workers.",
             unit="Bps",
         ),
@@ -296,7 +299,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "404 to probes is normal; conflicts mean that another engine has stored the block already.",
         ),
         Panel(
-            "Cost of requests, dollars a day",
+            "Cost of requests over time, dollars a day",
             {"{{tier}}": _COST},
             "At the prices above, at the present rate.",
             unit="currencyUSD",

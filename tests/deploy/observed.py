@@ -91,7 +91,7 @@ def filled(expression: str, window: str) -> str:
 
 def series_in(expression: str) -> set[str]:
     """Return the names of the series in an expression."""
-    return set(_SERIES.findall(expression))
+    return set(_SERIES.findall(expression.replace("vllm[:_]", "vllm:")))
 
 
 def known_series() -> set[str]:
