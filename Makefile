@@ -18,7 +18,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm lint format bench bench-vllm gpu clean
+.PHONY: help setup demo docs test test-slow test-vllm lint format bench bench-vllm gpu clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## The main job: a small engine over CPU, local disk and S3; restarts, a new machine, negative controls
 	$(BIN)/python -m examples.demo
+
+docs: $(STAMP)  ## The documents as a site, in build/site; a link that leads nowhere is an error
+	$(BIN)/python -m scripts.site
 
 test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name"), then test-vllm
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
