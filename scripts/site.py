@@ -28,8 +28,9 @@ _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 def documents() -> list[Path]:
     """Return all Markdown files of the site."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return [*top, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "vllm_server.md", ROOT / "benchmarks" / "RESULTS.md"]
+    named = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md", "examples/vllm_server.md")
+    guides = sorted((ROOT / "docs").rglob("*.md"))
+    return [*(ROOT / name for name in named), *guides, ROOT / "benchmarks" / "RESULTS.md"]
 
 
 def linked(path: Path) -> set[Path]:
@@ -70,7 +71,8 @@ def build(site: Path) -> int:
     """Build the site in the directory ``site``; return the exit status of mkdocs, which warnings make 1."""
     collect(documents(), PAGES)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=quiet, check=False).returncode
 
 
 def main() -> int:

@@ -9,13 +9,14 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from examples import vllm_offline
-from scripts import metric_tables, option_tables
+from scripts import metric_tables, option_tables, site
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
@@ -23,15 +24,13 @@ from tiering.offload.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = ROOT / "examples" / "vllm_server.md"
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    SERVER,
-]
+DOCUMENTS = site.documents()
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """Return the blocks of code in a language, also those that are indented in a list."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(text) for _, text in found]
 
 
 def examples(language: str) -> list[object]:
@@ -175,10 +174,10 @@ def test_the_library_needs_no_torch(stack: str, tmp_path: Path, monkeypatch: pyt
     assert "32 of 32 blocks came back, identical" in quickstart(str(ROOT / "configs" / f"{stack}.yaml"), code=NO_TORCH)
 
 
-def test_the_programs_of_the_readme_pass_the_type_checker_as_a_users_would(tmp_path: Path) -> None:
+def test_the_programs_of_the_documents_pass_the_type_checker_as_a_users_would(tmp_path: Path) -> None:
     programs = []
-    for number, code in enumerate(blocks(ROOT / "README.md", "python")):
-        programs.append(tmp_path / f"readme_{number}.py")
+    for number, code in enumerate(code for path in DOCUMENTS for code in blocks(path, "python")):
+        programs.append(tmp_path / f"program_{number}.py")
         programs[-1].write_text(code)
     assert programs
     command = [

@@ -135,7 +135,7 @@ def test_examples_import_public_names_only(folder: str) -> None:
 
 
 def test_documents_import_public_names_only() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     blocks = [block for path in documents for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
     names = {match[1] for block in blocks for match in re.finditer(r"^\s*(?:from|import) (\S+)", block, re.MULTILINE)}
     assert {name for name in names if name.split(".")[0] in {"tiering", "tiers"} and not is_public(name)} == set()
