@@ -109,7 +109,7 @@ class TierJobs:
         for state in serving:
             job_id = next(self._ids)
             now = self._clock()
-            self._jobs[job_id] = _Job(state, rows, state.deadline(now, store=True))
+            self._jobs[job_id] = _Job(state, rows, _store_deadline(state, now))
             job = TransferJob(job_id, keys, rows, False, ctx, now, is_fill)
             self._submit(state, state.tier.submit_store, job)
 
@@ -131,10 +131,13 @@ class TierJobs:
             self._submit(state, state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
-        if state.in_service:
-            self._call(state, submit, job)
-        else:
+        if not state.in_service:
             self._end(state, JobResult(job.job_id, False))
+            return
+        try:
+            submit(job)
+        except Exception as error:
+            self._tiers.retire_raising(state, submit, error)
 
     # ---------------------------------------------------------------------------------------------------------- collect
 
@@ -142,7 +145,12 @@ class TierJobs:
         """Take the finished jobs of all tiers, and give up overdue promotions and expired reservations."""
         self.collected = True
         for state in self._states:
-            for result in self._call(state, state.tier.get_finished) or ():
+            try:
+                results = state.tier.get_finished()
+            except Exception as error:
+                self._tiers.retire_raising(state, state.tier.get_finished, error)
+                continue
+            for result in results:
                 self._end(state, result)
         self._promotions.expire(self._clock())
 
@@ -252,3 +260,9 @@ class TierJobs:
             if number and state.in_service:
                 asked = keys if number == len(keys) else list(compress(keys, due.tolist()))
                 state.settled_until[rows[due]] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
+
+
+def _store_deadline(state: TierState, now: float) -> float:
+    """Return the time by which a store that is submitted at ``now`` should have ended."""
+    limit = state.tier.store_deadline
+    return state.deadline(now) if limit is None else now + limit

@@ -38,11 +38,9 @@ class TierState:
     loading_rows: int = 0
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
 
-    def deadline(self, now: float, *, store: bool = False) -> float:
-        """Return the time by which a load, or a store, that is submitted at ``now`` should have ended."""
+    def deadline(self, now: float) -> float:
+        """Return the time by which a load that is submitted at ``now`` should have ended."""
         limit = self.tier.load_deadline
-        if store and self.tier.store_deadline is not None:
-            limit = self.tier.store_deadline
         return math.inf if limit is None else now + limit
 
 
@@ -112,8 +110,12 @@ class SecondaryTiers:
         try:
             return method(*arguments)
         except Exception as error:
-            self.retire(state, f"its {getattr(method, '__name__', method)} raised {error!r}", exc_info=True)
+            self.retire_raising(state, method, error)
             return None
+
+    def retire_raising(self, state: TierState, method: Callable[..., Any], error: Exception) -> None:
+        """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""
+        self.retire(state, f"its {getattr(method, '__name__', method)} raised {error!r}", exc_info=True)
 
     def retire(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
         """Take a tier out of service until a restart, because it broke its contract.
