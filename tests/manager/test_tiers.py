@@ -142,3 +142,11 @@ class OpeningTier(FakeTier):
     def open(self, deadline: float) -> bool:
         self._enter("open", deadline)
         return True
+
+
+def test_the_smallest_share_of_the_rows_is_one_row() -> None:
+    tier = FakeTier(held=set(K), primary_share=0.01)
+    rig = ManagerRig(8, [tier])
+    rig.manager.match_prefix(K, rig.ctx)
+    rig.step()
+    assert [list(job.keys) for job in tier.loads] == [[A]]
