@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import email.utils
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -114,15 +115,20 @@ class _Handler(FakeHandler):
         with self.fake.lock:
             data = self.fake.objects.get(name)
             generation = self.fake.generations.get(name, 0)
-        if data is None:
+            modified = self.fake.modified.get(name)
+        if data is None or modified is None:
             self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
         tag = etag(data)
+        headers = {
+            "x-goog-generation": str(generation),
+            "Last-Modified": email.utils.format_datetime(modified, usegmt=True),
+        }
         if fault is Trouble.FLIP:
             data = data[:-1] + bytes([data[-1] ^ 1])
         elif fault is Trouble.LOGIN_PAGE:
             data = LOGIN_PAGE
-        self.send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag, headers={"x-goog-generation": str(generation)})
+        self.send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag, headers=headers)
 
     def delete(self, name: str) -> None:
         with self.fake.lock:

@@ -327,7 +327,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         if location:
             self.send_header("Location", location)
         self.send_header("Content-Length", str(0 if status == 204 else len(body)))
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if "Last-Modified" not in (headers or {}):
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.send_header("ETag", tag)
         self.end_headers()
         if self.command != "HEAD" and status != 204:

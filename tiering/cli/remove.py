@@ -25,10 +25,20 @@ def yes_option(command: Callable[..., int]) -> Callable[..., int]:
     )
 
 
+def dry_run_option(command: Callable[..., int]) -> Callable[..., int]:
+    """Add ``--dry-run``."""
+    return click.option("--dry-run", is_flag=True, help="Count what would be removed, and end.")(command)
+
+
 @click.command()
 @stack_argument
 @click.option("--older-than", type=DURATION, metavar="DURATION", help="Remove blocks above this age.")
-@click.option("--max-total", type=SIZE, metavar="SIZE", help="Remove the oldest blocks until no more than this remain.")
+@click.option(
+    "--max-total",
+    type=SIZE,
+    metavar="SIZE",
+    help="Remove the oldest blocks until no more than this remains, tails of prefixes before their heads.",
+)
 @click.option(
     "--grace",
     type=DURATION,
@@ -38,6 +48,7 @@ def yes_option(command: Callable[..., int]) -> Callable[..., int]:
     help="Keep younger blocks and leases of abandoned epochs.",
 )
 @yes_option
+@dry_run_option
 @tier_options
 @json_option
 def gc(
@@ -46,6 +57,7 @@ def gc(
     max_total: int | None,
     grace: float,
     yes: bool,
+    dry_run: bool,
     tiers: tuple[str, ...],
     replica: str | None,
     as_json: bool,
@@ -55,6 +67,9 @@ def gc(
     These are blocks of epochs that neither an epoch document nor a fresh lease names. --older-than and --max-total
     remove more. In a bucket, single blocks go while engines run. On a local disk, whole segments go, and no engine may
     use the directory. Without --yes, only a terminal is asked; pipes get a dry run.
+
+    In a bucket, blocks older than the tier's ttl go as well, and one collection runs at a time. The memory that it
+    takes does not depend on the number of blocks.
 
     \b
     Examples:
@@ -68,7 +83,7 @@ def gc(
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
         return await admin.collect(limits, dry_run=dry_run)
 
-    return _run(chosen, replica, remove, yes=yes, as_json=as_json)
+    return _run(chosen, replica, remove, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
 @click.command()
@@ -76,6 +91,7 @@ def gc(
 @click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
 @click.option("--all", "everything", is_flag=True, help="Clear all namespaces.")
 @yes_option
+@dry_run_option
 @tier_options
 @json_option
 def clear(
@@ -83,6 +99,7 @@ def clear(
     namespace: str | None,
     everything: bool,
     yes: bool,
+    dry_run: bool,
     tiers: tuple[str, ...],
     replica: str | None,
     as_json: bool,
@@ -113,11 +130,15 @@ def clear(
             sum(one.removed_bytes for one in done),
         )
 
-    return _run(chosen, replica, remove, yes=yes, as_json=as_json)
+    return _run(chosen, replica, remove, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
-def _run(chosen: list[TierOptions], replica: str | None, remove: Removal, *, yes: bool, as_json: bool) -> int:
+def _run(
+    chosen: list[TierOptions], replica: str | None, remove: Removal, *, yes: bool, dry_run: bool, as_json: bool
+) -> int:
     """Count first, unless the user has agreed already; then ask, and remove."""
+    if yes and dry_run:
+        raise click.UsageError("give either --yes or --dry-run")
     if yes:
         results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, False))
         _print(results, removed=True, as_json=as_json)
@@ -125,7 +146,7 @@ def _run(chosen: list[TierOptions], replica: str | None, remove: Removal, *, yes
     results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, True))
     _print(results, removed=False, as_json=as_json)
     going = {tier for tier, found in results.items() if found.removed_blocks or found.removed_bytes}
-    if not going or as_json or not agreed("Remove them?", yes=False):
+    if not going or dry_run or as_json or not agreed("Remove them?", yes=False):
         return code
     again = [options for options in chosen if options.tier_name in going]
     results, failed = for_each_tier(again, replica, lambda admin: remove(admin, False))

@@ -1,12 +1,14 @@
 """Administration of a bucket for the command line: contents, verification, collection and epochs.
 
-Listing runs over all epochs of the bucket at the same time. Nothing here writes a lifecycle rule.
+Listing runs over many folders of the bucket at the same time. Nothing here writes a lifecycle rule.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,6 +22,7 @@ from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
 from tiers.object.cloud import make_cloud
+from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES
 from tiers.object.names import BLOCKS, DOCUMENTS
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 86400.0
 """Age in seconds up to which a lease counts as fresh. Engines renew leases every hour."""
 
-LISTINGS = 8
-"""Epochs that are listed at the same time."""
+LISTINGS = 16
+"""Folders that are listed at the same time."""
+
+_FOLDERS_DEEP = 3
+"""Levels of folders above a block: the namespace, its epoch, and two digits of the key."""
 
 _CHUNK = 1000
 _CHUNKS_AHEAD = 4
@@ -55,6 +61,7 @@ class ObjectAdmin(TierAdmin):
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._documents = f"{self.options.prefix}{DOCUMENTS}"
         self._lease_seconds = LEASE_SECONDS
+        self._lease = CollectionLease(self._store, self.place)
 
     @property
     def place(self) -> str:
@@ -117,17 +124,18 @@ class ObjectAdmin(TierAdmin):
         queues: list[asyncio.Queue[list[StoredBlock] | BaseException | None]] = [
             asyncio.Queue(_CHUNKS_AHEAD) for _ in folders
         ]
+        # A listing counts until its last block has been taken: so few blocks are held, however many folders are small.
         begun = asyncio.Semaphore(LISTINGS)
 
         async def produce(position: int) -> None:
             queue = queues[position]
-            async with begun:
-                try:
-                    async for items in self._list(f"{self._blocks}{folders[position]}", after):
-                        await queue.put([self._block(item) for item in items])
-                    await queue.put(None)
-                except StoreError as error:
-                    await queue.put(error)
+            await begun.acquire()
+            try:
+                async for items in self._list(f"{self._blocks}{folders[position]}", after):
+                    await queue.put([self._block(item) for item in items])
+                await queue.put(None)
+            except StoreError as error:
+                await queue.put(error)
 
         producers = [asyncio.create_task(produce(position)) for position in range(len(folders))]
         try:
@@ -137,6 +145,7 @@ class ObjectAdmin(TierAdmin):
                         raise batch
                     for block in batch:
                         yield block
+                begun.release()
         finally:
             for producer in producers:
                 producer.cancel()
@@ -159,23 +168,28 @@ class ObjectAdmin(TierAdmin):
         return StoredBlock(item["last_modified"].timestamp(), place, item["size"], namespace, fingerprint)
 
     async def _folders(self) -> list[str]:
-        """Return the folder of each epoch with blocks, below the prefix of all blocks, in order."""
-        bases = await self._subfolders(self._blocks)
+        """Return the folders that hold blocks, below the prefix of all blocks, in order.
+
+        Each epoch's blocks are spread over up to 256 folders, which are listed at the same time.
+        """
+        folders = [self._blocks]
         limit = asyncio.Semaphore(LISTINGS)
 
-        async def below(base: str) -> list[str]:
+        async def below(folder: str) -> list[str]:
             async with limit:
-                return await self._subfolders(base)
+                return await self._subfolders(folder)
 
-        found = await asyncio.gather(*map(below, bases))
-        return sorted(f"{folder.removeprefix(self._blocks)}/" for folders in found for folder in folders)
+        for _ in range(_FOLDERS_DEEP):
+            folders = list(itertools.chain.from_iterable(await asyncio.gather(*map(below, folders))))
+        return sorted(folder.removeprefix(self._blocks) for folder in folders)
 
-    async def _subfolders(self, prefix: str) -> list[str]:
+    async def _subfolders(self, folder: str) -> list[str]:
+        """Return the folders in a folder, or the folder itself if it holds objects too."""
         try:
-            found = await obstore.list_with_delimiter_async(self._store.requests.client, prefix.rstrip("/"))
+            found = await obstore.list_with_delimiter_async(self._store.requests.client, folder.rstrip("/"))
         except STORE_FAILURES as error:
-            raise self._translate(error, f"list {prefix}") from error
-        return list(found["common_prefixes"])
+            raise self._translate(error, f"list {folder}") from error
+        return [folder] if found["objects"] else [f"{name}/" for name in found["common_prefixes"]]
 
     async def _list(self, prefix: str, after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
         """Yield the objects below ``prefix`` behind the place ``after``, up to 1,000 at a time."""
@@ -203,10 +217,23 @@ class ObjectAdmin(TierAdmin):
     # ---------------------------------------------------------------------------------------------------------- changes
 
     async def remove(self, blocks: Sequence[StoredBlock]) -> None:
+        self._lease.check()
         await asyncio.to_thread(self._store.delete_objects, [f"{self._blocks}{block.place}" for block in blocks])
 
+    @contextlib.asynccontextmanager
+    async def exclusively(self) -> AsyncIterator[None]:
+        async with self._lease.held():
+            yield
+
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
+        """Remove the blocks that ``limits`` name, and those older than the tier's ``ttl``.
+
+        Not every cloud tells whether a rule of its own removes them.
+        """
         self._lease_seconds = limits.grace
+        ttl = self.options.ttl
+        if ttl is not None:
+            limits = dataclasses.replace(limits, older_than=min(limits.older_than or ttl, ttl))
         return await super().collect(limits, dry_run=dry_run)
 
     async def begin_epoch(self, namespace: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import obstore
@@ -41,6 +41,17 @@ _LIST_CHUNK = 1000
 _MAX_ABSENT = 1 << 16
 _LAST = "~"
 """Sorts behind every name that this store uses."""
+
+
+class DocumentVersion(NamedTuple):
+    """One version of a document."""
+
+    content: bytes
+    """The content."""
+    version: str
+    """Text that identifies the version for the service."""
+    modified: float
+    """Time of the last write by the service's clock, in seconds since 1970."""
 
 
 class ObjectStore(BlockStore):
@@ -176,22 +187,7 @@ class ObjectStore(BlockStore):
 
         A comparison comes first, for services that ignore the condition.
         """
-        name, send = self._name(place), self._requests.send
-        try:
-            if self._cloud.version(send(Verb.HEAD, lambda client: obstore.head(client, name))) != version:
-                return False
-            conditional = self._cloud.deleter(name, version)
-            try:
-                send(Verb.DELETE, lambda client: obstore.delete(client, name), through=conditional)
-            except STORE_FAILURES as error:
-                if http_status(error) not in CONDITION_UNKNOWN:
-                    raise
-                send(Verb.DELETE, lambda client: obstore.delete(client, [name]))
-        except (FileNotFoundError, PreconditionError, AlreadyExistsError):
-            return False
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"delete {name}") from error
-        return True
+        return self._delete_version(self._name(place), version)
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         """Probe several places at once: the first on this thread, the others on threads for probes."""
@@ -254,6 +250,31 @@ class ObjectStore(BlockStore):
         except STORE_FAILURES as error:
             raise self._translate(error, f"create document {name}") from error
         return self.read_document(name)
+
+    def read_version(self, name: str) -> DocumentVersion | None:
+        """Return a document with its version; None if there is none.
+
+        Raises:
+            StoreError: The document cannot be read.
+        """
+        path = f"{self._documents}{name}"
+        try:
+            found = self._requests.send(Verb.GET, lambda client: obstore.get(client, path))
+            return DocumentVersion(
+                found.bytes().to_bytes(), self._cloud.version(found.meta), found.meta["last_modified"].timestamp()
+            )
+        except FileNotFoundError:
+            return None
+        except STORE_FAILURES as error:
+            raise self._translate(error, f"get document {name}") from error
+
+    def remove_version(self, name: str, version: str) -> bool:
+        """Remove a document if it is still the given version, and return True if it was removed.
+
+        Raises:
+            StoreError: The document cannot be removed.
+        """
+        return self._delete_version(f"{self._documents}{name}", version)
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         start = f"{self._documents}{prefix}"
@@ -362,6 +383,24 @@ class ObjectStore(BlockStore):
                 self._requests.count(Verb.LIST)
         except STORE_FAILURES as error:
             raise self._translate(error, f"list {directory}") from error
+
+    def _delete_version(self, name: str, version: str) -> bool:
+        send = self._requests.send
+        try:
+            if self._cloud.version(send(Verb.HEAD, lambda client: obstore.head(client, name))) != version:
+                return False
+            conditional = self._cloud.deleter(name, version)
+            try:
+                send(Verb.DELETE, lambda client: obstore.delete(client, name), through=conditional)
+            except STORE_FAILURES as error:
+                if http_status(error) not in CONDITION_UNKNOWN:
+                    raise
+                send(Verb.DELETE, lambda client: obstore.delete(client, [name]))
+        except (FileNotFoundError, PreconditionError, AlreadyExistsError):
+            return False
+        except STORE_FAILURES as error:
+            raise self._translate(error, f"delete {name}") from error
+        return True
 
     def _delete_names(self, names: Sequence[str]) -> None:
         for batch in batches(names, self._cloud.bulk):

@@ -16,12 +16,14 @@ from tests.servers import Bucket, Endpoint
 from tests.tiers.object.rigs import namespace_of
 from tiering.block_store import Place
 from tiering.config.registry import tier_definition
+from tiering.errors import StoreError
 from tiering.secondary.admin.contract import Limits, Severity, TierAdmin
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
+from tiers.object.collection_lease import NAME, SECONDS, CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.options import BucketOptions
 from tiers.object.store import ObjectStore
@@ -218,6 +220,52 @@ class FleetSuite(TierSuite):
         assert len(everything) == 8
         assert everything == sorted(everything)
         assert self.administer(lambda admin: places(admin, everything[4])) == everything[5:]
+
+    def test_one_collection_runs_at_a_time(self) -> None:
+        limits = Limits(older_than=0.0)
+
+        async def work() -> None:
+            with self.definition.admin(self.options, None) as one, self.definition.admin(self.options, None) as two:
+                async with one.exclusively():
+                    with pytest.raises(StoreError, match=r"another collection of .* runs"):
+                        await two.collect(limits, dry_run=False)
+                    await two.collect(limits, dry_run=True)
+                await two.collect(limits, dry_run=False)
+
+        asyncio.run(work())
+
+    def test_the_lease_of_a_killed_collection_is_taken_over_and_stops_it_if_it_lives(self) -> None:
+        store = self.make_store()
+        store.open()
+        try:
+            slow = CollectionLease(store, "here")
+            slow._acquire()
+            late = CollectionLease(store, "here", clock=lambda: time.time() + SECONDS + 60)
+            late._acquire()
+            assert not slow.renew()
+            assert late.renew()
+            slow._release()
+            assert store.read_version(NAME) is not None
+            late._release()
+            assert store.read_version(NAME) is None
+        finally:
+            store.close()
+
+    def make_store(self) -> ObjectStore:
+        return ObjectStore(self.options)
+
+    def test_blocks_of_every_form_of_names_are_listed(self, machines: Callable[[], TierRig]) -> None:
+        one = machines()
+        one.store(K[:3])
+        place = f"{namespace_of(one).directory}/{'0' * 32}/{'ab' * 20}"
+        self.raw_write(place, b"a name without the folder of two digits")
+
+        async def places(admin: TierAdmin) -> list[str]:
+            return [block.place async for block in admin.blocks()]
+
+        found = self.administer(places)
+        assert place in found
+        assert found == sorted(str(name) for name in self.raw_places())
 
     def test_the_check_finds_every_permission(self) -> None:
         with self.definition.admin(self.options, None) as admin:

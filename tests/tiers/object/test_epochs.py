@@ -172,6 +172,17 @@ def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_
     assert collect(fake, LATER).blocks == 4
 
 
+def test_a_bucket_that_takes_no_more_bytes_can_still_be_collected(fake: FakeS3, make: Make) -> None:
+    private = make()
+    reset(private)
+    private.store(OBJECTS[:4])
+    private.wait(lambda: any("documents/lease-" in name for name in fake.objects))
+    assert private.close()
+    fake.fail(507, method="PUT", times=1 << 30)
+    assert collect(fake, LATER).removed_blocks == 4
+    assert not block_names(fake)
+
+
 def test_an_epoch_with_a_fresh_lease_is_left_alone(fake: FakeS3, make: Make, open_store: Open) -> None:
     private = make()
     reset(private)

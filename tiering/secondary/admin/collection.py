@@ -1,31 +1,49 @@
-"""Collection of blocks on media whose blocks can be listed and removed one by one."""
+"""Collection of blocks on media whose blocks can be listed and removed one by one.
+
+Blocks pass in a stream: the memory that a collection takes does not depend on their number.
+"""
 
 from __future__ import annotations
 
+import asyncio
+
+from tiering.secondary.admin.ages import Ages
 from tiering.secondary.admin.contract import Collected, EpochState, Limits, StoredBlock, TierAdmin
 
 BATCH = 1000
 """Blocks that are removed by one call."""
 
+REMOVALS = 4
+"""Batches that are removed at the same time."""
+
 
 class _Remover:
-    """Counts listed and removed blocks, and removes them in batches."""
+    """Counts removed blocks, and removes them in batches while the listing goes on."""
 
     def __init__(self, admin: TierAdmin, *, dry_run: bool) -> None:
         self._admin = admin
         self._dry_run = dry_run
         self._batch: list[StoredBlock] = []
-        self._removed = self._removed_bytes = 0
-        self.listed = 0
-        self.listed_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.removed = self.removed_bytes = 0
 
-    def see(self, block: StoredBlock) -> None:
-        self.listed += 1
-        self.listed_bytes += block.nbytes
+    async def __aenter__(self) -> _Remover:
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                await self._flush()
+                while self._tasks:
+                    await self._end_one()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def remove(self, block: StoredBlock) -> None:
-        self._removed += 1
-        self._removed_bytes += block.nbytes
+        self.removed += 1
+        self.removed_bytes += block.nbytes
         if not self._dry_run:
             self._batch.append(block)
             if len(self._batch) == BATCH:
@@ -34,17 +52,22 @@ class _Remover:
     async def _flush(self) -> None:
         batch, self._batch = self._batch, []
         if batch:
-            await self._admin.remove(batch)
+            self._tasks.add(asyncio.create_task(self._admin.remove(batch)))
+            if len(self._tasks) == REMOVALS:
+                await self._end_one()
 
-    async def finish(self) -> Collected:
-        await self._flush()
-        return Collected(self.listed, self.listed_bytes, self._removed, self._removed_bytes)
+    async def _end_one(self) -> None:
+        done, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
 
 async def collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collected:
     """Remove the blocks that ``limits`` name, and return how many they were.
 
-    An epoch counts as abandoned if neither an epoch document nor a lease younger than ``limits.grace`` names it.
+    An epoch counts as abandoned if neither an epoch document nor a lease younger than ``limits.grace`` names it. A
+    bound on the total takes a second listing, and chooses by the time of writing (:mod:`tiering.secondary.admin.ages`).
+    Blocks that were written since the first listing stay.
 
     Args:
         admin: administration of the tier.
@@ -52,29 +75,42 @@ async def collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collect
         dry_run: count only, remove nothing.
 
     Raises:
-        StoreError: the blocks cannot be listed or removed; blocks removed before the error stay removed.
+        StoreError: the blocks cannot be listed or removed, or another collection runs; blocks removed before the error
+            stay removed.
     """
+    if dry_run:
+        return await _collect(admin, limits, dry_run=True)
+    async with admin.exclusively():
+        return await _collect(admin, limits, dry_run=False)
+
+
+async def _collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collected:
     now = admin.clock()
     used = await used_epochs(admin) if limits.abandoned else set[str]()
-    remover = _Remover(admin, dry_run=dry_run)
-    kept: list[StoredBlock] = []
-    kept_bytes = 0
-    async for block in admin.blocks():
-        remover.see(block)
+    kept = Ages()
+    listed = listed_bytes = 0
+
+    def goes(block: StoredBlock) -> bool:
         age = now - block.modified
         abandoned = limits.abandoned and block.fingerprint != "" and block.fingerprint not in used
-        if (abandoned and age > limits.grace) or (limits.older_than is not None and age > limits.older_than):
-            await remover.remove(block)
-        elif limits.max_total is not None:
-            kept.append(block)
-            kept_bytes += block.nbytes
-    if limits.max_total is not None and kept_bytes > limits.max_total:
-        for block in sorted(kept):
-            if kept_bytes <= limits.max_total:
-                break
-            kept_bytes -= block.nbytes
-            await remover.remove(block)
-    return await remover.finish()
+        return (abandoned and age > limits.grace) or (limits.older_than is not None and age > limits.older_than)
+
+    async with _Remover(admin, dry_run=dry_run) as remover:
+        async for block in admin.blocks():
+            listed += 1
+            listed_bytes += block.nbytes
+            if goes(block):
+                await remover.remove(block)
+            else:
+                kept.add(block.modified, block.nbytes)
+    async with _Remover(admin, dry_run=dry_run) as second:
+        if limits.max_total is not None and kept.total > limits.max_total:
+            cut = kept.cut(limits.max_total)
+            async for block in admin.blocks():
+                if not goes(block) and cut.takes(block.modified, block.nbytes):
+                    await second.remove(block)
+    removed, removed_bytes = remover.removed + second.removed, remover.removed_bytes + second.removed_bytes
+    return Collected(listed, listed_bytes, removed, removed_bytes)
 
 
 async def clear(admin: TierAdmin, namespace: str, *, dry_run: bool) -> Collected:
@@ -83,12 +119,14 @@ async def clear(admin: TierAdmin, namespace: str, *, dry_run: bool) -> Collected
     Raises:
         StoreError: the blocks cannot be listed or removed; blocks removed before the error stay removed.
     """
-    remover = _Remover(admin, dry_run=dry_run)
-    async for block in admin.blocks():
-        remover.see(block)
-        if block.namespace == namespace:
-            await remover.remove(block)
-    return await remover.finish()
+    listed = listed_bytes = 0
+    async with _Remover(admin, dry_run=dry_run) as remover:
+        async for block in admin.blocks():
+            listed += 1
+            listed_bytes += block.nbytes
+            if block.namespace == namespace:
+                await remover.remove(block)
+    return Collected(listed, listed_bytes, remover.removed, remover.removed_bytes)
 
 
 async def used_epochs(admin: TierAdmin) -> set[str]:

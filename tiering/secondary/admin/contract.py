@@ -105,7 +105,10 @@ class Limits:
     older_than: float | None = None
     """Age in seconds above which a block is removed; None (default): no limit."""
     max_total: int | None = None
-    """Bytes that may remain on the medium, the newest blocks first; None (default): no limit."""
+    """Bytes that may remain on the medium; None (default): no limit.
+
+    The oldest blocks go. Of blocks that were written within about an hour, the tails of prefixes go before the heads.
+    """
     grace: float = 86400.0
     """Age in seconds below which blocks and leases of abandoned epochs are kept; default: a day."""
 
@@ -263,6 +266,15 @@ class TierAdmin:
             StoreError: a block cannot be removed.
         """
         raise UnsupportedError(f"the tier {self.name} cannot remove single blocks")
+
+    @contextlib.asynccontextmanager
+    async def exclusively(self) -> AsyncIterator[None]:
+        """Keep other collections off the medium while the context lasts. The default keeps none off.
+
+        Raises:
+            StoreError: another collection runs, or it cannot be found out.
+        """
+        yield
 
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         """Remove the blocks that ``limits`` name. Blocks that were removed before an error stay removed.

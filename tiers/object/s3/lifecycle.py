@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tiering.errors import PermanentStoreError
@@ -60,13 +61,12 @@ def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str
         return f"ttl: the lifecycle rules of the bucket cannot be read: {summary(error)}"
     try:
         rules = _read_rules(client, options.bucket)
-        if not any(_expires(rule, blocks, days) for rule in rules):
+        problem = _missing(rules, blocks, days, versioned=_keeps_versions(client, options.bucket))
+        if problem is not None:
             if not options.install_lifecycle:
-                return (
-                    f"ttl: no lifecycle rule removes {blocks}* after {days} days or sooner, so blocks stay forever; "
-                    "set install_lifecycle: true, or add the rule yourself"
-                )
-            rules = [rule for rule in rules if rule.get("ID") != f"{RULE_PREFIX}{blocks}"] + [_rule(blocks, days)]
+                return f"ttl: {problem}; set install_lifecycle: true, or add the rule yourself"
+            ours = _rules(blocks, documents, days)
+            rules = [rule for rule in rules if rule.get("ID") not in {own["ID"] for own in ours}] + ours
             client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": rules})
         if any(_expires(rule, documents, None) for rule in rules):
             return (
@@ -93,23 +93,62 @@ def _read_rules(client: Any, bucket: str) -> list[dict[str, Any]]:
         raise
 
 
-def _rule(prefix: str, days: int) -> dict[str, Any]:
-    return {
-        "ID": f"{RULE_PREFIX}{prefix}",
-        "Status": "Enabled",
-        "Filter": {"Prefix": prefix},
+def _keeps_versions(client: Any, bucket: str) -> bool:
+    """Return True if the bucket keeps old versions; a suspended bucket keeps those from before."""
+    from botocore.exceptions import ClientError
+
+    try:
+        return client.get_bucket_versioning(Bucket=bucket).get("Status") in {"Enabled", "Suspended"}
+    except ClientError:
+        return False  # no permission, or no such call: the bucket counts as one without versions
+
+
+def _missing(rules: Sequence[dict[str, Any]], blocks: str, days: int, *, versioned: bool) -> str | None:
+    """Return the reason why ``rules`` do not enforce an age of ``days`` days; None if they do."""
+    if not any(_expires(rule, blocks, days) for rule in rules):
+        return f"no lifecycle rule removes {blocks}* after {days} days or sooner, so blocks stay forever"
+    if not versioned:
+        return None
+    applied = [rule for rule in rules if _covers(rule, blocks)]
+    if not any("NoncurrentDays" in rule.get("NoncurrentVersionExpiration", {}) for rule in applied):
+        return f"the bucket keeps versions, and no lifecycle rule removes noncurrent versions of {blocks}*"
+    if not any(rule.get("Expiration", {}).get("ExpiredObjectDeleteMarker") for rule in applied):
+        return f"the bucket keeps versions, and no lifecycle rule removes the delete markers of {blocks}*"
+    return None
+
+
+def _rules(blocks: str, documents: str, days: int) -> list[dict[str, Any]]:
+    """Return this tier's rules: blocks expire; old versions and delete markers go, those of documents too.
+
+    A rule that counts days cannot remove delete markers as well, so these have rules of their own.
+    """
+    own: dict[str, Any] = {"Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+    expiry = {
+        "ID": f"{RULE_PREFIX}{blocks}",
+        "Filter": {"Prefix": blocks},
         "Expiration": {"Days": days},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
     }
+    markers = [
+        {
+            "ID": f"{RULE_PREFIX}markers {prefix}",
+            "Filter": {"Prefix": prefix},
+            "Expiration": {"ExpiredObjectDeleteMarker": True},
+        }
+        for prefix in (blocks, documents)
+    ]
+    return [own | rule for rule in (expiry, *markers)]
+
+
+def _covers(rule: dict[str, Any], prefix: str) -> bool:
+    """Return True if ``rule`` applies to everything under ``prefix``."""
+    chosen = rule.get("Filter", {})
+    if rule.get("Status") != "Enabled" or set(chosen) - {"Prefix"}:
+        return False
+    return prefix.startswith(chosen.get("Prefix", rule.get("Prefix", "")))
 
 
 def _expires(rule: dict[str, Any], prefix: str, days: int | None) -> bool:
     """Return True if ``rule`` removes everything under ``prefix``, within ``days`` days if given."""
     found = rule.get("Expiration", {}).get("Days")
-    if rule.get("Status") != "Enabled" or found is None or (days is not None and found > days):
-        return False
-    chosen = rule.get("Filter", {})
-    if set(chosen) - {"Prefix"}:
-        return False
-    covered = chosen.get("Prefix", rule.get("Prefix", ""))
-    return prefix.startswith(covered)
+    return _covers(rule, prefix) and found is not None and (days is None or found <= days)

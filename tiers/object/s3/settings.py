@@ -49,13 +49,14 @@ def probe_settings(options: S3Words, credentials: CredentialSource, *, writes: b
             yield _skew_finding(skew)
         if not writes:
             return
+        problem = None if options.ttl is None else _lifecycle_problem(options, credentials)
         try:
             versioning = client.get_bucket_versioning(Bucket=options.bucket).get("Status", "Disabled")
         except (BotoCoreError, ClientError) as error:
             yield Finding(Severity.INFO, "versioning", f"cannot be read: {summary(error)}")
         else:
-            yield _versioning_finding(versioning)
-    yield from _probe_lifecycle(options, credentials)
+            yield _versioning_finding(versioning, cleaned=options.ttl is not None and problem is None)
+    yield _lifecycle_finding(options, problem)
 
 
 def clock_skew(headers: Mapping[str, Any], now: datetime.datetime | None = None) -> float | None:
@@ -82,32 +83,35 @@ def _skew_finding(skew: float) -> Finding:
     return Finding(severity, "clock", text, "set the clock by NTP: services refuse signatures that are 15 minutes off")
 
 
-def _versioning_finding(versioning: str) -> Finding:
+def _versioning_finding(versioning: str, *, cleaned: bool) -> Finding:
+    if versioning == "Enabled" and cleaned:
+        return Finding(Severity.OK, "versioning", "enabled, and lifecycle rules remove old versions")
     if versioning == "Enabled":
         return Finding(
             Severity.WARNING,
             "versioning",
             "the bucket keeps every version: deleted and expired blocks stay and cost money",
-            "suspend versioning, or let a lifecycle rule remove noncurrent versions",
+            "suspend versioning, or let lifecycle rules remove noncurrent versions and delete markers",
         )
     return Finding(Severity.OK, "versioning", f"{versioning.lower()}")
 
 
-def _probe_lifecycle(options: S3Words, credentials: CredentialSource) -> Iterator[Finding]:
+def _lifecycle_problem(options: S3Words, credentials: CredentialSource) -> str | None:
+    read_only = options.model_copy(update={"install_lifecycle": False})
+    return check_lifecycle(read_only, credentials, f"{options.prefix}{BLOCKS}", f"{options.prefix}{DOCUMENTS}")
+
+
+def _lifecycle_finding(options: S3Words, problem: str | None) -> Finding:
     if options.ttl is None:
-        yield Finding(
+        return Finding(
             Severity.INFO,
             "lifecycle",
             "no ttl: blocks stay until they are removed",
             "set ttl, or run kv-tiering gc regularly",
         )
-        return
-    read_only = options.model_copy(update={"install_lifecycle": False})
-    problem = check_lifecycle(read_only, credentials, f"{options.prefix}{BLOCKS}", f"{options.prefix}{DOCUMENTS}")
     if problem is None:
-        yield Finding(Severity.OK, "lifecycle", f"a rule removes blocks after {options.ttl_days} days or sooner")
-    elif options.install_lifecycle and "no lifecycle rule" in problem:
-        yield Finding(Severity.INFO, "lifecycle", "the rule for ttl is missing; the engine writes it at its start")
-    else:
-        text, _, remedy = problem.partition("; ")
-        yield Finding(Severity.WARNING, "lifecycle", text, remedy or "allow reading the lifecycle rules")
+        return Finding(Severity.OK, "lifecycle", f"a rule removes blocks after {options.ttl_days} days or sooner")
+    if options.install_lifecycle and "no lifecycle rule" in problem:
+        return Finding(Severity.INFO, "lifecycle", "a rule for ttl is missing; the engine writes it at its start")
+    text, _, remedy = problem.partition("; ")
+    return Finding(Severity.WARNING, "lifecycle", text, remedy or "allow reading the lifecycle rules")

@@ -1,0 +1,104 @@
+"""Ages of blocks in bounded memory, and the choice of those that a bound on the total removes.
+
+Blocks carry no position in their prefix. Their time of writing stands for it: a prefix is written from its head on, and
+heads in use are written again (renewed). So whole eras go, the oldest first; of the last era that has to go in part,
+the newest blocks go first. They are the tails of its prefixes, and all that remains can still be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+ERA = 4096
+"""Seconds within which tails go before heads."""
+
+MOST_BINS = 1 << 16
+"""Maximum number of bins. Bins become twice as wide when more would be needed."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """Spans of time whose blocks go. :meth:`takes` is asked about each block once."""
+
+    spans: Sequence[tuple[int, int]]
+    """Begin and end of each span, in seconds since 1970; the end is not part of it."""
+    partial: tuple[int, int] = (0, 0)
+    """Span whose blocks go until ``remaining`` bytes are removed; default: an empty one."""
+    remaining: int = 0
+    """Bytes that still go from the partial span; default 0."""
+
+    def takes(self, modified: float, nbytes: int) -> bool:
+        """Return True if a block goes."""
+        if any(begin <= modified < end for begin, end in self.spans):
+            return True
+        if self.remaining > 0 and self.partial[0] <= modified < self.partial[1]:
+            self.remaining -= nbytes
+            return True
+        return False
+
+
+@dataclass(slots=True)
+class Ages:
+    """Bytes by time of writing."""
+
+    most_bins: int = MOST_BINS
+    """Maximum number of bins; default :data:`MOST_BINS`."""
+    total: int = 0
+    """Bytes of all blocks."""
+    width: int = 1
+    """Width of a bin in seconds, a power of two."""
+    _bins: dict[int, int] = field(default_factory=dict)
+
+    def add(self, modified: float, nbytes: int) -> None:
+        """Count a block."""
+        self.total += nbytes
+        at = int(modified) // self.width
+        self._bins[at] = self._bins.get(at, 0) + nbytes
+        while len(self._bins) > self.most_bins:
+            wider: dict[int, int] = {}
+            for number, held in self._bins.items():
+                wider[number // 2] = wider.get(number // 2, 0) + held
+            self._bins, self.width = wider, self.width * 2
+
+    def cut(self, max_total: int) -> Cut:
+        """Return the blocks that must go so that at most ``max_total`` bytes remain."""
+        excess = self.total - max_total
+        spans: list[tuple[int, int]] = []
+        if excess <= 0:
+            return Cut(spans)
+        for begin, end, held in self._eras():
+            if held <= excess:
+                excess -= held
+                spans.append((begin, end))
+                continue
+            # The era goes in part, its newest blocks first.
+            for number in sorted((at for at in self._bins if begin <= at * self.width < end), reverse=True):
+                span, inside = (number * self.width, (number + 1) * self.width), self._bins[number]
+                if inside > excess:
+                    return Cut(_joined(spans), span, excess)
+                excess -= inside
+                spans.append(span)
+            break
+        return Cut(_joined(spans))
+
+    def _eras(self) -> Iterator[tuple[int, int, int]]:
+        """Yield begin, end and bytes of each era, the oldest first."""
+        length = max(ERA, self.width)
+        eras: dict[int, int] = {}
+        for number, held in self._bins.items():
+            at = number * self.width // length
+            eras[at] = eras.get(at, 0) + held
+        for at in sorted(eras):
+            yield at * length, (at + 1) * length, eras[at]
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same times in as few spans as possible."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,0 +1,131 @@
+"""The lease under which one collection of a bucket runs at a time.
+
+The lease is a document that is created by a conditional put, and rewritten while the collection runs. A lease that was
+not renewed for a while belongs to a collection that was killed. The next one removes it under the version that it read.
+Two collections at a time would do no harm, but would send every request twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+from tiering.errors import OutOfSpaceError, StoreError, TemporaryStoreError
+from tiers.object.store import ObjectStore
+
+NAME = "gc-lease"
+"""Name of the document."""
+
+SECONDS = 600.0
+"""Seconds after its last renewal from which on a lease may be taken over."""
+
+RENEWALS = 2
+"""Failed renewals in a row after which a collection stops: its lease may end soon."""
+
+
+class CollectionLease:
+    """The lease of one process.
+
+    Args:
+        store: The open store.
+        place: The bucket, for messages.
+        clock: Function that returns seconds since 1970, compared with the service's times (default: this machine's).
+        seconds: Seconds for which the lease holds without a renewal (default: :data:`SECONDS`).
+    """
+
+    def __init__(
+        self, store: ObjectStore, place: str, clock: Callable[[], float] = time.time, seconds: float = SECONDS
+    ) -> None:
+        self._store = store
+        self._place = place
+        self._clock = clock
+        self._seconds = seconds
+        self._content = f"{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}".encode()
+        self._held = False
+        self._problem: StoreError | None = None
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold the lease, and renew it, while the context lasts.
+
+        A bucket that takes no more bytes is collected without a lease: nothing else could free room in it.
+
+        Raises:
+            StoreError: Another collection holds the lease, or the bucket cannot be used.
+        """
+        with contextlib.suppress(OutOfSpaceError):
+            await asyncio.to_thread(self._acquire)
+        renewal = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            renewal.cancel()
+            await asyncio.gather(renewal, return_exceptions=True)
+            await asyncio.to_thread(self._release)
+
+    def check(self) -> None:
+        """Stop a collection that does not hold its lease any more.
+
+        Raises:
+            StoreError: The lease was lost, or could not be renewed.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def renew(self) -> bool:
+        """Renew the lease now, and return False if another collection has taken it over.
+
+        Raises:
+            StoreError: The bucket cannot be used.
+        """
+        if self._store.read_document(NAME) != self._content:
+            return False
+        self._store.write_document(NAME, self._content)
+        return True
+
+    def _acquire(self) -> None:
+        self._problem = None
+        found = self._store.read_version(NAME)
+        if found is not None and self._clock() - found.modified < self._seconds:
+            raise self._taken(found.content.decode(errors="replace")[:100])
+        if found is not None:
+            self._store.remove_version(NAME, found.version)
+        holder = self._store.create_document(NAME, self._content)
+        if holder != self._content:
+            raise self._taken((holder or b"it began at the same time").decode(errors="replace")[:100])
+        self._held = True
+
+    def _taken(self, holder: str) -> TemporaryStoreError:
+        return TemporaryStoreError(
+            f"another collection of {self._place} runs ({holder}); wait until it has ended. If its process was killed, "
+            f"its lease ends {self._seconds / 60:.0f} minutes after its last renewal"
+        )
+
+    async def _keep(self) -> None:
+        pause, failed = self._seconds / 4, 0
+        while self._held and self._problem is None:
+            await asyncio.sleep(pause)
+            try:
+                if not await asyncio.to_thread(self.renew):
+                    self._problem = self._taken("it took over the lease of this one")
+                failed = 0
+            except OutOfSpaceError:
+                failed = 0  # the lease ends, and the collection goes on
+            except StoreError as error:
+                failed += 1
+                if failed == RENEWALS:
+                    self._problem = error
+
+    def _release(self) -> None:
+        held, self._held = self._held, False
+        if not held or self._problem is not None:
+            return
+        with contextlib.suppress(StoreError):
+            found = self._store.read_version(NAME)
+            if found is not None and found.content == self._content:
+                self._store.remove_version(NAME, found.version)
