@@ -58,9 +58,8 @@ def collect(paths: Iterable[Path], pages: Path) -> None:
         pages: directory for the copies; emptied first.
     """
     shutil.rmtree(pages, ignore_errors=True)
-    wanted = set(paths)
-    for path in list(wanted):
-        wanted |= linked(path)
+    documents = list(paths)
+    wanted = {*documents, ROOT / "docs" / "site.css"}.union(*map(linked, documents))
     for path in sorted(wanted):
         copy = pages / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_the_page_offers_every_stack_and_shows_the_best(study: Study) -> None:
     assert "<x>" not in page
 
 
+def test_the_best_buy_says_why_stacks_that_save_more_do_not_count(study: Study) -> None:
+    fast, slow = study.results[:2]
+    fast = replace(fast, ttft_mean=1.0, ttft_mean_without=2.0, dollars_saved_per_month=100.0, dollars_per_month=0.0)
+    slow = replace(slow, ttft_mean=3.0, ttft_mean_without=2.0, dollars_saved_per_month=200.0, dollars_per_month=0.0)
+    assert not any("would save more money" in line for line in advice(replace(study, results=[fast])))
+    told = replace(study, results=[fast, slow])
+    assert told.best is fast
+    assert any(line.startswith("1 of the stacks would save more money") for line in advice(told))
+
+
 def test_one_stack_has_no_sweep_to_show(tmp_path: Path) -> None:
     trace = Trace([write_mooncake(tmp_path / "t.jsonl", [[1, 2], [1, 2]])])
     study = run_study(trace, points({"primary": {"capacity": "64MiB"}}, []), ReplayModel(), 1 << 20)
@@ -95,6 +106,6 @@ def test_the_bounds_hold_for_every_stack(study: Study) -> None:
 
 
 def test_values_are_written_as_people_write_them() -> None:
-    assert [size(1.5 * 2**40), size(12)] == ["1.5 TiB", "12 B"]
+    assert [size(1.5 * 2**40), size(1010.4 * 2**30), size(12)] == ["1.5 TiB", "1010 GiB", "12 B"]
     assert [seconds(2.5), seconds(0.25), seconds(0)] == ["2.5 s", "250 ms", "0 s"]
     assert [dollars(1234.4), dollars(-12), dollars(-0.2)] == ["$1,234", "-$12", "$0"]

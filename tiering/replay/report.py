@@ -68,6 +68,12 @@ def advice(study: Study) -> list[str]:
         lines.append(
             f"The mean time to first token falls from {seconds(best.ttft_mean_without)} to {seconds(best.ttft_mean)}."
         )
+    richer = sum(result.net_dollars_per_month > best.net_dollars_per_month for result in study.results)
+    if richer:
+        lines.append(
+            f"{richer} of the stacks would save more money, and let requests wait longer for their first token than "
+            "without tiers: they do not count."
+        )
     for tier in best.tiers:
         offered = tier.blocks_dropped + tier.requests
         if tier.blocks_dropped > 0.05 * offered:
