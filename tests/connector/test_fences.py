@@ -55,6 +55,13 @@ class TestTable:
         assert fences.conflicts([1_000_000]) == {1}
         assert not fences.conflicts([5_000_000])
 
+    def test_the_end_of_an_unknown_job_opens_no_fence(self) -> None:
+        fences = BlockFences()
+        fences.fence(1, as_rows([3]), writes=True)
+        fences.release(99)
+        assert fences.conflicts([3]) == {1}
+        assert fences.is_written([3])
+
     def test_a_job_without_blocks_conflicts_with_nothing(self) -> None:
         fences = BlockFences()
         fences.fence(1, as_rows([]), writes=True)

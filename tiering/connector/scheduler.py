@@ -30,13 +30,12 @@ from tiering.api.manager import MEDIUM_CPU
 from tiering.api.masking import shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
-from tiering.api.units import parse_duration
 from tiering.connector.completions import Completions, SchedulerCounters
 from tiering.connector.cost import counts_seconds
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, JobTable
-from tiering.connector.loads import LoadPlanner
+from tiering.connector.loads import LoadPlanner, sharer_wait
 from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId
 from tiering.connector.requests import FencedTables, Match, RequestState
 from tiering.connector.stores import StorePlanner
@@ -50,9 +49,6 @@ from tiering.replay.recorder import TraceRecorder
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
-
-DEFAULT_SHARER_WAIT = 1.0
-"""Total time in seconds that a request waits for blocks that are being loaded for other requests."""
 
 NO_TOKENS: tuple[int, bool] = (0, False)
 """Answer to a match: no tokens can be loaded."""
@@ -86,7 +82,7 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.groups = build_groups(spec)
         """KV-cache groups as they are offloaded."""
-        self._sharer_wait = _sharer_wait(spec)
+        self._sharer_wait = sharer_wait(spec)
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
         )
@@ -451,15 +447,3 @@ class OffloadingConnectorScheduler:
             self.events.request_finished(req_id)
             self.manager.on_request_finished(state.ctx)
         return False, None
-
-
-def _sharer_wait(spec: OffloadingSpec) -> float:
-    """Return the option ``sharer_wait`` in seconds."""
-    value = spec.extra_config.get("sharer_wait", DEFAULT_SHARER_WAIT)
-    try:
-        seconds = parse_duration(value)
-    except ValueError as error:
-        raise ConfigError(f"sharer_wait: {error}") from error
-    if seconds < 0:
-        raise ConfigError(f"sharer_wait: {value!r} is negative; 0 means not to wait")
-    return seconds
