@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig, segment_files
 from tiering.cli import tiers as tiers_module
 from tiering.cli.verify import Pace
+from tiering.secondary.files import Files
 from tiering.secondary.io.frame import MAGIC
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
@@ -145,6 +147,33 @@ def test_a_flipped_bit_on_disk_is_found_while_the_engine_runs(
     done = kv_tiering("inspect", disk, "--verify")
     assert done.code == 1
     assert "local\tdamaged\tslots-" in done.out
+
+
+def test_slots_whose_headers_are_damaged_or_cannot_be_read_are_counted(
+    disk: Path, tmp_path: Path, make_local: Callable[..., LocalRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_local()
+    rig.store(K[:5])
+    rig.close()
+    segment = first_segment(tmp_path / "kv")
+    data = bytearray(segment.read_bytes())
+    first = data.index(MAGIC)
+    data[first + 20] ^= 1
+    segment.write_bytes(data)
+    assert report("inspect", disk)["local"]["unreadable"] == 1
+    second = data.index(MAGIC, first + 1)
+    read = Files.preadv
+
+    def fail(self: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset == second and Path(f"/proc/self/fd/{fd}").readlink() == segment:
+            raise OSError(errno.EIO, "injected")
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(Files, "preadv", fail)
+    found = report("inspect", disk, "--verify", code=1)["local"]
+    assert (found["unreadable"], [epoch["blocks"] for epoch in found["epochs"]]) == (2, [3])
+    assert found["verified"]["blocks"] == 3
+    assert "local\tunreadable\t2 slots" in kv_tiering("inspect", disk).out
 
 
 def test_flipped_and_swapped_objects_are_found(objects: Path, make_s3: Make, bucket: RawBucket) -> None:

@@ -79,7 +79,10 @@ CASES: Mapping[str, Case] = {
         {"blocks": f"10000x{60 * HOURS}", "evictions_total": STEADY},
     ),
     "KVTieringNoRoomInCPUTier": Case({"stores_without_room_total": STEADY}, {"stores_without_room_total": LATE}),
-    "KVTieringLoadsOverdue": Case({"loads_overdue_total": STEADY}, {"loads_overdue_total": OLD}),
+    "KVTieringLoadsOverdue": Case(
+        {"loads_overdue_total": NONE, "loads_too_long_total": STEADY},
+        {"loads_overdue_total": OLD, "loads_too_long_total": OLD},
+    ),
     "KVTieringLookupsLate": Case({"lookups_late_total": STEADY}, {"lookups_late_total": f"0+0.5x{60 * HOURS}"}),
     "KVTieringNoHits": Case(
         {"queries_total": STEADY, "hits_total": NONE, "blocks": ONE},

@@ -17,6 +17,7 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoKind
+from tiering.secondary.service.pace import LoadPace
 from tiering.testing.keys import keys_of
 
 # ----------------------------------------------------------------------------------------------------- stores and loads
@@ -124,6 +125,18 @@ def test_lost_and_corrupt_blocks_are_misses_from_then_on_and_counted() -> None:
     assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [True, False, False, True]
     stats = rig.tier.get_stats()
     assert (stats.corrupt_blocks, stats.promotions, stats.promotions_failed) == (1, 1, 3)
+
+
+def test_blocks_that_would_arrive_too_late_count_as_too_long_and_not_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(shared=True).opened()
+    rig.store_blocks(K[:4])
+    monkeypatch.setattr(LoadPace, "fitting", lambda self, sizes: 1)
+    job_id = rig.submit_load(K[:4])
+    rig.io.finish(job_id)
+    (result,) = rig.finished()
+    assert result.successful_keys == K[:1]
+    stats = rig.tier.get_stats()
+    assert (stats.loads_too_long, stats.promotions, stats.promotions_failed) == (3, 1, 0)
 
 
 def test_jobs_are_reported_exactly_once() -> None:

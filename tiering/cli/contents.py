@@ -46,6 +46,8 @@ class TierContent:
     """The process that owns the medium; None if there is none."""
     epochs: list[EpochContent]
     """The content by namespace and epoch."""
+    unreadable: int = 0
+    """Number of places whose header is damaged or cannot be read; their blocks count nowhere else."""
 
     def to_json(self) -> dict[str, object]:
         """Return plain data."""
@@ -74,7 +76,7 @@ async def read_content(admin: TierAdmin) -> TierContent:
         content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
         content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
     ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
-    return TierContent(admin.place, admin.owner(), ordered)
+    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable)
 
 
 def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
@@ -104,12 +106,19 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
         if not console.is_terminal:
             for row in rows:
                 click.echo("\t".join((tier, *row)))
+            if content.unreadable:
+                click.echo(f"{tier}\tunreadable\t{_unreadable(content)}")
             continue
         table = Table(title=f"{tier}: {content.place}", title_justify="left", caption_justify="left")
         for heading in ("namespace", "model", "epoch", "state", "blocks", "bytes", "oldest", "newest"):
             table.add_column(heading, justify="right" if heading in {"blocks", "bytes", "oldest", "newest"} else "left")
         for row in rows:
             table.add_row(*row)
-        if content.owner is not None:
-            table.caption = f"in use by {content.owner}"
+        owner = [] if content.owner is None else [f"in use by {content.owner}"]
+        unreadable = [_unreadable(content)] if content.unreadable else []
+        table.caption = "\n".join([*owner, *unreadable]) or None
         console.print(table)
+
+
+def _unreadable(content: TierContent) -> str:
+    return f"{content.unreadable:,} slots with a header that is damaged or cannot be read; engines treat them as empty"

@@ -46,8 +46,9 @@ def inspect_command(
     """Show the namespaces, blocks, bytes and ages that the tiers of STACK hold.
 
     Engines may run meanwhile: nothing is changed. On a local disk, a block's age is that of the last write to its
-    segment, and evicted blocks count until they are overwritten. With --verify, damaged blocks make the exit code 1;
-    an engine drops such a block when it reads the block.
+    segment, and evicted blocks count until they are overwritten. Slots whose header is damaged or cannot be read are
+    counted apart. With --verify, damaged and unreadable blocks make the exit code 1; an engine drops such a block when
+    it reads the block.
 
     \b
     Examples:
@@ -69,7 +70,7 @@ def inspect_command(
     results, code = for_each_tier(chosen, replica, work)
     contents = {tier: content for tier, (content, _) in results.items()}
     verified = {tier: found for tier, (_, found) in results.items() if found is not None}
-    damaged = any(found.damaged for found in verified.values())
+    damaged = any(found.damaged or contents[tier].unreadable for tier, found in verified.items())
     if progress is not None and not code:
         progress.finish()
     if as_json:

@@ -32,6 +32,8 @@ _TROUBLES = (
     "cascades_failed",
     "stores_dropped",
     "loads_overdue",
+    "loads_too_long",
+    "lookups_late",
     "device_errors",
     "blocks_lost",
     "retries",

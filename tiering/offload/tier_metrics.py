@@ -47,7 +47,7 @@ _MOVED = (
         "promotions_failed",
         "blocks",
         "Blocks that were to be promoted and could not be read",
-        "The requests compute them. Look at the tier's other counters and at the log for the reason.",
+        "The requests compute them. `loads_overdue`, `corrupt_blocks`, `device_errors` and the log have the reason.",
     ),
     _gauge(
         "promotions_active",
@@ -143,7 +143,7 @@ _LOST = (
         "loads_too_long",
         "blocks",
         "Blocks not loaded because they would arrive too late",
-        "The medium's bandwidth times `load_deadline` is below the prefixes that are asked for.",
+        "The medium is too slow for prefixes of this length: raise `load_deadline`, or use a faster medium.",
     ),
     _counter(
         "corrupt_blocks",

@@ -299,7 +299,6 @@ class TierJobs:
         sizes = self._budget.sizes(keys)
         if self._pace is not None and (fitting := self._pace.fitting(sizes)) < len(keys):
             self._stats.loads_too_long += len(keys) - fitting
-            self._stats.promotions_failed += len(keys) - fitting
             keys, rows, known, sizes = keys[:fitting], rows[:fitting], known[:fitting], sizes[:fitting]
         if not known:
             self._finish(job, ())

@@ -68,7 +68,7 @@ class TierStats:
     promotions: int = 0
     """Blocks loaded into the primary tier."""
     promotions_failed: int = 0
-    """Blocks whose load failed."""
+    """Blocks whose load failed; those of ``loads_too_long`` are not among them."""
     promotions_active: int = 0
     """Blocks that are being loaded."""
     cascades: int = 0

@@ -30,7 +30,7 @@ from tiering.secondary.admin.contract import (
 )
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
-from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.secondary.io.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, EpochDocument
 from tiers.local.checkpoint import CHECKPOINT_NAME
@@ -50,6 +50,9 @@ SCRATCH_SECONDS = 3600.0
 """Age in seconds from which on a scratch directory without an owner counts as left behind."""
 
 _DOCUMENT_BYTES = 1 << 20
+
+_DAMAGED = (CorruptReason.HEADER, CorruptReason.CODEC)
+"""Results for a damaged header; a slot without the format's first bytes is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,7 @@ class LocalAdmin(TierAdmin):
 
     async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
         await self.namespaces()
+        self.unreadable = 0
         for segment in await asyncio.to_thread(self._segments):
             if after.partition(":")[0] > segment.path.name:
                 continue
@@ -205,7 +209,7 @@ class LocalAdmin(TierAdmin):
         return sorted(found, key=lambda segment: segment.path.name)
 
     def _scan(self, segment: _Segment) -> list[StoredBlock]:
-        """Return the blocks whose headers are intact."""
+        """Return the blocks whose headers are intact, and count the slots whose headers are not."""
         found: list[StoredBlock] = []
         try:
             fd = self._files.open(segment.path, os.O_RDONLY)
@@ -220,8 +224,10 @@ class LocalAdmin(TierAdmin):
                 try:
                     count = self._files.preadv(fd, [page], slot * segment.slot_bytes)
                 except OSError:
-                    continue  # A bad sector: an engine could not read this block either.
+                    self.unreadable += 1  # A bad sector: an engine could not read this block either.
+                    continue
                 header = parse_header(page) if count == HEADER_BYTES else None
+                self.unreadable += header in _DAMAGED
                 if isinstance(header, FrameHeader) and PAGE + header.stored_length <= segment.slot_bytes:
                     fingerprint = header.fingerprint.hex()
                     found.append(

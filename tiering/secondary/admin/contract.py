@@ -146,6 +146,8 @@ class TierAdmin:
         """Options of the tier."""
         self.replica = replica
         """Name of the data-parallel replica, or None."""
+        self.unreadable = 0
+        """Number of places that the last listing skipped because their header is damaged or cannot be read."""
         self.clock: Callable[[], float] = time.time
         """Function that returns seconds since 1970, compared with the medium's own times."""
 
