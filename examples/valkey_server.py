@@ -74,6 +74,7 @@ class ValkeyServer:
     def paused(self) -> Iterator[None]:
         """Stop the process for as long as the context lasts: connections stay open, and nothing answers."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
         try:
             yield
         finally:

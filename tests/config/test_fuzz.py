@@ -204,6 +204,15 @@ VALID: dict[str, tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStr
         | SLOTS
         | {"durability": st.sampled_from(["none", "fsync"]), "segment_size": sizes, "checkpoint_interval": durations},
     ),
+    "mooncake": (
+        {"master": st.integers(1, 65535).map(lambda port: f"pool:{port}")},
+        COMMON
+        | {
+            "segment_size": st.sampled_from(["16MiB", "64GiB"]),
+            "protocol": st.sampled_from(["tcp", "rdma"]),
+            "replicas": st.integers(1, 8),
+        },
+    ),
     "valkey": (
         {"url": st.integers(1, 65535).map(lambda port: f"valkey://cache:{port}/2?auth_env=POOL")},
         COMMON
@@ -249,7 +258,7 @@ def valid_stacks(draw: st.DrawFn) -> StackConfig:
         apart = (
             {place: f"{section[place]}{index}x" if kind == "s3" else f"/tier{index}{section[place]}"} if place else {}
         )
-        if kind == "valkey":
+        if kind in {"mooncake", "valkey"}:
             apart = {"prefix": f"{section.get('prefix', 'kv')}{index}"}
         share = {"share": f"{section['share']}{index}"} if "share" in section else {}
         secondary.append({**section, **apart, **share, "type": kind, "name": f"t{index}-{draw(names)}"[:32]})

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def machine(path: Path, tier: Mapping[str, Any], work: str, count: int) -> Iterator[int]:
+def machine(path: Path, tier: Mapping[str, Any], work: str, count: int, **words: object) -> Iterator[int]:
     """Run a machine until the end of the context, and yield the number of blocks that it stored or loaded.
 
     Args:
@@ -23,11 +23,12 @@ def machine(path: Path, tier: Mapping[str, Any], work: str, count: int) -> Itera
         tier: section of the stack with the shared medium.
         work: "store" or "load".
         count: number of blocks.
+        words: further words of the stack.
 
     Raises:
         AssertionError: the machine did not end well.
     """
-    path.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [dict(tier)]}))
+    path.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [dict(tier)], **words}))
     command = [sys.executable, "-m", "tests.tiers.pool_machine", str(path), work, str(count)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -26,6 +26,9 @@ OPEN_SECONDS = 30.0
 """Seconds within which a tier must come into service."""
 CLOSE_SECONDS = 30.0
 """Seconds within which a tier must shut down."""
+REVISION = "kv-tiering"
+"""Revision of the scratch blocks, for tiers that need one."""
+
 _POLL_SECONDS = 0.05
 _REQUEST = ReqContext("kv-tiering")
 
@@ -70,6 +73,7 @@ class TierDriver:
                 group_bytes=(block_bytes,),
                 namespace=Namespace.build(model, (block_bytes,)),
                 news=self._news,
+                revision=REVISION,
                 distance=definition.distance,
             ),
         )

@@ -14,6 +14,7 @@ TIER_TYPES: Mapping[str, tuple[str, str]] = {
     "local": ("tiers.local:LOCAL_TIER", ""),
     "object": ("tiers.object:OBJECT_TIER", "object"),
     "s3": ("tiers.object:S3_TIER", "s3"),
+    "mooncake": ("tiers.mooncake:MOONCAKE_TIER", "mooncake"),
     "valkey": ("tiers.valkey:VALKEY_TIER", "valkey"),
 }
 """Registered name → import path of its :class:`TierDefinition`, and the extra that it needs.

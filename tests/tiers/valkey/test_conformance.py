@@ -29,7 +29,9 @@ class _Served:
     @pytest.fixture(autouse=True)
     def _medium(self, server: ValkeyServer) -> None:
         self.raw = valkey.Valkey(port=server.port)
-        self.options = ValkeyOptions(url=server.url, prefix=f"test-{next(_prefixes)}", absent_ttl=0.05)
+        self.options = ValkeyOptions(
+            url=server.url, prefix=f"test-{next(_prefixes)}", absent_ttl=0.05, load_deadline=20.0
+        )
 
     def _name(self, place: Place) -> str:
         return f"{self.options.prefix}/blocks/{place}"

@@ -32,7 +32,12 @@ def make() -> Iterator[Make]:
     rigs: list[TierRig] = []
 
     def build(server: ValkeyServer | str, *, opened: bool = True, model: str = "model-a", **words: object) -> TierRig:
-        quick = {"absent_ttl": 0.02, "present_ttl": 0.02, "breaker": {"failures": 3, "probe_after": 0.05}}
+        quick = {
+            "absent_ttl": 0.02,
+            "present_ttl": 0.02,
+            "load_deadline": 20.0,
+            "breaker": {"failures": 3, "probe_after": 0.05},
+        }
         url = server if isinstance(server, str) else server.url
         options = ValkeyOptions.model_validate({"url": url, **quick, **words})
         rig = TierRig(lambda context: VALKEY_TIER.build(options, context), group_bytes=(BLOCK,), model=model)

@@ -1,0 +1,307 @@
+"""Client of a Mooncake pool: its life, and the end of transfers before their memory is used again.
+
+Mooncake's client is native code with threads of its own. Three of its properties need care:
+
+- A call after its end crashes the process. So calls are counted, and the client ends when no call is under way.
+- A transfer that makes slow progress fails after 60 seconds, and may go on writing into its memory. After a call that
+  failed so late, the client ends before the call returns (:meth:`PoolClient.end_transfers`).
+- It logs much, waits long and reads its settings from the environment. They are set before it is loaded, as far as the
+  environment does not set them already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import math
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tiering.errors import ConfigError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiers.mooncake.options import MooncakeOptions
+
+logger = logging.getLogger("kv_tiering.mooncake")
+
+NO_MOONCAKE = (
+    "the mooncake tier needs Mooncake's client; install kv-tiering with its extra mooncake (in a clone: "
+    "pip install '.[mooncake]')"
+)
+"""Message about the missing package."""
+
+HEADER_BYTES = 128
+"""Bytes of one header on a page."""
+
+PAGE_HEADERS = 512
+"""Number of headers on a page."""
+
+_LEAST_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
+"""Symbol of glog's variable with the lowest level that is logged."""
+
+_FATAL = 3
+_BUFFER_BYTES = 16 << 20
+_EXIT_SECONDS = 10.0
+
+
+class HeaderPage:
+    """Memory for the headers of one call, which the client may access directly.
+
+    Attributes:
+        view: the memory, shape (PAGE_HEADERS, HEADER_BYTES).
+        address: address of the memory.
+    """
+
+    __slots__ = ("address", "view")
+
+    def __init__(self) -> None:
+        self.view = np.frombuffer(mmap.mmap(-1, PAGE_HEADERS * HEADER_BYTES), np.uint8).reshape(-1, HEADER_BYTES)
+        self.address = int(self.view.ctypes.data)
+
+
+class Connection:
+    """One native client, from its setup to its end.
+
+    Args:
+        native: the native client, set up.
+
+    Attributes:
+        native: the native client.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._ending = False
+        self._ended = False
+        self._pages: list[HeaderPage] = []
+
+    def enter(self) -> bool:
+        """Begin a call; return False if the client is ending."""
+        with self._changed:
+            if self._ending:
+                return False
+            self._calls += 1
+            return True
+
+    def leave(self) -> None:
+        """End a call."""
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
+
+    def end(self, timeout: float = math.inf) -> bool:
+        """End the client when no call is under way; return False if calls are, or the end takes too long."""
+        give_up = time.monotonic() + timeout
+        with self._changed:
+            first, self._ending = not self._ending, True
+            while self._calls if first else not self._ended:
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    self._ending = not first
+                    return False
+                self._changed.wait(None if math.isinf(left) else left)
+            if not first:
+                return True
+        self.native.close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        return True
+
+    @contextlib.contextmanager
+    def page(self) -> Iterator[HeaderPage]:
+        """Lend a page for headers to one call."""
+        with self._changed:
+            page = self._pages.pop() if self._pages else None
+        if page is None:
+            page = HeaderPage()
+            register(self.native, page.address, page.view.nbytes, "headers")
+        yield page
+        # After an exception, the page is not used again: something may still write to it.
+        with self._changed:
+            self._pages.append(page)
+
+
+class PoolClient:
+    """Connection of one tier to its pool, made when needed. Any thread may call.
+
+    Args:
+        options: options of the tier.
+        rows: the primary rows, which the client may access directly.
+        make: function that returns a native client that is not set up; default: Mooncake's.
+
+    Raises:
+        ConfigError: Mooncake's package is missing.
+    """
+
+    def __init__(self, options: MooncakeOptions, rows: memoryview, make: Callable[[], Any] | None = None) -> None:
+        self._options = options
+        array = np.asarray(rows)
+        self._rows, self._row_bytes = int(array.ctypes.data), array.nbytes
+        self._make = make or load(options)
+        self._opening = threading.Lock()
+        self._connection: Connection | None = None
+        self._wanted = False
+
+    def open(self) -> None:
+        """Connect to the pool.
+
+        Raises:
+            StoreError: the master cannot be reached, or refuses this machine.
+        """
+        with self._opening:
+            if not self._wanted:
+                atexit.register(self._end_at_exit)
+            self._wanted = True
+            self._connect()
+
+    def close(self) -> None:
+        """End the connection when no call is under way; may be called twice."""
+        with self._opening:
+            self._wanted = False
+            connection, self._connection = self._connection, None
+            atexit.unregister(self._end_at_exit)
+        if connection is not None:
+            connection.end()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Connection]:
+        """Lend the connection to one call.
+
+        Raises:
+            StoreError: there is no connection, and none can be made.
+        """
+        connection = self._connection
+        if connection is None or not connection.enter():
+            with self._opening:
+                if not self._wanted:
+                    raise PermanentStoreError(f"{self._options.location} is not open")
+                connection = self._connect()
+                if not connection.enter():
+                    raise TemporaryStoreError(f"{self._options.location} is being closed")
+        try:
+            yield connection
+        finally:
+            connection.leave()
+
+    def end_transfers(self, connection: Connection) -> None:
+        """End a connection, whose transfers may go on after their calls; blocks until none of them runs.
+
+        The next call connects again.
+        """
+        with self._opening:
+            if self._connection is connection:
+                self._connection = None
+        connection.end()
+
+    def _connect(self) -> Connection:
+        """Return the connection, made anew unless there is one."""
+        if self._connection is not None:
+            return self._connection
+        options = self._options
+        host = options.host or _address_towards(options)
+        native = self._make()
+        silence()
+        code = native.setup(
+            host,
+            options.metadata,
+            options.segment_size or 0,
+            _BUFFER_BYTES,
+            options.protocol,
+            options.devices,
+            options.master,
+        )
+        silence()  # the first setup of a process changes the level
+        if code != 0:
+            raise TemporaryStoreError(
+                f"Mooncake's client cannot be set up (code {code}); look at the master {options.master}, at metadata, "
+                f"protocol and devices, and whether this machine has the memory of segment_size"
+            )
+        connection = Connection(native)
+        try:
+            if self._row_bytes:
+                register(native, self._rows, self._row_bytes, "the primary rows")
+        except StoreError:
+            connection.end()
+            raise
+        self._connection = connection
+        return connection
+
+    def _end_at_exit(self) -> None:
+        """End the client before the interpreter does: the native threads would abort the process."""
+        self._wanted = False
+        connection = self._connection
+        if connection is not None and not connection.end(_EXIT_SECONDS):
+            logger.warning("%s: calls hang at the end of the process", self._options.location)
+
+
+def load(options: MooncakeOptions) -> Callable[[], Any]:
+    """Load Mooncake's client, and return the function that makes one.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+    settings = {
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_RPC_TIMEOUT_MS": str(round(options.request_timeout * 1000)),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(options.request_timeout)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(options.request_timeout)),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise ConfigError(f"{NO_MOONCAKE}: {error}") from error
+    make: Callable[[], Any] = MooncakeDistributedStore
+    return make
+
+
+def silence() -> None:
+    """Keep Mooncake from writing about ten lines to standard error for each block that fails.
+
+    The outcomes of the blocks say the same. A level in the environment variable MC_LOG_LEVEL is kept.
+    """
+    if "MC_LOG_LEVEL" in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libglog" in line}
+        for library in libraries:
+            ctypes.c_int.in_dll(ctypes.CDLL(library), _LEAST_LEVEL).value = _FATAL
+
+
+def register(native: Any, address: int, nbytes: int, what: str) -> None:
+    """Let the native client access memory directly.
+
+    Raises:
+        PermanentStoreError: the client refuses the memory.
+    """
+    code = native.register_buffer(address, nbytes)
+    if code != 0:
+        raise PermanentStoreError(
+            f"Mooncake cannot register {what} of {nbytes} bytes (code {code}); with RDMA, raise ulimit -l"
+        )
+
+
+def _address_towards(options: MooncakeOptions) -> str:
+    """Return this machine's address on the way to the master; setup would wait much longer for a master.
+
+    Raises:
+        TemporaryStoreError: the master cannot be reached.
+    """
+    host, _, port = options.master.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), options.request_timeout) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise TemporaryStoreError(f"Mooncake's master at {options.master} cannot be reached: {error}") from error
