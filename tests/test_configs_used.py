@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from examples import s3_server
+from examples import s3_server, valkey_server
 from examples.mini_engine.simple import SimpleEngine
 from tests.fake_gcs import fake_gcs
 from tests.mini_engine.helpers import ask_all, options, prompt, wrong_answers
@@ -51,6 +51,13 @@ def object_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     with s3_server.serving(tmp_path / "objects", BUCKET) as server:
         for name, value in (server.environment() | {"AWS_ENDPOINT_URL_S3": server.endpoint}).items():
             monkeypatch.setenv(name, value)
+        yield
+
+
+@pytest.fixture
+def memory_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with valkey_server.serving() as server:
+        monkeypatch.setenv("KV_POOL", server.url)
         yield
 
 
@@ -97,12 +104,12 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
 
 
 def test_every_example_is_used_here() -> None:
-    used = {"cpu", "cpu-nvme", "cpu-nvme-object", "cpu-nvme-s3", "dev-memory", "simple"}
+    used = {"cpu", "cpu-nvme", "cpu-nvme-object", "cpu-nvme-pool", "cpu-nvme-s3", "dev-memory", "simple"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == used
 
 
-@pytest.mark.usefixtures("object_store")
-@pytest.mark.parametrize("name", ["cpu", "cpu-nvme", "cpu-nvme-s3", "dev-memory"])
+@pytest.mark.usefixtures("object_store", "memory_pool")
+@pytest.mark.parametrize("name", ["cpu", "cpu-nvme", "cpu-nvme-pool", "cpu-nvme-s3", "dev-memory"])
 def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name: str, blocks: Blocks) -> None:
     ctx = ReqContext("a")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
@@ -178,6 +185,15 @@ def test_one_stack_serves_every_cloud(
         bucket.close()
         monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
         assert np.array_equal(run_once("cpu-nvme-object", None), blocks)
+
+
+@pytest.mark.usefixtures("memory_pool")
+def test_another_machine_finds_the_blocks_in_the_pool(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_once("cpu-nvme-pool", blocks)
+    monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
+    assert np.array_equal(run_once("cpu-nvme-pool", None), blocks)
 
 
 @pytest.mark.usefixtures("object_store")
