@@ -1,4 +1,4 @@
-"""The memory pools on loopback, each beside its client alone: GB/s and this process's CPU seconds per GB.
+"""The memory pools beside their clients alone, on loopback: GB/s, and this process's CPU s/GB.
 
 Blocks of 2 MiB, 8 threads. "Tier" is everything between a primary row and the client: frame, xxh3-128 (written and
 verified), layers, and the probe for an existing block. Beside it stand valkey-py alone (a value from a row; a value as
