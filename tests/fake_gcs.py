@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from tests.fake_s3 import LOGIN_PAGE, FakeHandler, FakeS3, Trouble, etag, serving
@@ -102,7 +103,7 @@ class _Handler(FakeHandler):
         source = self.headers.get("x-goog-copy-source")
         with self.fake.lock:
             if source is not None:
-                body = self.fake.objects[source.removeprefix("/").partition("/")[2].replace("%2F", "/")]
+                body = self.fake.objects.get(unquote(source).removeprefix("/").partition("/")[2], b"")
             met = self._has_condition(name)
             generation = self.fake.keep(name, body) if met else 0
         if not met:

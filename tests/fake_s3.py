@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import email.utils
 import enum
 import hashlib
 import re
@@ -251,6 +252,10 @@ class FakeHandler(BaseHTTPRequestHandler):
         return None if key is None else key[1]
 
     def put(self, name: str, body: bytes) -> None:
+        source = unquote(self.headers.get("x-amz-copy-source", "")).removeprefix(f"{self.fake.bucket}/")
+        if source:
+            self._copy(source, name)
+            return
         with self.fake.lock:
             refused = self.headers.get("if-none-match") == "*" and name in self.fake.objects
             if not refused:
@@ -259,6 +264,21 @@ class FakeHandler(BaseHTTPRequestHandler):
             self.send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
             self.send(200, b"")
+
+    def _copy(self, source: str, name: str) -> None:
+        """Copy an object; as S3 does, refuse a copy onto itself that changes nothing."""
+        replaces = self.headers.get("x-amz-metadata-directive") == "REPLACE"
+        with self.fake.lock:
+            body = self.fake.objects.get(source)
+            if body is not None and (replaces or source != name):
+                self.fake.objects[name] = body
+                self.fake.modified[name] = datetime.datetime.now(datetime.UTC)
+        if body is None:
+            self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        elif source == name and not replaces:
+            self.send(400, b"<Error><Code>InvalidRequest</Code></Error>")
+        else:
+            self.send(200, f"<CopyObjectResult><ETag>{etag(body)}</ETag></CopyObjectResult>".encode())
 
     def delete(self, name: str) -> None:
         expected = self.headers.get("if-match")
@@ -274,16 +294,18 @@ class FakeHandler(BaseHTTPRequestHandler):
     def get(self, name: str, fault: Trouble | None) -> None:
         with self.fake.lock:
             data = self.fake.objects.get(name)
+            modified = self.fake.modified.get(name, _BEGINNING)
         if data is None:
             self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
         tag = etag(data)
+        headers = {"Last-Modified": email.utils.format_datetime(modified, usegmt=True)}
         if fault is Trouble.FLIP:
             data = data[:-1] + bytes([data[-1] ^ 1])
         elif fault is Trouble.LOGIN_PAGE:
             data = LOGIN_PAGE
             tag = etag(data)
-        self.send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag)
+        self.send(200, data, cut=fault is Trouble.CUT_BODY, tag=tag, headers=headers)
 
     def list(self, query: dict[str, list[str]]) -> None:
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]

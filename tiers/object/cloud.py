@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import obstore
+
 from tiering.errors import PermanentStoreError
 from tiering.secondary.admin.contract import Finding
 from tiers.object.faults import Dialect
@@ -77,6 +79,18 @@ class Cloud(ABC):
     def digest(self, meta: ObjectMeta) -> str | None:
         """Return the MD5 of an object's bytes in hexadecimal; None (default) if the service does not tell."""
         return None
+
+    def renew(self, client: Client, name: str) -> None:
+        """Copy an object onto itself, so that its age counts from now on.
+
+        Raises:
+            StoreError: The object cannot be copied.
+            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
+        """
+        obstore.copy(client, name, name)
+
+    def close(self) -> None:
+        """Release what the back end holds besides clients of obstore. May be called twice."""
 
     def rotated(self) -> bool:
         """Look the credentials up again after a refusal, and return True if they have changed.

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.api.request import ReqContext
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.coordination import Coordination
 from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.shared import SharedIndex
+from tiering.secondary.index.shared import SharedIndex, object_name
+from tiering.secondary.io.messages import IoTask
 from tiering.secondary.stats import TierStats
 from tiers.object.options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.verbs import Verb
@@ -58,6 +63,7 @@ class ObjectTier(BlockTier):
             coordination=make_coordination(context, options, store),
         )
         self._store = store
+        self._renews = options.renewal_age is not None
         self._warning = small_block_warning(min(context.group_bytes))
 
     def on_opened(self, namespace: Namespace) -> None:
@@ -65,6 +71,14 @@ class ObjectTier(BlockTier):
         warning, self._warning = self._warning, None
         if warning is not None:
             logger.warning("tier %s: %s", self.name, warning)
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        namespace = self.namespace
+        if namespace is not None and self._renews:
+            # The CPU tier holds these blocks, so no load shows their age in the bucket.
+            run = partial(_note_use, self._store, namespace, tuple(keys))
+            self.io.run(IoTask("renewal", run, lambda result, error: None, lookup=True))
+        return super().used(keys, req_context)
 
     def get_stats(self) -> TierStats:
         stats, requests = super().get_stats(), self._store.requests
@@ -75,6 +89,10 @@ class ObjectTier(BlockTier):
         stats.answers_absent, stats.answers_conflict = requests.absent, requests.conflicts
         stats.refused_bytes = requests.refused_bytes
         return stats
+
+
+def _note_use(store: ObjectStore, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
+    store.note_use(map(partial(object_name, place_prefix(namespace)), keys))
 
 
 def build(options: BucketOptions, context: TierContext) -> ObjectTier:

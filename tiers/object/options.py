@@ -91,6 +91,13 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     more requests.
     """
 
+    renew_after: Duration | None = None
+    """Age in seconds at which a block in use is renewed; default: half of ``ttl``, if any.
+
+    The block is copied onto itself, so that its age counts from then on. One process renews at most eight blocks per
+    second, heads of prefixes first.
+    """
+
     if TYPE_CHECKING:  # S3Options has fields with these names, ObjectOptions takes both from its URL
 
         @property
@@ -129,6 +136,12 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
             raise ValueError("a bucket's lifecycle rule counts whole days; write it like 7d")
         return ttl
 
+    @model_validator(mode="after")
+    def _check_renewal(self) -> Self:
+        if self.renew_after is not None and self.ttl is not None and self.renew_after >= self.ttl:
+            raise ValueError("renew_after is not below ttl: blocks in use would expire before they are renewed")
+        return self
+
     @property
     def scheme(self) -> Scheme:
         """Scheme of the bucket's URL, which tells the cloud."""
@@ -138,6 +151,13 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     def ttl_days(self) -> int | None:
         """``ttl`` in days, or None."""
         return None if self.ttl is None else round(self.ttl / DAY)
+
+    @property
+    def renewal_age(self) -> float | None:
+        """``renew_after``, or its default; None for a tier that renews nothing."""
+        if self.admission == "none":
+            return None
+        return self.renew_after if self.renew_after is not None or self.ttl is None else self.ttl / 2
 
     @property
     def endpoint(self) -> str | None:
@@ -335,7 +355,7 @@ def _endpoint(endpoint: str) -> str:
 
 def without_ttl(options: BucketOptions) -> BucketOptions:
     """Return ``options`` for administration: opening a store does not look at lifecycle rules."""
-    return options.model_copy(update={"ttl": None, "install_lifecycle": False})
+    return options.model_copy(update={"ttl": None, "renew_after": None, "install_lifecycle": False})
 
 
 def small_block_warning(block_bytes: int) -> str | None:

@@ -25,6 +25,7 @@ from tiers.object.cloud import Cloud, batches, make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
 from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.options import BucketOptions
+from tiers.object.renewal import Renewal
 from tiers.object.requests import Requests
 from tiers.object.runtime import start_runtime
 from tiers.object.verbs import Verb
@@ -79,6 +80,7 @@ class ObjectStore(BlockStore):
         self._probers = DaemonThreads("object-probe", PROBE_THREADS)
         self._requests = Requests(self._cloud)
         self._lifecycle_checked = False
+        self._renewal: Renewal | None = None
         self._absent: dict[Place, None] = {}
         """Places that hold no block as far as is known, so that a put need not look."""
 
@@ -109,11 +111,18 @@ class ObjectStore(BlockStore):
             raise self._translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
         self._probers = DaemonThreads("object-probe", PROBE_THREADS)
+        age = self._options.renewal_age
+        if age is not None:
+            self._renewal = Renewal(age, self._modified, self._renew)
         self._check_lifecycle()
 
     def close(self) -> None:
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.stop()
         self._requests.use(None)
         self._probers.stop()
+        self._cloud.close()
 
     # ---------------------------------------------------------------------------------------------------------- data
 
@@ -150,6 +159,9 @@ class ObjectStore(BlockStore):
             return Done.ABSENT
         except STORE_FAILURES as error:
             raise self._translate(error, f"get {name}") from error
+        renewal = self._renewal
+        if renewal is not None:
+            renewal.saw(name, result.meta["last_modified"].timestamp())
         if len(body) != length:
             raise CorruptBlockError(f"object {name} was announced with {length} bytes and had {len(body)}")
         np.copyto(np.frombuffer(block.header, np.uint8), body[:header_bytes])
@@ -353,6 +365,29 @@ class ObjectStore(BlockStore):
         self._lifecycle_checked = True
         if problem is not None:
             logger.warning("%s: %s", self._options.location, problem)
+
+    def note_use(self, places: Iterable[Place]) -> None:
+        """Note that blocks are in use, heads first, so that old ones are renewed. Returns at once."""
+        renewal = self._renewal
+        if renewal is not None:
+            renewal.use(map(self._name, places))
+
+    def _modified(self, name: str) -> float | None:
+        try:
+            meta = self._requests.send(Verb.HEAD, lambda client: obstore.head(client, name))
+        except FileNotFoundError:
+            return None
+        except STORE_FAILURES as error:
+            raise self._translate(error, f"head {name}") from error
+        return meta["last_modified"].timestamp()
+
+    def _renew(self, name: str) -> None:
+        try:
+            self._requests.send(Verb.PUT, lambda client: self._cloud.renew(client, name))
+        except FileNotFoundError:
+            return
+        except STORE_FAILURES as error:
+            raise self._translate(error, f"copy {name}") from error
 
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}"

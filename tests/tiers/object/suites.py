@@ -101,6 +101,12 @@ class RealStoreSuite(StoreSuite):
         assert store.reclaim("many/") == 1005
         assert self.bucket.names(self._name("many/")) == []
 
+    def test_a_block_is_copied_onto_itself(self, store: ObjectStore) -> None:
+        self.raw_write("ns/1", b"content")
+        store._renew(self._name("ns/1"))
+        assert self.raw_read("ns/1") == b"content"
+        assert store._modified(self._name("ns/1")) is not None
+
 
 class TierSuite(Served, TierTests):
     shared = True

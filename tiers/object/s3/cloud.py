@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from tiering.errors import PermanentStoreError, TemporaryStoreError
 from tiering.secondary.admin.contract import Finding, Severity
 from tiers.object.cloud import Cloud
-from tiers.object.faults import SPACE, Cause, Dialect
+from tiers.object.faults import SPACE, Cause, Dialect, summary
 from tiers.object.options import BucketOptions, S3Words
 from tiers.object.s3.client import check_token, connect
 from tiers.object.s3.credentials import CredentialSource
-from tiers.object.s3.lifecycle import check_lifecycle
+from tiers.object.s3.lifecycle import check_lifecycle, make_client
 from tiers.object.s3.settings import probe_settings
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+    from obstore.store import ObjectStore as Client
     from obstore.store import S3Store
 
 _KEYS = (
@@ -71,6 +74,9 @@ class S3Cloud(Cloud):
         super().__init__(options)
         self._credentials = CredentialSource(options.profile) if credentials is None else credentials
         self.per_request = 1000 if options.bulk_delete else 1
+        self._copies_lock = threading.Lock()
+        self._copies: Any = None
+        """boto3's client for copies, made when it is needed first."""
 
     def prepare(self) -> None:
         self._credentials.forget()
@@ -82,6 +88,39 @@ class S3Cloud(Cloud):
 
     def deleter(self, name: str, version: str) -> S3Store:
         return connect(self.options, self._credentials, if_match=version)
+
+    def renew(self, client: Client, name: str) -> None:
+        """Copy an object onto itself.
+
+        boto3 sends the request: S3 refuses a copy onto itself that changes nothing, and obstore's changes nothing.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        with self._copies_lock:
+            if self._copies is None:
+                self._copies = make_client(self.options, self._credentials)
+            copies = self._copies
+        words: dict[str, str] = {} if self.options.sse == "none" else {"ServerSideEncryption": self.options.sse}
+        if self.options.sse_kms_key_id is not None:
+            words["SSEKMSKeyId"] = self.options.sse_kms_key_id
+        bucket = self.options.bucket
+        try:
+            source = {"Bucket": bucket, "Key": name}
+            copies.copy_object(Bucket=bucket, Key=name, CopySource=source, MetadataDirective="REPLACE", **words)
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status == 404:
+                return  # the object has gone meanwhile
+            kind = TemporaryStoreError if status in {409, 412, 429} or status >= 500 else PermanentStoreError
+            raise kind(f"{summary(error)} (copy {name})") from error
+        except BotoCoreError as error:
+            raise TemporaryStoreError(f"{summary(error)} (copy {name})") from error
+
+    def close(self) -> None:
+        with self._copies_lock:
+            copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()
 
     def digest(self, meta: ObjectMeta) -> str | None:
         tag = meta["e_tag"] or ""
