@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import email.utils
 import itertools
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,10 +81,14 @@ class RawGcsBucket:
 
 
 @contextlib.contextmanager
-def fake_gcs() -> Iterator[FakeGcs]:
-    """A running server on loopback, for as long as the context lasts."""
+def fake_gcs(tls: ssl.SSLContext | None = None) -> Iterator[FakeGcs]:
+    """A running server on loopback, for as long as the context lasts.
+
+    Args:
+        tls: certificate with which the server speaks https; default: plain HTTP.
+    """
     state = FakeGcs()
-    with serving(state, _Handler):
+    with serving(state, _Handler, tls):
         yield state
 
 

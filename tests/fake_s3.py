@@ -13,6 +13,7 @@ import enum
 import hashlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections import deque
@@ -139,20 +140,26 @@ class FakeS3:
 
 
 @contextlib.contextmanager
-def fake_s3() -> Iterator[FakeS3]:
-    """A running server on loopback, for as long as the context lasts."""
+def fake_s3(tls: ssl.SSLContext | None = None) -> Iterator[FakeS3]:
+    """A running server on loopback, for as long as the context lasts.
+
+    Args:
+        tls: certificate with which the server speaks https; default: plain HTTP.
+    """
     state = FakeS3()
-    with serving(state, FakeHandler):
+    with serving(state, FakeHandler, tls):
         yield state
 
 
 @contextlib.contextmanager
-def serving(state: FakeS3, kind: type[FakeHandler]) -> Iterator[None]:
+def serving(state: FakeS3, kind: type[FakeHandler], tls: ssl.SSLContext | None = None) -> Iterator[None]:
     """A server with the given state and requests, for as long as the context lasts."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (kind,), {"fake": state}))
     server.daemon_threads = True
     server.block_on_close = False
-    state.endpoint = f"http://127.0.0.1:{server.server_port}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    state.endpoint = f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="fake-s3")
     thread.start()
     try:
