@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.secondary.stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
@@ -17,6 +18,14 @@ class CountedTier(FakeTier):
 
     def get_stats(self) -> TierStats:
         return TierStats(blocks=len(self.held))
+
+
+class OpenedTier(FakeTier):
+    """A fake tier that logs when it is opened."""
+
+    def open(self, deadline: float) -> bool:
+        self.log.append(("open", deadline))
+        return True
 
 
 class SilentTier(FakeTier):
@@ -150,3 +159,31 @@ def test_the_smallest_share_of_the_rows_is_one_row() -> None:
     rig.manager.match_prefix(K, rig.ctx)
     rig.step()
     assert [list(job.keys) for job in tier.loads] == [[A]]
+
+
+def test_a_request_offers_all_its_blocks_only_if_one_of_its_tiers_wants_them() -> None:
+    rig = ManagerRig(8, [FakeTier("plain")])
+    assert rig.manager.on_new_request(ReqContext("r2")).policy is OffloadPolicy.BLOCK_LEVEL
+    rig = ManagerRig(8, [FakeTier("plain"), FakeTier("eager", policy=OffloadPolicy.REQUEST_LEVEL)])
+    assert rig.manager.on_new_request(ReqContext("r2")).policy is OffloadPolicy.REQUEST_LEVEL
+
+
+def test_a_tier_that_finds_a_new_common_epoch_when_it_is_opened_enters_it_and_is_opened_again() -> None:
+    tier = OpenedTier(has_successor=True)
+    rig = ManagerRig(8, [tier])
+    assert rig.manager.open_tier(0, 500.0)
+    assert tier.calls("follow") == [500.0]
+    assert tier.calls("open") == [500.0, 500.0]
+    assert rig.stat("new_epochs") == 1
+
+
+def test_a_request_id_that_begins_anew_gives_up_the_promotions_of_the_old_request() -> None:
+    tier = FakeTier(held=set(K))
+    rig = ManagerRig(8, [tier])
+    rig.manager.match_prefix(K, rig.ctx)
+    rig.manager.on_new_request(rig.ctx)
+    rig.step()
+    assert tier.loads == []
+    assert rig.manager.match_prefix(K, rig.ctx).pending
+    rig.step()
+    assert [list(job.keys) for job in tier.loads] == [K]
