@@ -73,6 +73,7 @@ class ManagerMachine(RuleBasedStateMachine):
             tier.buffer = self.buffer
             tier.contents = {}
             tier.read = {}
+            tier.waits = True
         primary = CPUPrimaryTierOffloadingManager(self.buffer.data, policy)
         self.manager = TieringOffloadingManager(
             primary, self.tiers, clock=self.clock, promotion_share=0.6, reservation_deadline=20.0, keep_secondary=keep
@@ -189,9 +190,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not jobs:
             return
         job: TransferJob = jobs[choice % len(jobs)]
-        keys = list(job.keys)
+        keys = [key for key in job.keys if key not in medium.withdrawn.get(job.job_id, ())]
         done = keys if how == "success" else [] if how == "failure" else keys[::2]
-        row_of = dict(zip(keys, job.block_ids.tolist(), strict=True))
+        row_of = dict(zip(job.keys, job.block_ids.tolist(), strict=True))
         if job.is_promotion:
             contents = medium.read.pop(job.job_id)
             done = [key for key in done if key in contents]
@@ -204,10 +205,18 @@ class ManagerMachine(RuleBasedStateMachine):
                 medium.contents[key] = int(self.buffer[row, 1])
                 medium.held.add(key)
         held = set(medium.held)
-        medium.finish(job, how == "success" and len(done) == len(keys), done)
+        medium.finish(job, how == "success" and len(done) == len(job.keys), done)
         medium.held &= held
         if not job.is_promotion and not self.keep:
             medium.held = {key for key in medium.held if medium.contents.get(key) == self.epoch}
+
+    @rule(choice=choices, tier=st.integers(0, 1))
+    def tier_begins_a_store(self, choice: int, tier: int) -> None:
+        """From now on, the tier reads the rows of the store, which no store may take."""
+        waiting = [job for job in self.tiers[tier].stores if job.job_id in self.tiers[tier].unbegun]
+        if waiting:
+            self.tiers[tier].begin(waiting[choice % len(waiting)])
+            self.tiers[tier].begun_at = self.clock()
 
     @rule(tier=st.integers(0, 1), keys=prefixes)
     def tier_gains_blocks(self, tier: int, keys: list[bytes]) -> None:
@@ -278,9 +287,19 @@ class ManagerMachine(RuleBasedStateMachine):
         for _, _, used, _ in [*self.writes, *self.reads]:
             busy.update(used.tolist())
         for tier in self.tiers:
-            for job in [*tier.loads, *tier.stores]:
-                busy.update(job.block_ids.tolist())
+            busy.update(row for job in tier.loads for row in job.block_ids.tolist())
+            busy.update(self._rows_read(tier))
         assert not busy & set(rows.tolist())
+
+    @staticmethod
+    def _rows_read(tier: WritingTier) -> list[int]:
+        """Return the rows of a tier's stores, withdrawn blocks left out."""
+        return [
+            row
+            for job in tier.stores
+            for key, row in zip(job.keys, job.block_ids.tolist(), strict=True)
+            if key not in tier.withdrawn.get(job.job_id, ())
+        ]
 
     @invariant()
     def every_row_is_in_one_place(self) -> None:
@@ -290,8 +309,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert counts.free + len(primary.readable) + len(primary.pending) + counts.quarantined == ROWS
         rows = [*primary.readable.values(), *primary.pending.values()]
         assert len(rows) == len(set(rows))
-        jobs = [job.block_ids for tier in self.tiers for job in tier.stores]
-        read = {row for used in [*(rows for _, _, rows, _ in self.reads), *jobs] for row in used.tolist()}
+        read = {row for _, _, rows, _ in self.reads for row in rows.tolist()}
+        read.update(row for tier in self.tiers for row in self._rows_read(tier))
         assert counts.evictable <= len(set(primary.readable.values()) - read)
 
     @invariant()
@@ -341,7 +360,7 @@ TestManagerMachine.settings = settings(
 WEIGHTS = {
     "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14,
     "prepare_load": 8, "complete_load": 9,
-    "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
+    "tier_begins_a_store": 5, "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
     "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
     "tier_does_not_know_yet": 1, "tier_wants_keys": 1, "reset_now_and_then": 6,
 }  # fmt: skip
@@ -381,4 +400,6 @@ def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
     machine.teardown()
     assert stats["evicted_blocks"] > 50
     assert stats["promotions_overdue"] > 0
+    assert stats["cascades_withdrawn"] > 0
+    assert stats["promotions_waited"] > 0
     assert stats["resets"] > 0

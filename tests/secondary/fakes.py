@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, Store
 from tiering.errors import StoreError
 from tiering.secondary.contract import TierContext
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoResult, IoTask
+from tiering.secondary.io.messages import IoJob, IoResult, IoTask, WaitingPart
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock, until
@@ -90,6 +90,9 @@ class FakeIo:
         self.ran: list[IoTask] = []
         self.hold = False
         self.load_depth = self.store_depth = 8
+        self.unbegun: set[int] = set()
+        """Jobs that no thread has begun."""
+        self.store_begun = 0.0
         self.refused: StoreError | None = None
         """Error with which background tasks end, as if no thread could be started."""
         self._ended: list[IoResult] = []
@@ -97,6 +100,16 @@ class FakeIo:
 
     def submit(self, job: IoJob) -> None:
         self.jobs.append(job)
+
+    def waiting_stores(self) -> Sequence[WaitingPart]:
+        return [WaitingPart(job, 0, len(job.keys)) for job in self.jobs if job.job_id in self.unbegun]
+
+    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
+        """Withdraw whole jobs or none of their blocks, as far as a test has not begun them."""
+        withdrawn = [job for job in self.jobs if job.job_id in self.unbegun and set(job.rows) <= set(rows)]
+        for job in withdrawn:
+            self.finish(job.job_id, [Done.ABSENT] * len(job.keys))
+        return [(job.job_id, list(job.rows)) for job in withdrawn]
 
     def run(self, task: IoTask) -> None:
         self.ran.append(task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiering.secondary.jobs import OverdueLoads
+from tiering.secondary.service.overdue import OverdueLoads
 
 
 def test_rows_count_from_the_deadline_to_the_end_of_the_io() -> None:

@@ -139,6 +139,20 @@ class TierJobs:
         except Exception as error:
             self._tiers.retire_raising(state, submit, error)
 
+    def give_up(self, state: TierState, job_id: int, rows: Rows) -> None:
+        """Release ``rows`` of a cascade that has not begun; the tier is told of the next use of their blocks."""
+        job = self._jobs.get(job_id)
+        if job is None or job.state is not state or job.promotion is not None or not np.isin(rows, job.rows).all():
+            self._stats.misreported_jobs += 1
+            self._tiers.retire(
+                state, f"it withdrew rows of job {job_id}, which is not a store of its own with these rows"
+            )
+            return
+        self._jobs[job_id] = job._replace(rows=np.setdiff1d(job.rows, rows))
+        self._primary.unpin(rows)
+        state.settled_until[rows] = 0.0
+        self._stats.cascades_withdrawn += len(rows)
+
     # ---------------------------------------------------------------------------------------------------------- collect
 
     def collect(self) -> None:

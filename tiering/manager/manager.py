@@ -30,6 +30,7 @@ from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers
+from tiering.manager.weak_rows import WeakRows
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.news import News
@@ -110,6 +111,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._states = self._tiers.states
         self._call = self._tiers.call
         self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
+        self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
+        self._promotions.make_room = self._weak_rows.make_room
+        self._clock = clock
         self._search = PrefixSearch(primary_tier, self._promotions, self._call, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)
@@ -219,14 +223,26 @@ class TieringOffloadingManager(OffloadingManager):
         if output is None:
             self._jobs.collect()
             output = self.primary_tier.prepare_store(keys, req_context)
+            if output is None and self._take_rows(keys, request):
+                output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             self._stats.stores_without_room += 1
+            if request.refused_since is None:
+                request.refused_since = self._clock()
             return None
+        request.refused_since = None
         self._stats.evicted_blocks += len(output.evicted_keys)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)
         return output
+
+    def _take_rows(self, keys: Sequence[OffloadKey], request: Request) -> bool:
+        """Take rows of waiting cascades for a store of ``keys``, and return True if some were taken."""
+        new = len(self.primary_tier.unknown(keys))
+        # No row is taken from a block of the same store.
+        missing = max(1, new - self.primary_tier.room) + len(keys) - new
+        return self._weak_rows.make_room(missing, request.refused_since, missing) > 0
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if get_ident() != self._owner.ident:

@@ -88,6 +88,8 @@ class Promotions:
         self._reservation_deadline = reservation_deadline
         self.waiters = RoomWaiters(stats, clock)
         """Requests that wait for rows."""
+        self.make_room: Callable[[int, float | None], int] = lambda count, since: 0
+        """Function that frees rows of waiting cascades (:mod:`tiering.manager.weak_rows`)."""
         self._in_flight: dict[OffloadKey, Promotion] = {}
         self._queued: dict[tuple[int, str], Promotion] = {}
         self._running: dict[int, deque[Promotion]] = {}
@@ -127,7 +129,10 @@ class Promotions:
         """
         share = self._max_rows - self.rows_promoting - self.rows_reserved
         tier_share = state.max_loading_rows - state.loading_rows
-        count = max(0, min(len(keys), share, tier_share, self._primary.room))
+        count = max(0, min(len(keys), share, tier_share))
+        if count > self._primary.room:
+            self.make_room(count - self._primary.room, self.waiters.since(request))
+            count = min(count, self._primary.room)
         waits = False
         if count < len(keys):
             waits = (

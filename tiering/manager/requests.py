@@ -43,6 +43,9 @@ class Request:
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
 
+    refused_since: float | None = None
+    """Time since when the request's stores find no room; None while they find room."""
+
     def may_wait(self, now: float, patience: float) -> bool:
         """Return True if an undecided lookup may stay undecided.
 

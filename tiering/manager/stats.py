@@ -21,6 +21,8 @@ class ManagerStats:
     """Promotions that were cut short or refused for lack of rows."""
     promotions_waited: int = 0
     """Times that a request waited for rows for its promotion."""
+    cascades_withdrawn: int = 0
+    """Cascades of blocks that were given up before they began because their rows were needed, per tier."""
     promotions_overdue: int = 0
     """Blocks whose promotion passed its tier's deadline."""
     promotions_dropped: int = 0

@@ -67,6 +67,12 @@ _MANAGER = (
         "Hits come later than they could: raise `primary.capacity` if the time to the first token matters.",
     ),
     _of_manager(
+        "cascades_withdrawn",
+        "blocks",
+        "Cascades given up before they began because their rows were needed",
+        "See `stores_withdrawn` of the tiers.",
+    ),
+    _of_manager(
         "promotions_overdue",
         "blocks",
         "Blocks given up because their promotion took too long",

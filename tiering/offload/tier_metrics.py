@@ -125,6 +125,12 @@ _NOT_STORED = (
         "Uploads that `coordination` has saved.",
     ),
     _counter(
+        "stores_withdrawn",
+        "blocks",
+        "Blocks whose waiting store was given up because their row was needed",
+        "The tier is slower than the engine stores, or in trouble; the blocks are offered again at their next use.",
+    ),
+    _counter(
         "evictions",
         "blocks",
         "Blocks evicted from the tier",

@@ -20,7 +20,7 @@ from tiering.errors import ConfigError, NotReadableError
 from tiering.primary.memory.region import SharedRegion
 from tiering.runtime.forks import inert_in_children
 from tiering.table.block_table import BlockTable
-from tiering.table.policies.policy import EvictionPolicy
+from tiering.table.policies.policy import EvictionPolicy, RefCounts
 
 _log = logging.getLogger("kv_tiering.primary")
 
@@ -157,6 +157,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Record a use of keys, and return those that are readable with their rows."""
         self.refresh_readable = table.refresh
         """Make keys recent without counting a use, and return those that are readable with their rows."""
+        self.unknown = table.unknown
+        """Return those of some keys that are neither readable nor being written."""
         self.abort = table.abort
         """Free the rows of pending keys, because their write failed."""
         self.disown = table.disown
@@ -178,6 +180,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def room(self) -> int:
         """Number of rows that :meth:`allocate` could reserve now."""
         return self._table.room
+
+    def readers(self, rows: Rows) -> RefCounts:
+        """Return the number of readers of each row; -1 for a row that is being written."""
+        return self._table.refs[rows]
 
     def count_rows(self) -> RowCounts:
         """Return the number of rows in each state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -14,7 +14,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, Store
 from tiering.errors import OverdueError, StoreError
 from tiering.replay.model import MediumModel
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask, WaitingPart
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BlockTierOptions
 
@@ -252,6 +252,19 @@ class SimulatedIo:
         end = self.next_end()
         self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
         return end <= self._clock.now
+
+    def waiting_stores(self) -> Sequence[WaitingPart]:
+        """Return nothing: a store's time is fixed when it is submitted."""
+        return ()
+
+    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
+        """Withdraw nothing: no store waits."""
+        return ()
+
+    @property
+    def store_begun(self) -> float:
+        """The present time: stores never stall."""
+        return self._clock.now
 
     def discard(self) -> None:
         """Do nothing: a replay ends no tier early."""

@@ -8,7 +8,7 @@ closes, and :class:`~tiering.secondary.intake.Intake` chooses the blocks to stor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,18 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
+from tiering.api.transfer import Rows
 from tiering.block_store import BlockStore, Place
 from tiering.errors import ConfigError
 from tiering.runtime.forks import inert_in_children
-from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.contract import (
+    JobResult,
+    PrefixAnswer,
+    SecondaryTierManager,
+    TierContext,
+    TransferJob,
+    WaitingStores,
+)
 from tiering.secondary.coordination import Coordination
 from tiering.secondary.event_log import EventLog
 from tiering.secondary.index.contract import Probe, TierIndex
@@ -102,7 +110,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self._lookup_index = index.lookup_prefix
         self._coordination = coordination
         self._ask = self.io.store.probe if coordination is None else partial(coordination.ask, self.io.store.probe)
-        self._intake = Intake.build(options.admission, context.group_bytes, options.max_queued, options.fill_policy)
+        limit = options.max_queued
+        if limit is None:
+            limit = len(context.primary_view) * max(context.group_bytes)
+        self._intake = Intake.build(options.admission, context.group_bytes, limit, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
         self._jobs = TierJobs(parts, self)
@@ -233,6 +244,12 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         return self._jobs.unreported
+
+    def waiting_stores(self) -> WaitingStores | None:
+        return self._jobs.waiting_stores()
+
+    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+        return self._jobs.withdraw(rows)
 
     # ---------------------------------------------------------------------------------------------------------- notices
 

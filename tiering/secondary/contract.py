@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -70,6 +70,15 @@ class JobResult:
     """Bytes transferred; None (default): not known."""
     transfer_time: float | None = None
     """Duration of the transfer in seconds; None (default): not known."""
+
+
+class WaitingStores(NamedTuple):
+    """Stores of a tier that have not begun."""
+
+    rows: Rows
+    """Primary rows of their blocks; those to give up first come first."""
+    since: float
+    """Time since when the tier has begun no store, on the tier's clock."""
 
 
 class PrefixAnswer(NamedTuple):
@@ -197,6 +206,28 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
+
+    def waiting_stores(self) -> WaitingStores | None:
+        """Return the stores that have not begun; None (default) if there are none, or the tier does not know.
+
+        They hold their rows weakly: the manager may withdraw blocks whose rows are needed. Until then, the tier may
+        begin each of these stores at any time.
+        """
+        return None
+
+    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+        """Give up the blocks in ``rows`` of stores that have not begun, and return what was given up.
+
+        The tier does not touch a row any more that it returns. The result of the job reports the block as not
+        successful. Blocks whose store has begun meanwhile are left out.
+
+        Args:
+            rows: rows that :meth:`waiting_stores` returned.
+
+        Returns:
+            The number of each job that lost blocks, and their rows. The default gives up nothing.
+        """
+        return ()
 
     # -------------------------------------------------------------------------------------- notices (harmless defaults)
 

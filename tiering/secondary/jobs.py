@@ -9,24 +9,26 @@ reports them, and a :class:`JobResult` ends the job. All four, and all log lines
 
 from __future__ import annotations
 
-import heapq
 import logging
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.api.transfer import Rows, as_rows
 from tiering.block_store import Done, Outcome, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.secondary.claims import PlannedStore, StoreClaims
-from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.contract import JobResult, TransferJob, WaitingStores
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
+from tiering.secondary.service.overdue import OverdueLoads
 from tiering.secondary.service.pace import LoadPace
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -65,61 +67,6 @@ class WaitingStore:
     """Bytes that count against the store budget while the store waits."""
     until: float
     """Time in monotonic seconds at which the store stops waiting."""
-
-
-class OverdueLoads:
-    """Loads whose I/O still runs after their deadline, and the primary rows that they hold.
-
-    Args:
-        limit_rows: number of primary rows that overdue loads may hold; at least 1.
-    """
-
-    def __init__(self, limit_rows: int) -> None:
-        self.limit_rows = max(1, limit_rows)
-        """Number of primary rows that overdue loads may hold."""
-        self.rows = 0
-        """Number of rows that overdue loads hold."""
-        self._heap: list[tuple[float, int]] = []
-        self._running: dict[int, int] = {}
-        self._overdue: dict[int, int] = {}
-
-    def begin(self, job_id: int, deadline: float, rows: int) -> None:
-        """Record that a load of ``rows`` blocks was submitted.
-
-        Args:
-            job_id: number of the job.
-            deadline: deadline in monotonic seconds.
-            rows: number of primary rows of the load.
-        """
-        self._running[job_id] = rows
-        heapq.heappush(self._heap, (deadline, job_id))
-
-    def end(self, job_id: int) -> bool:
-        """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
-        if self._running.pop(job_id, None) is not None:
-            return False
-        self.rows -= self._overdue.pop(job_id, 0)
-        return True
-
-    def expire(self, now: float) -> list[int]:
-        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load."""
-        expired: list[int] = []
-        while self._heap and self._heap[0][0] <= now:
-            _, job_id = heapq.heappop(self._heap)
-            rows = self._running.pop(job_id, 0)
-            if rows:
-                self._overdue[job_id] = rows
-                expired.append(rows)
-                self.rows += rows
-        return expired
-
-    @property
-    def spent(self) -> bool:
-        """True if overdue loads hold their whole share of rows.
-
-        Loads never use more rows than this share, so the count cannot exceed it.
-        """
-        return self.rows >= self.limit_rows
 
 
 class TierJobs:
@@ -273,6 +220,58 @@ class TierJobs:
             self._begin_store(store.job, store.positions[: len(keys)], keys)
         return not self._claims
 
+    def waiting_stores(self) -> WaitingStores | None:
+        """Return the stores that have not begun, the oldest first, each from its tail; None if there are none."""
+        rows: list[int] = []
+        oldest = math.inf
+        for part in self._io.waiting_stores():
+            rows += part.job.rows[part.start : part.stop][::-1]
+            oldest = min(oldest, part.job.submitted_at)
+        for store in self._waiting:
+            rows += store.job.block_ids[store.positions[::-1]].tolist()
+            oldest = min(oldest, store.job.submitted_at)
+        return WaitingStores(as_rows(rows), max(oldest, self._io.store_begun)) if rows else None
+
+    def withdraw(self, rows: Collection[int]) -> list[tuple[int, Rows]]:
+        """Give up the blocks in ``rows`` of stores that have not begun.
+
+        Returns:
+            The number of each job that lost blocks, and their rows.
+        """
+        withdrawn = [(job_id, as_rows(found)) for job_id, found in self._io.withdraw(rows)]
+        for job_id, found in withdrawn:
+            running = self._running[job_id]
+            lost = set(found.tolist())
+            freed = sum(
+                self._budget.sizes(
+                    [
+                        key
+                        for key, row in zip(running.job.keys, running.job.block_ids.tolist(), strict=True)
+                        if row in lost
+                    ]
+                )
+            )
+            self._budget.used -= freed
+            self._running[job_id] = running._replace(stored_bytes=running.stored_bytes - freed)
+        for _ in range(len(self._waiting)):
+            store = self._waiting.popleft()
+            held = store.job.block_ids[store.positions].tolist()
+            left = [at for at, row in enumerate(held) if row not in rows]
+            if len(left) == len(held):
+                self._waiting.append(store)
+                continue
+            withdrawn.append((store.job.job_id, as_rows([row for row in held if row in rows])))
+            keys = [store.keys[at] for at in left]
+            waiting_bytes = sum(self._budget.sizes(keys))
+            self._budget.used -= store.waiting_bytes - waiting_bytes
+            if left:
+                positions = [store.positions[at] for at in left]
+                self._waiting.append(WaitingStore(store.job, positions, keys, waiting_bytes, store.until))
+            else:
+                self._finish(store.job, ())
+        self._stats.stores_withdrawn += sum(len(found) for _, found in withdrawn)
+        return withdrawn
+
     def drop_waiting(self) -> None:
         """End the stores that wait for places, or for an answer to a claim: they are dropped."""
         self._drop_claimed()
@@ -325,7 +324,9 @@ class TierJobs:
     ) -> None:
         job = running.job
         self._running[job.job_id] = running
-        deadline = job.submitted_at + self._deadlines[kind]
+        # A store may have waited for places; a request waits for a load from its submission on.
+        begins = job.submitted_at if kind is IoKind.LOAD else self._clock()
+        deadline = begins + self._deadlines[kind]
         self._io.submit(
             IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
         )
@@ -417,7 +418,7 @@ class TierJobs:
             revoked = self._hooks.revoked_places()
             if revoked:
                 arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
-            self._end_store(io_job, running, arrived, now)
+            self._end_store(io_job, running, result.outcomes, arrived, now)
         else:
             if self._pace is not None:
                 self._pace.end(io_job.sizes, result.transfer_bytes)
@@ -428,7 +429,9 @@ class TierJobs:
         held = running.held if current else []
         self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
 
-    def _end_store(self, io_job: IoJob, running: RunningJob, arrived: list[bool], now: float) -> None:
+    def _end_store(
+        self, io_job: IoJob, running: RunningJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float
+    ) -> None:
         self._budget.used -= running.stored_bytes
         self._index.end_store(io_job.keys, io_job.places, arrived, now)
         stored = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
@@ -438,7 +441,9 @@ class TierJobs:
                 failed = [not good for good in arrived]
                 self._coordination.released(list(compress(io_job.places, failed)))
         self._stats.cascades += len(stored)
-        self._stats.cascades_failed += len(io_job.keys) - len(stored)
+        if len(stored) < len(io_job.keys):
+            # A put is never absent: these blocks were withdrawn.
+            self._stats.cascades_failed += len(io_job.keys) - len(stored) - outcomes.count(Done.ABSENT)
         self._stats.cascades_active -= len(io_job.keys)
         self._events.stored(stored)
 

@@ -158,8 +158,11 @@ class BlockTierOptions(TierOptions):
     "auto" begins with 8. For loads and for stores, it then finds the number beyond which they no longer become faster,
     from 2 to 32.
     """
-    max_queued: Size = 1 << 30
-    """Bytes of stores that may wait or run; the tail of a larger store is dropped; default 1 GiB."""
+    max_queued: Size | None = None
+    """Bytes of stores that may wait or run; default: as many as the primary tier has.
+
+    The tail of a larger store is dropped. Waiting stores hold their primary rows weakly.
+    """
     primary_share: Share = 0.5
     """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
 

@@ -83,6 +83,8 @@ class TierStats:
     """Blocks that were not stored: beyond the budget of queued bytes, or the tier took no stores."""
     stores_left: int = 0
     """Blocks that were not stored because another machine of the fleet was storing them."""
+    stores_withdrawn: int = 0
+    """Blocks whose waiting store was given up because a store or a promotion needed the primary row."""
     loads_overdue: int = 0
     """Blocks whose load did not end, or did not begin, before its deadline."""
     loads_too_long: int = 0

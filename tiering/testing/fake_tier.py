@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob
+from tiering.api.transfer import Rows
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob, WaitingStores
 
 
 @dataclass
@@ -64,6 +67,14 @@ class FakeTier(SecondaryTierManager):
     """Names of the methods that raise."""
     settled: float = math.inf
     """Seconds during which the uses of a block need not be reported again; default: for ever."""
+    waits: bool = False
+    """True if new stores wait until :meth:`begin`; default False."""
+    begun_at: float = 0.0
+    """Time at which the tier last began a store; default 0."""
+    unbegun: dict[int, list[int]] = field(default_factory=dict)
+    """Rows of each store that waits, by the job's number."""
+    withdrawn: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    """Keys that were withdrawn from each open store, by the job's number."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
 
@@ -85,9 +96,16 @@ class FakeTier(SecondaryTierManager):
             keys: keys of the blocks that were moved; default None: all of them if the job succeeded.
         """
         (self.loads if job.is_promotion else self.stores).remove(job)
+        self.begin(job)
+        if lost := self.withdrawn.pop(job.job_id, None):
+            keys = [key for key in (job.keys if keys is None and success else keys or ()) if key not in lost]
         if not job.is_promotion and success:
             self.held.update(job.keys if keys is None else keys)
         self.results.append(JobResult(job.job_id, success, keys))
+
+    def begin(self, job: TransferJob) -> None:
+        """Begin a store that waits: its rows are read from now on."""
+        self.unbegun.pop(job.job_id, None)
 
     def finish_all(self) -> None:
         """End all open jobs with success."""
@@ -103,10 +121,30 @@ class FakeTier(SecondaryTierManager):
     def submit_store(self, job: TransferJob) -> None:
         self._enter("submit_store", job.job_id)
         self.stores.append(job)
+        if self.waits:
+            self.unbegun[job.job_id] = job.block_ids.tolist()
 
     def submit_load(self, job: TransferJob) -> None:
         self._enter("submit_load", job.job_id)
         self.loads.append(job)
+
+    def waiting_stores(self) -> WaitingStores | None:
+        rows = [row for waiting in self.unbegun.values() for row in reversed(waiting)]
+        return WaitingStores(np.array(rows, np.int64), self.begun_at) if rows else None
+
+    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+        withdrawn: list[tuple[int, Rows]] = []
+        for job in [job for job in self.stores if job.job_id in self.unbegun]:
+            lost = [row for row in self.unbegun[job.job_id] if row in rows]
+            if not lost:
+                continue
+            withdrawn.append((job.job_id, np.array(lost, np.int64)))
+            self.unbegun[job.job_id] = [row for row in self.unbegun[job.job_id] if row not in rows]
+            keys = {key for key, row in zip(job.keys, job.block_ids.tolist(), strict=True) if row in lost}
+            self.withdrawn.setdefault(job.job_id, set()).update(keys)
+            if not self.unbegun[job.job_id]:
+                self.finish(job, False)
+        return withdrawn
 
     def get_finished(self) -> Iterable[JobResult]:
         if "get_finished" in self.raises:

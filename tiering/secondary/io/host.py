@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.depth import DepthBounds
 from tiering.secondary.io.lanes import JobState, Lanes, Unit, take
 from tiering.secondary.io.layers.breaker import BreakerOpenError
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask, WaitingPart
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
 from tiering.secondary.io.threads import IoThreads
 
@@ -116,6 +116,8 @@ class IoHost:
         self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
+        self.store_begun = clock()
+        """Time at which a thread last began a part of a store, in monotonic seconds."""
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -163,6 +165,50 @@ class IoHost:
             self._wake()
         if refusal is not None:
             self._end(_TaskDone(task, None, refusal))
+
+    def waiting_stores(self) -> list[WaitingPart]:
+        """Return the parts of stores that no thread has begun, the oldest first."""
+        # A copy of a deque is one operation: threads that take units meanwhile do not disturb it.
+        return [WaitingPart(unit.state.job, unit.start, unit.stop) for unit in self.lanes.stores.waiting.copy()]
+
+    def withdraw(self, rows: Collection[int]) -> list[tuple[int, list[int]]]:
+        """Take back the blocks in ``rows`` from stores that no thread has begun.
+
+        A unit belongs to the thread that removes it from the queue. A unit that this thread removes is therefore not
+        begun by any other; the blocks that remain are queued again in units of their own.
+
+        Returns:
+            The number of each store that lost blocks, and the rows of these blocks.
+        """
+        withdrawn: list[tuple[int, list[int]]] = []
+        queue = self.lanes.stores.waiting
+        for unit in queue.copy():
+            job = unit.state.job
+            chosen = [position for position in range(unit.start, unit.stop) if job.rows[position] in rows]
+            if not chosen:
+                continue
+            try:
+                queue.remove(unit)
+            except (ValueError, IndexError):
+                continue  # a thread has begun the unit
+            self._put_back(unit, chosen)
+            self._end_unit(unit, chosen, [Done.ABSENT] * len(chosen), self._clock())
+            withdrawn.append((job.job_id, [job.rows[position] for position in chosen]))
+        return withdrawn
+
+    def _put_back(self, unit: Unit, without: Sequence[int]) -> None:
+        """Queue a unit again ``without`` some positions, at the head of the queue."""
+        kept: list[Unit] = []
+        start = unit.start
+        for position in (*without, unit.stop):
+            if start < position:
+                kept.append(Unit(unit.state, start, position, whole=unit.whole and start == 0))
+            start = position + 1
+        with self._lock:
+            unit.state.unfinished += len(kept)
+        self.lanes.stores.waiting.extendleft(reversed(kept))
+        if kept and self.lanes.has_work:
+            self._wake()
 
     def poll(self) -> list[IoResult]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
@@ -321,7 +367,8 @@ class IoHost:
         share = -(-unit.stop // lane.finder.depth)
         blocks = max(1, min(share, self.unit_bytes // max(1, max(job.sizes, default=1))))
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
-        unit.state.unfinished = len(units)
+        with self._lock:
+            unit.state.unfinished += len(units) - 1
         lane.waiting.extendleft(units[:0:-1])
         return units[0]
 
@@ -331,6 +378,8 @@ class IoHost:
         begun = self._clock()
         positions: Sequence[int] = range(unit.start, unit.stop)
         outcomes: Sequence[Outcome] = ()
+        if job.kind is IoKind.STORE:
+            self.store_begun = begun
         try:
             ordered = positions
             if isinstance(job.places[unit.start], int):

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tiering.block_store import BlockStore
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoResult, IoTask
+from tiering.secondary.io.messages import IoJob, IoResult, IoTask, WaitingPart
 from tiering.secondary.io.stats import IoStats
 
 
@@ -45,6 +45,22 @@ class IoSide(Protocol):
 
     def run(self, task: IoTask) -> None:
         """Submit a task; :meth:`poll` calls its ``on_done``."""
+
+    def waiting_stores(self) -> Sequence[WaitingPart]:
+        """Return the parts of stores that no thread has begun, the oldest first."""
+
+    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
+        """Take back the blocks in ``rows`` from stores that no thread has begun.
+
+        No thread reads a withdrawn row for its store any more. The outcome of its block is ABSENT.
+
+        Returns:
+            The number of each store that lost blocks, and the rows of these blocks.
+        """
+
+    @property
+    def store_begun(self) -> float:
+        """Time at which a thread last began a part of a store, in monotonic seconds."""
 
     def poll(self) -> Sequence[IoResult]:
         """Return the results of the jobs that have ended since the last call."""

@@ -1,0 +1,213 @@
+"""Stores that have not begun can be withdrawn, and nothing reads a withdrawn row any more."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.secondary.fakes import BLOCK_BYTES
+from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.secondary.rig import CTX, K, Rig
+from tests.secondary.test_io_host import GatedStore
+from tiering.block_store import Done
+from tiering.secondary.contract import JobResult
+from tiering.secondary.io.messages import IoKind
+from tiering.testing.clock import until
+from tiering.testing.faults import DictStore
+
+# ------------------------------------------------------------------------------------------------------- the I/O side
+
+
+def test_blocks_of_stores_that_no_thread_has_begun_are_withdrawn_and_the_others_are_stored() -> None:
+    primary, store = Primary(16), GatedStore()
+    with running_host(store, primary, threads=1) as host:
+        host.submit(make_job(primary, IoKind.STORE, [0], job_id=1))
+        assert until(lambda: store.waiting == 1)
+        host.submit(make_job(primary, IoKind.STORE, range(1, 7), job_id=2))
+        host.submit(make_job(primary, IoKind.STORE, range(7, 9), job_id=3))
+        parts = [(part.job.job_id, part.start, part.stop) for part in host.waiting_stores()]
+        assert parts == [(2, 0, 6), (3, 0, 2)]
+        assert host.withdraw({0, 2, 5, 6, 7, 8}) == [(2, [2, 5, 6]), (3, [7, 8])], "row 0 is being read"
+        assert [part.job.job_id for part in host.waiting_stores()] == [2, 2]
+        primary.rows[[2, 5, 6, 7, 8]] = 0xEE
+        store.gate.set()
+        results = {result.job.job_id: result for result in finish(host, 3)}
+    assert outcome_names(results[1].outcomes) == ["DONE"]
+    assert outcome_names(results[2].outcomes) == ["DONE", "ABSENT", "DONE", "DONE", "ABSENT", "ABSENT"]
+    assert outcome_names(results[3].outcomes) == ["ABSENT", "ABSENT"]
+    assert results[2].transfer_bytes == 3 * primary.size
+    assert sorted(place for places in store.calls for place in places[1]) == [0, 1, 3, 4]
+
+
+def test_a_store_of_which_a_thread_has_begun_a_part_loses_the_other_parts() -> None:
+    primary, store = Primary(16), GatedStore()
+    with running_host(store, primary, threads=2) as host:
+        host.submit(make_job(primary, IoKind.STORE, range(8), job_id=1))
+        assert until(lambda: store.waiting == 2)
+        begun = set(range(8)) - {row for part in host.waiting_stores() for row in range(part.start, part.stop)}
+        withdrawn = [row for _, rows in host.withdraw(set(range(8))) for row in rows]
+        assert sorted({*withdrawn, *begun}) == list(range(8))
+        assert not begun.intersection(withdrawn)
+        assert host.withdraw(set(range(8))) == []
+        store.gate.set()
+        (result,) = finish(host)
+    assert [at for at, outcome in enumerate(result.outcomes) if outcome is Done.DONE] == sorted(begun)
+
+
+def test_a_store_that_is_withdrawn_entirely_ends_at_the_next_poll() -> None:
+    primary, store = Primary(4), GatedStore()
+    with running_host(store, primary, threads=1) as host:
+        host.submit(make_job(primary, IoKind.STORE, [0], job_id=1))
+        assert until(lambda: store.waiting == 1)
+        host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=2))
+        assert host.withdraw({1, 2}) == [(2, [1, 2])]
+        assert [result.job.job_id for result in host.poll()] == [2]
+        store.gate.set()
+        finish(host)
+        assert host.in_flight == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_thread_reads_a_row_that_was_withdrawn(seed: int) -> None:
+    """Real threads store blocks from rows that are used again as soon as they are withdrawn."""
+    dice = random.Random(seed)
+    rows, primary, store = 24, Primary(64, 1024), DictStore()
+    free, number = list(range(rows)), 0
+    content: dict[int, bytes] = {}
+    stored: set[int] = set()
+    withdrawn_blocks = 0
+    with running_host(store, primary, threads=4) as host:
+
+        def settle() -> bool:
+            for result in host.poll():
+                for block, row, outcome in zip(result.job.places, result.job.rows, result.outcomes, strict=True):
+                    assert isinstance(block, int)
+                    if outcome is Done.DONE:
+                        assert owner[row] == block, "a withdrawn block was stored all the same"
+                        stored.add(block)
+                    if owner.get(row) == block:
+                        del owner[row]
+                        free.append(row)
+            return host.in_flight == 0
+
+        owner: dict[int, int] = {}
+        for _ in range(1500):
+            settle()
+            if free and dice.random() < 0.7:
+                dice.shuffle(free)
+                taken = [free.pop() for _ in range(dice.randint(1, min(6, len(free))))]
+                numbers = list(range(number, number + len(taken)))
+                number += len(taken)
+                for row, block in zip(taken, numbers, strict=True):
+                    primary.rows[row] = np.frombuffer(dice.randbytes(primary.rows.shape[1]), np.uint8)
+                    content[block] = primary.block(row)
+                    owner[row] = block
+                host.submit(make_job(primary, IoKind.STORE, numbers, rows=taken, places=numbers, job_id=numbers[0]))
+            elif dice.random() < 0.5:
+                wanted = {row for row in range(rows) if dice.random() < 0.3}
+                for _, given in host.withdraw(wanted):
+                    withdrawn_blocks += len(given)
+                    for row in given:
+                        primary.rows[row] = 0xEE
+                        del owner[row]
+                        free.append(row)
+        assert until(settle)
+        assert sorted(free) == list(range(rows))
+        for first in range(0, len(stored), 40):
+            blocks = sorted(stored)[first : first + 40]
+            targets = range(rows, rows + len(blocks))
+            host.submit(make_job(primary, IoKind.LOAD, blocks, rows=targets, places=blocks, job_id=10**6 + first))
+            (result,) = finish(host)
+            assert result.all_done, "WRONG KV: a block was stored while its row had other bytes"
+            for row, block in zip(targets, blocks, strict=True):
+                assert primary.block(row) == content[block], "WRONG KV: a block has other bytes than were stored"
+    assert withdrawn_blocks > 50
+    assert len(stored) > 50
+
+
+# ------------------------------------------------------------------------------------------------------------ the tier
+
+
+def test_a_tier_names_the_oldest_store_first_and_each_from_its_tail() -> None:
+    rig = Rig().opened()
+    assert rig.tier.waiting_stores() is None
+    rig.clock.advance(5.0)
+    first = rig.submit_store(K[:3])
+    rig.clock.advance(1.0)
+    second = rig.submit_store(K[3:5])
+    assert rig.tier.waiting_stores() is None, "threads have begun all stores"
+    rig.io.unbegun.update((first, second))
+    waiting = rig.tier.waiting_stores()
+    assert waiting is not None
+    assert (waiting.rows.tolist(), waiting.since) == ([2, 1, 0, 1, 0], rig.clock() - 1.0)
+    rig.io.store_begun = rig.clock()
+    waiting = rig.tier.waiting_stores()
+    assert waiting is not None
+    assert waiting.since == rig.clock()
+
+
+def test_withdrawn_blocks_are_counted_and_give_their_bytes_back_at_once() -> None:
+    rig = Rig(max_queued=4 * BLOCK_BYTES).opened()
+    job = rig.submit_store(K[:4])
+    rig.io.unbegun.add(job)
+    assert [(number, rows.tolist()) for number, rows in rig.tier.withdraw_stores({0, 1, 2, 3})] == [(job, [0, 1, 2, 3])]
+    again = rig.submit_store(K[4:8])
+    assert list(rig.io.jobs[-1].keys) == K[4:8]
+    assert rig.finished() == [JobResult(job, False, [], 4 * BLOCK_BYTES, 0.5)]
+    rig.io.finish(again)
+    rig.finished()
+    stats = rig.tier.get_stats()
+    assert (stats.stores_withdrawn, stats.stores_dropped, stats.cascades_failed) == (4, 0, 0)
+    assert (stats.cascades, stats.cascades_active) == (4, 0)
+    assert not rig.tier.lookup(K[0], CTX)
+    assert list(rig.tier.index.lacking(K[:1], rig.clock()) or ()) == K[:1], "the block may be offered again"
+
+
+def test_the_budget_is_that_of_the_primary_tier_by_default() -> None:
+    rig = Rig(slots=1000).opened()
+    rows = len(rig.context.primary_view)
+    job = rig.submit_store(K[:2])
+    rig.io.finish(job)
+    rig.finished()
+    for start in range(0, 96, 8):
+        rig.submit_store(K[start + 2 : start + 10])
+    submitted = sum(len(job.keys) for job in rig.io.jobs)
+    assert submitted == min(rows, 96)
+    assert rig.tier.get_stats().stores_dropped == 96 - submitted
+
+
+def test_a_store_that_waited_for_places_has_its_whole_deadline_for_the_io() -> None:
+    rig = Rig(deadline=0.5).opened()
+    assert isinstance(rig.tier.index.growing, bool)  # type: ignore[attr-defined]
+    rig.tier.index.growing = True  # type: ignore[attr-defined]
+    job = rig.submit_store(K[:40])
+    assert rig.tier.waiting_blocks == 40
+    assert rig.io.jobs == []
+    rig.clock.advance(2.0)
+    rig.finished()
+    (order,) = rig.io.jobs
+    assert (order.job_id, order.deadline) == (job, rig.clock() + 0.5)
+
+
+def test_a_store_that_waits_for_places_can_be_withdrawn() -> None:
+    rig = Rig().opened()
+    rig.tier.index.growing = True  # type: ignore[attr-defined]
+    job = rig.submit_store(K[:40])
+    waiting = rig.tier.waiting_stores()
+    assert waiting is not None
+    assert waiting.rows.tolist() == list(reversed(range(40)))
+    ((number, rows),) = rig.tier.withdraw_stores(set(range(20, 40)))
+    assert (number, sorted(rows.tolist())) == (job, list(range(20, 40)))
+    assert rig.tier.waiting_blocks == 20
+    rig.finished()
+    (order,) = rig.io.jobs
+    assert (list(order.keys), list(order.rows)) == (K[:20], list(range(20)))
+    rig.io.finish(job)
+    (result,) = rig.finished()
+    assert (result.success, result.successful_keys) == (False, K[:20])
+    second = rig.submit_store(K[40:80])
+    rig.tier.withdraw_stores(set(range(40)))
+    assert rig.finished() == [JobResult(second, False, [])]
+    assert rig.tier.get_stats().stores_withdrawn == 60
