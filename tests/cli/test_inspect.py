@@ -317,6 +317,9 @@ def test_a_bucket_is_collected_and_cleared_while_engines_run(objects: Path, make
     two.store(OBJECTS[:2])
     assert report("gc", objects, "--max-total", "1B")["s3"]["removed_blocks"] == 8
     assert len(bucket.names("prod/blocks/")) == 8
+    dry = report("gc", objects, "--max-total", "1B", "--dry-run")["s3"]
+    assert (dry["dry_run"], dry["removed_blocks"]) == (True, 8)
+    assert kv_tiering("gc", objects, "--yes", "--dry-run").code == 2
     name = two.context.namespace.directory
     assert kv_tiering("clear", objects, "--namespace", name, "--yes").code == 0
     assert len(bucket.names("prod/blocks/")) == 6

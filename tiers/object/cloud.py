@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 import obstore
 
 from tiering.errors import PermanentStoreError
-from tiering.secondary.admin.contract import Finding
+from tiering.secondary.admin.contract import Finding, Severity
 from tiers.object.faults import Dialect
+from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.options import BucketOptions
 
 if TYPE_CHECKING:
@@ -119,12 +120,23 @@ class Cloud(ABC):
         """
 
     def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
-        """Yield findings about the bucket's settings, as far as they can be read. The default has none.
+        """Yield findings about the bucket's settings, as far as they can be read.
+
+        The default tells what removes old blocks.
 
         Args:
             writes: True if the tier stores blocks.
         """
-        yield from ()
+        if not writes:
+            return
+        if self.options.ttl is None:
+            remedy = "set ttl, or run kv-tiering gc regularly"
+            yield Finding(Severity.INFO, "lifecycle", "no ttl: blocks stay until they are removed", remedy)
+            return
+        prefix = self.options.prefix
+        text, _, remedy = (self.check_lifecycle(f"{prefix}{BLOCKS}", f"{prefix}{DOCUMENTS}") or "").partition("; ")
+        if text:
+            yield Finding(Severity.INFO, "lifecycle", text, remedy)
 
 
 def client_options(options: BucketOptions, headers: Mapping[str, str] | None = None) -> ClientConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +14,8 @@ from tests.tiers.object.blocks import block, content, empty
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite
 from tiering.block_store import Done
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiers.object import ObjectOptions
+from tiering.secondary.admin.contract import Limits, Severity
+from tiers.object import OBJECT_TIER, ObjectOptions
 from tiers.object.store import ObjectStore
 from tiers.object.verbs import Verb
 
@@ -120,3 +123,26 @@ def test_deletion_goes_on_behind_an_object_that_is_gone(server: FakeGcs, store: 
         store.put_one(block(place))
     store.delete(places)
     assert not server.objects
+
+
+@pytest.mark.parametrize(("ttl", "text"), [("7d", "ttl is not checked"), (None, "no ttl")])
+def test_the_check_tells_that_the_rules_cannot_be_read(server: FakeGcs, ttl: str | None, text: str) -> None:
+    options = ObjectOptions.model_validate(server.words(server.bucket, "prod") | {"ttl": ttl})
+    with OBJECT_TIER.admin(options, None) as admin:
+        (found,) = [finding for finding in admin.check(64 << 20) if finding.subject == "lifecycle"]
+    assert text in found.text
+    assert found.severity is Severity.INFO
+
+
+def test_blocks_older_than_the_ttl_are_collected_where_no_rule_can_be_checked(
+    server: FakeGcs, store: ObjectStore
+) -> None:
+    for number in range(4):
+        store.put_one(block(f"ns/{number}"))
+    long_ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=8)
+    server.modified["prod/blocks/ns/1"] = long_ago
+    options = ObjectOptions.model_validate(server.words(server.bucket, "prod") | {"ttl": "7d"})
+    with OBJECT_TIER.admin(options, None) as admin:
+        done = asyncio.run(admin.collect(Limits(), dry_run=False))
+    assert (done.blocks, done.removed_blocks) == (4, 1)
+    assert "prod/blocks/ns/1" not in server.objects
