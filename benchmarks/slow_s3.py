@@ -32,11 +32,22 @@ class SlowS3:
 
     def delay(self, **medians: float) -> None:
         """Answer requests with these verbs (``head=0.025``) after this median in seconds from now on."""
+        self._tell(" ".join(f"{verb}={median}" for verb, median in medians.items()))
+
+    def down(self, *, now: bool) -> None:
+        """Answer all requests with 503 from now on, or none."""
+        self._tell(f"down={int(now)}")
+
+    def requests(self) -> int:
+        """Return the number of requests so far."""
+        return int(self._tell("count"))
+
+    def _tell(self, words: str) -> str:
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("the server has no pipes")
-        self.process.stdin.write(" ".join(f"{verb}={median}" for verb, median in medians.items()) + "\n")
+        self.process.stdin.write(words + "\n")
         self.process.stdin.flush()
-        self.process.stdout.readline()
+        return self.process.stdout.readline()
 
     def environment(self) -> dict[str, str]:
         """Credentials that the server takes, and nothing else of this machine."""
@@ -70,13 +81,15 @@ class _Server:
         self._objects: dict[str, bytes] = {}
         self._medians: dict[str, float] = {}
         self._random = random.Random(7)
+        self._requests = 0
 
     async def serve(self) -> None:
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 20)
         print(server.sockets[0].getsockname()[1], flush=True)
         while words := await asyncio.to_thread(sys.stdin.readline):
-            self._medians.update((verb, float(median)) for verb, _, median in (w.partition("=") for w in words.split()))
-            print("done", flush=True)
+            pairs = (word.partition("=") for word in words.split() if "=" in word)
+            self._medians.update((verb, float(median)) for verb, _, median in pairs)
+            print(self._requests, flush=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -101,6 +114,9 @@ class _Server:
         writer.close()
 
     def _answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[str, bytes, int]:
+        self._requests += 1
+        if self._medians.get("down"):
+            return "503 Service Unavailable", b"", 0
         url = urlsplit(target)
         name = unquote(url.path).removeprefix(f"/{BUCKET}").lstrip("/")
         if method == "PUT":

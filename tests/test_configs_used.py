@@ -104,7 +104,7 @@ def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None
 
 
 def test_every_example_is_used_here() -> None:
-    used = {"cpu", "cpu-nvme", "cpu-nvme-object", "cpu-nvme-pool", "cpu-nvme-s3", "dev-memory", "simple"}
+    used = {"cpu", "cpu-nvme", "cpu-nvme-object", "cpu-nvme-pool", "cpu-nvme-s3", "dev-memory", "fleet", "simple"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == used
 
 
@@ -194,6 +194,39 @@ def test_another_machine_finds_the_blocks_in_the_pool(
     run_once("cpu-nvme-pool", blocks)
     monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "machine-2"))
     assert np.array_equal(run_once("cpu-nvme-pool", None), blocks)
+
+
+def compute_in_a_fleet(blocks: Blocks, uploads: int) -> None:
+    """Compute and store the prompt on a machine of a fleet, and wait for this number of uploads."""
+    ctx = ReqContext("a")
+    with open_manager(load_stack(CONFIGS / "fleet.yaml"), BLOCK_BYTES, MODEL) as manager:
+
+        def bucket(name: str) -> int:
+            return int(manager.get_stats()["tiers"]["s3"][name])
+
+        step_until(manager, lambda: bucket("coordinated") == 1)
+        manager.on_new_request(ctx)
+        out = manager.prepare_store(KEYS, ctx)
+        assert out is not None
+        np.asarray(manager.primary_tier.get_kv_memoryview())[out.store_spec.block_ids, :BLOCK_BYTES] = blocks
+        manager.complete_store(KEYS, ctx)
+        step_until(manager, lambda: bucket("stores_declined") == PROMPT and bucket("cascades") == uploads)
+        manager.on_request_finished(ctx)
+
+
+@pytest.mark.usefixtures("object_store")
+def test_a_fleet_uploads_a_prompt_at_its_second_use_on_any_machine(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each machine computes the prompt once; no machine alone would have uploaded it."""
+    monkeypatch.setenv("KV_BUCKET_URL", f"s3://{BUCKET}/kv")
+    with valkey_server.serving() as coordinator:
+        monkeypatch.setenv("KV_COORDINATION", coordinator.url)
+        for machine, uploads in (("one", 0), ("two", PROMPT)):
+            monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / machine))
+            compute_in_a_fleet(blocks, uploads)
+        monkeypatch.setenv("KV_DISK_PATH", str(tmp_path / "three"))
+        assert np.array_equal(run_once("fleet", None), blocks)
 
 
 @pytest.mark.usefixtures("object_store")

@@ -180,9 +180,10 @@ class ValkeyCoordination(Coordination):
             for position, answer in zip(denied, found, strict=True):
                 answers[position] = answer
             missing = [places[position] for position in denied if answers[position]]
-            if missing:
+            if missing and complete:
+                scope.suspect(missing)
+            elif missing:
                 scope.queue.stored.extend(missing)
-                scope.overflowed |= complete
                 self._wake.set()
         return StoreProbe(tuple(answers))
 
@@ -246,6 +247,7 @@ class ValkeyCoordination(Coordination):
     def _send(self, scope: Scope) -> None:
         """Say all that waits."""
         directory = scope.directory
+        scope.judge()
         if scope.overflowed:
             self._client.call(*directory.distrust())
             scope.overflowed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ Beyond the bound, the oldest is forgotten.
 
 MAX_BATCH = 128
 """Maximum number of blocks in one command; the server runs one command at a time."""
+
+SETTLE_SECONDS = 5.0
+"""Seconds that another machine may take to tell of a block that it has uploaded."""
 
 _MAX_CLAIMS = 16
 
@@ -72,8 +76,12 @@ class Scope:
     """True if the directory lacks stored blocks that will not be told."""
     incomplete: bool = True
     """True if the directory may lack blocks, and should be filled."""
+    suspects: deque[tuple[float, Place]] = field(default_factory=deque)
+    """Blocks that the directory denied although the medium has them, each with the time to look again."""
     unheard: bool = False
     """True if notices about watched blocks may have been missed."""
+    clock: Callable[[], float] = time.monotonic
+    """Function that returns monotonic seconds."""
 
     def store(self, places: Sequence[Place]) -> None:
         """Queue stored blocks, and forget the oldest beyond the bound."""
@@ -89,6 +97,27 @@ class Scope:
         own = self.directory.owner
         if content[: len(own)] != own:
             self._report(self.inbox.stored, [self.interests.get(digest) for digest in cut(content[len(own) :])])
+
+    def suspect(self, places: Sequence[Place]) -> None:
+        """Look later if the directory still denies blocks that the medium has. Any thread may call.
+
+        A block that another machine has just uploaded is in the medium a little before it is in the directory.
+        """
+        due = self.clock() + SETTLE_SECONDS
+        self.suspects.extend((due, place) for place in places)
+
+    def judge(self) -> None:
+        """Add the suspects that are due, and record that the directory lacks blocks if it still denies one.
+
+        Raises:
+            StoreError: the server does not answer.
+        """
+        due: list[Place] = []
+        while self.suspects and self.suspects[0][0] <= self.clock() and len(due) < MAX_BATCH:
+            due.append(self.suspects.popleft()[1])
+        if due and not all(self.directory.answers(digests_of(due))[1]):
+            self.store(due)
+            self.overflowed = True
 
     def look_again(self) -> None:
         """Look all watched blocks up, because notices may have been missed.

@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from tests.tiers.coordination.fleet import Fleet, find, ready
+from tiering.testing.clock import FakeClock
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
-from tiers.coordination import coordination, directory
+from tiers.coordination import coordination, directory, scope
 from tiers.coordination.directory import Directory, digests_of
 from tiers.object.definition import place_prefix
 from tiers.object.options import S3Options
@@ -34,7 +35,9 @@ def directory_of(fleet: Fleet, rig: object, client: ValkeyClient) -> Directory:
 
 
 class TestGains:
-    def test_blocks_that_several_machines_store_at_once_are_uploaded_once(self, fleet: Fleet) -> None:
+    def test_blocks_that_several_machines_store_at_once_are_uploaded_once(
+        self, fleet: Fleet, client: ValkeyClient
+    ) -> None:
         one, two = fleet.machine(), fleet.machine()
         first, second = one.submit_store(K[:4]), two.submit_store(K[:4])
         results = [one.result(first), two.result(second)]
@@ -45,6 +48,7 @@ class TestGains:
         for machine in (one, two):
             assert find(machine, K[:4], 4)
             assert machine.load(K[:4]) == K[:4]
+        assert until(lambda: not client.call("KEYS", "*:lease:*"))
 
     def test_a_block_that_was_missed_is_found_as_soon_as_another_machine_has_stored_it(self, fleet: Fleet) -> None:
         one, two = fleet.machine(), fleet.machine()
@@ -148,11 +152,32 @@ class TestWrongHints:
         self, fleet: Fleet, client: ValkeyClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(coordination, "VERIFIED_SHARE", 1.0)
+        monkeypatch.setattr(scope, "SETTLE_SECONDS", 0.0)
         one = fleet.machine()
         plain = fleet.machine(whole=False, coordination=None)
         plain.store(K[:4])
         assert one.lookup(K[:4]) > 0
         assert until(lambda: not fleet.complete())
+
+    def test_a_block_that_is_uploaded_before_it_is_told_does_not_end_the_trust(
+        self, fleet: Fleet, client: ValkeyClient
+    ) -> None:
+        shared = Directory(client, "s3://bucket", "namespace/epoch/")
+        shared.finish(shared.fill(b""))
+        clock = FakeClock()
+        seen = scope.Scope(shared, lambda: None, lambda places: None, clock=clock)
+        seen.suspect(["told", "never told"])
+        seen.judge()
+        assert len(seen.suspects) == 2
+        shared.fill(digests_of(["told"]))
+        clock.advance(scope.SETTLE_SECONDS)
+        seen.suspects.pop()
+        seen.judge()
+        assert (len(seen.suspects), seen.overflowed) == (0, False)
+        seen.suspect(["never told"])
+        clock.advance(scope.SETTLE_SECONDS)
+        seen.judge()
+        assert (list(seen.queue.stored), seen.overflowed) == (["never told"], True)
 
     def test_blocks_that_the_directory_invents_are_misses_and_are_uploaded(
         self, fleet: Fleet, client: ValkeyClient
