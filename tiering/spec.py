@@ -163,7 +163,12 @@ def _recording(stack: StackConfig, group_bytes: Sequence[int]) -> TraceRecording
     if options is None:
         return None
     return TraceRecording(
-        Path(options.path).expanduser(), options.max_size, sum(group_bytes), stack.salt, stack.shutdown_deadline
+        Path(options.path).expanduser(),
+        options.max_size,
+        options.total,
+        sum(group_bytes),
+        stack.salt,
+        stack.shutdown_deadline,
     )
 
 

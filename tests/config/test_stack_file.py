@@ -191,6 +191,8 @@ def test_a_malformed_reference_is_refused() -> None:
         ({"primary": PRIMARY, "mode": "simple", "record_trace": {"path": "/var/log/kv"}},
          "record_trace: mode simple records no trace; leave it out, or use mode tiering"),
         ({"primary": PRIMARY, "record_trace": "/var/log/kv"}, "record_trace: "),
+        ({"primary": PRIMARY, "record_trace": {"path": "/var/log/kv", "max_size": "2GiB", "max_total": "1GiB"}},
+         "raise max_total or lower max_size"),
         ({"primary": {**PRIMARY, "eviction": "arc"}, "mode": "simple"},
          "primary.eviction: has no meaning in mode simple"),
         ({**tier(), "mode": "simple"},

@@ -31,7 +31,7 @@ from pathlib import Path
 from tiering.api.engine import TraceRecording
 from tiering.api.keys import make_offload_key
 from tiering.replay.recorder import TraceRecorder
-recorder = TraceRecorder(TraceRecording(Path(sys.argv[1]), 1 << 30), 16)
+recorder = TraceRecorder(TraceRecording(Path(sys.argv[1]), 1 << 30, 1 << 32), 16)
 keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
 while True:
     recorder.record(time.time(), 128, 1, keys)
@@ -46,8 +46,10 @@ Make = Callable[..., TraceRecorder]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[TraceRecorder] = []
 
-    def start(salt: str = "", max_bytes: int = 1 << 20, directory: str = "traces") -> TraceRecorder:
-        made.append(TraceRecorder(TraceRecording(tmp_path / directory, max_bytes, 4096, salt), 16))
+    def start(
+        salt: str = "", max_bytes: int = 1 << 20, directory: str = "traces", max_total: int = 1 << 22
+    ) -> TraceRecorder:
+        made.append(TraceRecorder(TraceRecording(tmp_path / directory, max_bytes, max_total, 4096, salt), 16))
         return made[-1]
 
     yield start
@@ -163,6 +165,46 @@ def test_the_oldest_file_makes_room_and_a_removed_file_is_replaced(make: Make, t
     recorder.record(200.0, 128, 1, KEYS)
     end(recorder)
     assert [request.time for request in Trace(files(tmp_path / "traces")[-1:])] == [200.0]
+
+
+def test_files_of_ended_processes_make_room_the_oldest_first(make: Make, tmp_path: Path) -> None:
+    directory = tmp_path / "traces"
+    directory.mkdir()
+    for number in range(6):
+        old = directory / f"trace-pod-{number}-7-1.jsonl"
+        old.write_bytes(b"x" * 10_000)
+        os.utime(old, (number, number))
+    (directory / "notes.jsonl").write_bytes(b"x" * 100_000)
+    (directory / "trace-folder-1-1.jsonl").mkdir()
+    recorder = make(max_bytes=8000, max_total=32_000)
+    for number in range(200):
+        recorder.record(float(number), 128, 1, KEYS)
+    end(recorder)
+    left = sorted(path.name for path in directory.glob("trace-pod-*"))
+    assert left == ["trace-pod-4-7-1.jsonl", "trace-pod-5-7-1.jsonl"]
+    own = [path for path in files(directory) if path.is_file() and "pod" not in path.name]
+    assert sum(path.stat().st_size for path in own) <= 8000
+    assert (directory / "notes.jsonl").exists()
+    assert (recorder.written, recorder.dropped) == (200, 0)
+
+
+def test_a_process_whose_file_made_room_for_anothers_begins_a_new_one(make: Make, tmp_path: Path) -> None:
+    one = make(max_bytes=80_000, max_total=80_000)
+    one.record(1.0, 128, 1, KEYS)
+    until(lambda: one.written == 1)
+    (path,) = files(tmp_path / "traces")
+    os.utime(path, (1, 1))
+    removed = path.stat().st_ino
+    other = make(max_bytes=80_000, max_total=80_000)
+    (path.parent / "trace-pod-1-1.jsonl").write_bytes(b"x" * 70_000)
+    other.record(2.0, 128, 1, KEYS)
+    until(lambda: other.written == 1)
+    assert removed not in {each.stat().st_ino for each in files(path.parent)}, "the name may be used again"
+    one.record(3.0, 128, 1, KEYS)
+    end(one)
+    end(other)
+    kept = [path for path in files(path.parent) if "pod" not in path.name]
+    assert [request.time for request in Trace(kept)] == [2.0, 3.0]
 
 
 def test_a_second_recorder_of_the_process_writes_to_a_file_of_its_own(make: Make, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class TraceRecording:
     """Directory of the files."""
     max_bytes: int
     """Largest size of one process's files together, in bytes."""
+    max_total: int
+    """Largest size of all trace files in the directory together, in bytes."""
     block_bytes: int | None = None
     """Size of one block's KV in bytes, for the replay; None (default): not known."""
     salt: str = field(default="", repr=False)

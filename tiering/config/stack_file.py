@@ -93,6 +93,25 @@ class RecordOptions(Strict):
 
     The oldest file makes room for a new one.
     """
+    max_total: Size | None = None
+    """Largest size of all trace files in the directory together; default: four times ``max_size``.
+
+    The oldest files make room for a new one: those of processes that have ended come first.
+    """
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RecordOptions:
+        if self.max_total is not None and self.max_total < self.max_size:
+            raise ValueError(
+                f"max_total {self.max_total} is below max_size {self.max_size}, the share of one process; "
+                "raise max_total or lower max_size"
+            )
+        return self
+
+    @property
+    def total(self) -> int:
+        """Largest size of all trace files in the directory together, in bytes."""
+        return 4 * self.max_size if self.max_total is None else self.max_total
 
 
 class StackConfig(Strict):

@@ -72,7 +72,10 @@ class TraceRecorder:
         self._block_tokens = block_tokens
         self._secret = hashlib.sha256(f"trace {recording.salt}".encode()).digest() if recording.salt else b""
         self._files = TraceFiles(
-            recording.directory, recording.max_bytes, header_line(block_tokens, recording.block_bytes).encode() + b"\n"
+            recording.directory,
+            recording.max_bytes,
+            recording.max_total,
+            header_line(block_tokens, recording.block_bytes).encode() + b"\n",
         )
         self._queue: deque[_Finished] = deque()
         self._stopped = threading.Event()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
+
+_NAME = re.compile(r"trace-.+-\d+-\d+\.jsonl")
+"""Names of trace files; other files in the directory are never removed."""
 
 PARTS = 8
 """Number of files that the largest size is divided into; the oldest one is removed for a new one."""
@@ -16,15 +20,21 @@ class TraceFiles:
     A file is always new, so no two processes ever write to one file. It is created for its first line. A line that
     could not be written leaves no part of itself behind. After SIGKILL, the last line may be incomplete.
 
+    Files of processes that have ended stay until the directory needs the room. Before a new file begins, the files that
+    were written longest ago are removed, those of other processes included. A process whose file was removed begins
+    another.
+
     Args:
         directory: the directory; created if it does not exist.
         max_bytes: largest size of the files of this object together; a single longer line is still written.
+        max_total: largest size of all trace files in the directory together.
         header: first line of each file.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, header: bytes) -> None:
+    def __init__(self, directory: Path, max_bytes: int, max_total: int, header: bytes) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
+        self._max_total = max_total
         self._header = header
         host = re.sub(r"[^\w.-]", "_", os.uname().nodename)
         self._name = f"trace-{host}-{os.getpid()}"
@@ -41,7 +51,7 @@ class TraceFiles:
             OSError: the line was not written.
         """
         if self._file is not None:
-            if os.fstat(self._file).st_nlink == 0:
+            if not _is_linked(self._file):
                 self.close()
             elif self._size + len(line) > self._max_bytes // PARTS:
                 self._older.append((self._path, self._size))
@@ -64,6 +74,7 @@ class TraceFiles:
         while self._older and sum(size for _, size in self._older) + part > self._max_bytes:
             self._older[0][0].unlink(missing_ok=True)
             del self._older[0]
+        self._make_room(self._max_total - part)
         while self._file is None:
             self._number += 1
             self._path = self._directory / f"{self._name}-{self._number}.jsonl"
@@ -72,6 +83,22 @@ class TraceFiles:
             except FileExistsError:
                 continue
         self._size = 0
+
+    def _make_room(self, size: int) -> None:
+        """Remove the trace files that were written longest ago, until those left have at most ``size`` bytes."""
+        found: list[tuple[float, str, int]] = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append((status.st_mtime, entry.path, status.st_size))
+        left = sum(length for _, _, length in found)
+        for _, path, length in sorted(found):
+            if left <= size:
+                break
+            Path(path).unlink(missing_ok=True)
+            left -= length
 
     def _write(self, data: bytes) -> None:
         file = self._file
@@ -89,3 +116,11 @@ class TraceFiles:
                 self.close()
             raise
         self._size += len(data)
+
+
+def _is_linked(file: int) -> bool:
+    """Return False if the file was removed, by another process or on another machine."""
+    try:
+        return os.fstat(file).st_nlink > 0
+    except OSError:
+        return False
