@@ -20,7 +20,9 @@ from scripts import metric_tables, option_tables, site
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
+from tiering.errors import ConfigError
 from tiering.offload.metrics import METRICS
+from tiering.replay.model import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = ROOT / "examples" / "vllm_server.md"
@@ -51,6 +53,28 @@ def test_a_stack_in_a_document_is_valid(text: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("S3_ENDPOINT", "http://127.0.0.1:9000")
     (tmp_path / "stack.yaml").write_text(text if "primary" in text else f"primary: {{capacity: 1GiB}}\n{text}")
     assert load_stack(tmp_path / "stack.yaml").primary.capacity > 0
+
+
+def test_the_replay_model_in_the_sizing_document_is_valid(tmp_path: Path) -> None:
+    (text,) = (text for text in blocks(ROOT / "docs" / "sizing.md", "text") if "kv_bytes_per_token" in text)
+    (tmp_path / "model.yaml").write_text(text)
+    assert load_model(tmp_path / "model.yaml", {}).kv_bytes_per_token == 320 << 10
+
+
+def test_the_problems_that_the_readme_shows_are_those_of_such_a_stack(tmp_path: Path) -> None:
+    (shown,) = (text for text in blocks(ROOT / "README.md", "text") if "problems" in text)
+    (tmp_path / "stack.yaml").write_text(
+        "primary: {capacity: 8GiB}\n"
+        "secondary:\n"
+        "  - {type: local, path: /var/cache/kv, capacity: 500GiB, evicton: lru}\n"
+        "  - {type: s3, bucket: kv-cache, eviction: arc}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_stack(tmp_path / "stack.yaml")
+    told = str(raised.value).replace(f"{tmp_path}/", "").splitlines()
+    assert len(told) == len(shown.splitlines())
+    for line, expected in zip(told, shown.splitlines(), strict=True):
+        assert line.startswith(expected.removesuffix("...")), line
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
