@@ -1,9 +1,10 @@
 """The memory pools beside their clients alone, on loopback: GB/s, and this process's CPU s/GB.
 
-Blocks of 2 MiB, 8 threads. "Tier" is everything between a primary row and the client: frame, xxh3-128 (written and
-verified), layers, and the probe for an existing block. Beside it stand valkey-py alone (a value from a row; a value as
-bytes, copied into a row), and Mooncake's client alone (batches of 8 MiB from and into registered rows). The servers are
-processes of their own, and their CPU time does not count; they share the machine, so GB/s tell of both.
+Blocks of 2 MiB go by 8 threads to Valkey and by 2 to Mooncake, whose client waits by polling. "Tier" is everything
+between a primary row and the client: frame, xxh3-128 (written and verified), layers, and the probe for an existing
+block. Beside it stand valkey-py alone (a value from a row; a value as bytes, copied into a row), and Mooncake's client
+alone (batches of 8 MiB from and into registered rows). The servers are processes of their own, and their CPU time does
+not count; they share the machine, so GB/s tell of both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import Bench, Sample, Stats, timed
+from benchmarks.harness import Bench, Sample, ratio, timed
 from examples import mooncake_pool, valkey_server
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
@@ -36,7 +37,9 @@ from tiers.valkey.options import ValkeyOptions
 from tiers.valkey.store import ValkeyStore
 
 BLOCK_BYTES = 2 << 20
-CONCURRENCY = 8
+CONCURRENCY = {"Valkey": 8, "Mooncake": 2}
+"""Threads of a tier, and of its client alone."""
+
 BATCH = 4
 """Blocks of one call of Mooncake's client: 8 MiB, as the tier's units."""
 
@@ -115,12 +118,14 @@ def run(bench: Bench) -> None:
     """Measure stores and loads of both pools."""
     count = 8 if bench.quick else 48
     with valkey_server.serving() as server:
-        options = ValkeyOptions(url=server.url, max_inflight=CONCURRENCY)
-        with workload(options, lambda rows: ValkeyStore(options), count) as work:
+        options = ValkeyOptions(url=server.url, max_inflight=CONCURRENCY["Valkey"])
+        with workload(options, lambda rows: ValkeyStore(options), count, CONCURRENCY["Valkey"]) as work:
             measure(bench, "Valkey", "valkey-py", work, *valkey_alone(work, server))
     with mooncake_pool.serving("1 GB") as (master, _):
-        pool = MooncakeOptions(master=master.address, max_inflight=CONCURRENCY)
-        with workload(pool, lambda rows: MooncakeStore(pool, PoolClient(pool, rows)), count) as work:
+        pool = MooncakeOptions(master=master.address, max_inflight=CONCURRENCY["Mooncake"])
+        with workload(
+            pool, lambda rows: MooncakeStore(pool, PoolClient(pool, rows)), count, CONCURRENCY["Mooncake"]
+        ) as work:
             client = PoolClient(pool, memoryview(b""))
             client.open()
             try:
@@ -155,14 +160,9 @@ def measure(
         {"tier": lambda: timed(lambda: probe(work.store, places), per=len(places))},
         unit="s",
     )
-    bench.target(f"{name}: store against {alone}", share(puts, alone), SHARE, "min", "x")
-    bench.target(f"{name}: load against {alone}", share(gets, alone), SHARE, "min", "x")
+    bench.target(f"{name}: store against {alone}", ratio(puts["tier"], puts[alone]), SHARE, "min", "x")
+    bench.target(f"{name}: load against {alone}", ratio(gets["tier"], gets[alone]), SHARE, "min", "x")
     bench.note(f"{name}: the probe of one place takes {probes['tier'].median * 1e6:.0f} µs")
-
-
-def share(stats: dict[str, Stats], alone: str) -> float:
-    """Return the tier's bandwidth as a share of its client's, by the medians."""
-    return stats["tier"].median / stats[alone].median
 
 
 def probe(store: BlockStore, places: list[str]) -> None:
@@ -220,7 +220,9 @@ def mooncake_alone(
 
 
 @contextmanager
-def workload(options: BlockTierOptions, make: Callable[[memoryview], BlockStore], count: int) -> Iterator[Workload]:
+def workload(
+    options: BlockTierOptions, make: Callable[[memoryview], BlockStore], count: int, threads: int
+) -> Iterator[Workload]:
     """Make rows, a store and an I/O side over them."""
     rows = np.zeros((2 * count, BLOCK_BYTES), np.uint8)
     rows[:count] = np.random.default_rng(7).integers(0, 256, (count, BLOCK_BYTES), np.uint8)
@@ -230,8 +232,8 @@ def workload(options: BlockTierOptions, make: Callable[[memoryview], BlockStore]
     store.open()
     host = build_io_host(store, options, TierContext("pool", rows.data, (BLOCK_BYTES,), namespace))
     try:
-        with ThreadPoolExecutor(CONCURRENCY) as threads:
-            yield Workload(store, host, rows, namespace, threads)
+        with ThreadPoolExecutor(threads) as pool:
+            yield Workload(store, host, rows, namespace, pool)
     finally:
         host.close(float("inf"))
         store.close()

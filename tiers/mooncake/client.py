@@ -221,7 +221,6 @@ class PoolClient:
             options.devices,
             options.master,
         )
-        silence()  # the first setup of a process changes the level
         if code != 0:
             raise TemporaryStoreError(
                 f"Mooncake's client cannot be set up (code {code}); look at the master {options.master}, at metadata, "

@@ -62,6 +62,11 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
 
     Blocks that arrive later are misses. The blocks in front of them that arrived in time count.
     """
+    max_inflight: Literal["auto"] | Annotated[int, Field(ge=1, le=128)] = 2
+    """Number of calls, of up to 8 MiB each, at the same time (threads); default 2.
+
+    Mooncake's client waits by polling: each call under way keeps a core busy.
+    """
     request_timeout: Duration = Field(default=5.0, ge=1.0, le=30.0)
     """Seconds after which a call to the master or a transfer without progress fails; default 5.
 

@@ -243,6 +243,36 @@ def test_a_hung_server_fails_calls_within_the_timeout_and_late_answers_are_not_m
     assert bytes(parts[0]) == b"....", "nothing writes to a part after the call has failed"
 
 
+def test_a_late_answer_is_never_taken_for_the_next_commands() -> None:
+    def serve(connection: socket.socket) -> None:
+        owed = b""
+        with connection:
+            while data := connection.recv(1000):
+                if b"GET" in data:
+                    owed = b"$4\r\nlate\r\n"
+                elif b"ECHO" in data:
+                    connection.sendall(owed + b"$4\r\nnext\r\n")
+                else:
+                    connection.sendall(b"+OK\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(4) as threads:
+
+        def accept() -> None:
+            for _ in range(2):
+                threads.submit(serve, listener.accept()[0])
+
+        threads.submit(accept)
+        address = ServerAddress("127.0.0.1", listener.getsockname()[1])
+        client = ValkeyClient(address, connect_timeout=5.0, timeout=0.2)
+        try:
+            with pytest.raises(TemporaryStoreError, match="time-out"):
+                client.read_into("key", [view(b"....")])
+            assert client.call("ECHO", "next") == b"next"
+        finally:
+            client.close()
+            socket.create_connection(listener.getsockname()).close()  # for accept, if there was no second connection
+
+
 def test_a_trickling_answer_ends_at_the_timeout() -> None:
     ended = threading.Event()
 
