@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
+from tiering.api.transfer import Rows
+from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob, WaitingStores
 from tiering.secondary.stats import TierStats
 
 
@@ -31,6 +32,14 @@ class InertTier:
 
     def submit_load(self, job: TransferJob) -> None:
         """Do nothing, and report nothing."""
+
+    def waiting_stores(self) -> WaitingStores | None:
+        """Return None: no store waits."""
+        return None
+
+    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+        """Give up nothing."""
+        return ()
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return no results."""
