@@ -34,6 +34,7 @@ class Growth:
         examine: Receives the comparison of the directory that precedes each new segment. It returns True if the
             directory is still the opened one.
         waiting_blocks: Returns the number of blocks of stores that wait for slots.
+        recovering: Returns True while recovery goes on to return slots.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Growth:
         clock: Callable[[], float],
         examine: Callable[[Inspection], bool],
         waiting_blocks: Callable[[], int],
+        recovering: Callable[[], bool],
     ) -> None:
         self._name = name
         self._store = store
@@ -53,6 +55,7 @@ class Growth:
         self._clock = clock
         self._examine = examine
         self._waiting_blocks = waiting_blocks
+        self._recovering = recovering
         self._per_segment = store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
@@ -123,8 +126,13 @@ class Growth:
         self._tell_index()
 
     def _tell_index(self) -> None:
-        """Keep the index from evicting blocks while a part of the capacity is unused."""
-        self._index.growing = not (self._complete or self._stopped or self._clock() < self._no_space_until)
+        """Keep the index from evicting blocks while a part of the capacity is unused, or not recovered yet."""
+        self._index.growing = self._may_add or (self._recovering() and not self._stopped)
+
+    @property
+    def _may_add(self) -> bool:
+        """True if the capacity and the disk may have room for another segment."""
+        return not (self._complete or self._stopped or self._clock() < self._no_space_until)
 
     def _grow(self) -> None:
         self._tell_index()
@@ -133,7 +141,7 @@ class Growth:
             if not free or waiting:
                 self._pace.hurry()
             return
-        if not self._index.growing or free >= max(self._per_segment, waiting):
+        if not self._may_add or free >= max(self._per_segment, waiting):
             return
         if self._index.states.full:
             self._index.states.restore_full()

@@ -97,7 +97,14 @@ class LocalTier(BlockTier):
             self._recovered,
         )
         self._growth = Growth(
-            context.name, store, index, self.io, context.clock, self._examine_between, lambda: self.waiting_blocks
+            context.name,
+            store,
+            index,
+            self.io,
+            context.clock,
+            self._examine_between,
+            lambda: self.waiting_blocks,
+            lambda: self._feed.active and not self._feed.failing,
         )
         self._inspections = Inspections(context.name, store, self.io, context.clock, self._examine)
         self._checkpoints = Checkpoints(

@@ -10,9 +10,12 @@ import pytest
 
 from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened
 from tiering.secondary import jobs
+from tiering.secondary.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import new_segments
+from tiers.local import tier as tier_module
+from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import PAGE
 
 K = [key_of(number) for number in range(64)]
@@ -194,3 +197,53 @@ def test_a_drain_waits_for_stores_that_wait_for_slots(
     assert rig.tier.drain(rig.context.clock() + 20)
     assert rig.result(job).success
     assert rig.close()
+
+
+class SlowScan(Files):
+    """File operations whose reads of headers wait for ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
+        if threading.current_thread().name.startswith("kv-scan"):
+            self.go.wait(20)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_nothing_fresh_is_evicted_while_recovery_has_not_read_the_other_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+    segment = SLOTS * (BLOCK_BYTES + PAGE)
+    with opened(tmp_path, segment_size=segment) as rig:
+        rig.store(K[:2])
+        rig.wait(lambda: rig.tier.index.slots == 2 * SLOTS)
+    (tmp_path / CHECKPOINT_NAME).unlink()
+    files = SlowScan()
+    rig = LocalRig(tmp_path, files=files, segment_size=segment, capacity=5 * segment + segment // 2)
+    try:
+        super(LocalRig, rig).open()
+        rig.wait(lambda: rig.tier.index.free == SLOTS)
+        fresh = K[10 : 10 + 2 * SLOTS]
+        for start in (0, SLOTS):
+            assert rig.store(fresh[start : start + SLOTS]) == fresh[start : start + SLOTS]
+        job = rig.submit_store(K[20 : 20 + SLOTS], first_row=SLOTS)
+        for _ in range(50):
+            rig.wait(lambda: True)
+        rig.wait(lambda: rig.tier.waiting_blocks == SLOTS)
+        assert rig.held(fresh) == fresh
+        files.go.set()
+        assert rig.result(job).success
+        assert rig.held([*K[:2], *fresh]) == [*K[:2], *fresh]
+        assert rig.tier.get_stats().evictions == 0
+        rig.wait(lambda: not rig.tier.recovering)
+        rest = K[30 : 30 + 4 * SLOTS]
+        assert rig.store(rest) == rest, "a recovered tier makes room by eviction"
+        assert rig.tier.get_stats().evictions > 0
+    finally:
+        files.go.set()
+        rig.close()
