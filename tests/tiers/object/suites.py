@@ -218,14 +218,17 @@ class FleetSuite(TierSuite):
 
     def test_a_listing_goes_on_behind_a_place(self, machines: Callable[[], TierRig]) -> None:
         machines().store(K[:8])
+        for number in range(4):
+            self.raw_write(f"{'0' * 32}/{'1' * 32}/ab/ab{number:038}", b"one of a folder")
 
         async def places(admin: TierAdmin, after: str = "") -> list[str]:
             return [block.place async for block in admin.blocks(after)]
 
         everything = self.administer(places)
-        assert len(everything) == 8
+        assert len(everything) == 12
         assert everything == sorted(everything)
-        assert self.administer(lambda admin: places(admin, everything[4])) == everything[5:]
+        for at in (1, 8):
+            assert self.administer(lambda admin, at=at: places(admin, everything[at])) == everything[at + 1 :]  # type: ignore[misc]
 
     def test_one_collection_runs_at_a_time(self) -> None:
         limits = Limits(older_than=0.0)

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import obstore
 import pytest
 from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
+from obstore.exceptions import PreconditionError
 
 from tests.fake_s3 import FakeS3, Trouble
 from tests.servers import AzureEndpoint, azurite
@@ -150,6 +151,22 @@ def test_a_managed_identity_is_enough_for_everything(secure: AzureEndpoint, bare
         bare.setenv("AZURE_IDENTITY_ENDPOINT", f"http://127.0.0.1:{server.server_port}/token")
         round_trip(ObjectStore(ObjectOptions.model_validate(secure.words("kv-cache", "identity"))))
         assert server.given >= 1
+
+
+@pytest.mark.azurite
+def test_the_service_itself_refuses_to_delete_another_version(secure: AzureEndpoint, bare: pytest.MonkeyPatch) -> None:
+    """Another machine may store a block between the store's own comparison and the deletion."""
+    bare.setenv("AZURE_STORAGE_ACCOUNT_KEY", secure.account_key)
+    options = ObjectOptions.model_validate(secure.words("kv-cache", "condition"))
+    cloud = make_cloud(options)
+    client, name = cloud.connect(), "condition/blocks/ns/1"
+    obstore.put(client, name, b"good", use_multipart=False)
+    with pytest.raises(PreconditionError):
+        obstore.delete(cloud.deleter(name, '"0x0"'), name)
+    assert obstore.get(client, name).bytes().to_bytes() == b"good"
+    obstore.delete(cloud.deleter(name, cloud.version(obstore.head(client, name))), name)
+    with pytest.raises(FileNotFoundError):
+        obstore.head(client, name)
 
 
 @pytest.mark.azurite
