@@ -55,6 +55,11 @@ def test_a_stack_in_a_document_is_valid(text: str, tmp_path: Path, monkeypatch: 
     assert load_stack(tmp_path / "stack.yaml").primary.capacity > 0
 
 
+def test_every_example_stack_is_listed() -> None:
+    listed = (ROOT / "configs" / "README.md").read_text()
+    assert [path.name for path in (ROOT / "configs").glob("*.yaml") if f"]({path.name})" not in listed] == []
+
+
 def test_the_replay_model_in_the_sizing_document_is_valid(tmp_path: Path) -> None:
     (text,) = (text for text in blocks(ROOT / "docs" / "sizing.md", "text") if "kv_bytes_per_token" in text)
     (tmp_path / "model.yaml").write_text(text)
