@@ -70,7 +70,7 @@ class TierRun:
     ) -> None:
         self.work = work
         capacity = int(1.2 * work.count * (work.block_bytes + PAGE)) + (16 << 20)
-        path = work.directory / f"tier-{work.block_bytes}-{threads}"
+        path = work.directory / f"tier-{work.block_bytes}-{threads}-{durability}"
         options = LocalOptions(
             type="local",
             path=str(path),
@@ -260,7 +260,7 @@ def _depths(bench: Bench, block_bytes: int, total: int) -> None:
     work = Workload.make(bench.directory, block_bytes, total)
     runs = {depth: TierRun(work, depth, "fsync") for depth in DEPTHS}
     try:
-        _learn(bench, runs["auto"], size)
+        learn(bench, runs["auto"], size)
         names = {depth: "auto" if depth == "auto" else f"{depth} threads" for depth in DEPTHS}
         stores = bench.compare(
             f"durable stores, {size} blocks, by max_inflight",
@@ -280,7 +280,7 @@ def _depths(bench: Bench, block_bytes: int, total: int) -> None:
         bench.target(f"{kind}, {size}, auto against the best number", ratio(stats["auto"], fixed), 0.95, "min", "x")
 
 
-def _learn(bench: Bench, tier: TierRun, size: str) -> None:
+def learn(bench: Bench, tier: TierRun, size: str) -> None:
     """Store and load until the finder of each direction rests, and tell the depths that it has found."""
     host = tier.tier.io
     if not isinstance(host, IoHost):

@@ -1,4 +1,4 @@
-"""Benchmarks with the real vLLM: ``python -m benchmarks.vllm_bench [--quick] [--only ttft|cpu]``.
+"""Benchmarks with the real vLLM: ``python -m benchmarks.vllm_bench [--quick] [--only NAME]``.
 
 Their environment is .venv-vllm.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from benchmarks.runner import run
 from tests.vllm.rig import prepare_environment
 
-MODULES = {"ttft": "vllm_ttft", "cpu": "vllm_cpu"}
+MODULES = {"ttft": "vllm_ttft", "cpu": "vllm_cpu", "small": "vllm_small", "files": "vllm_files"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,6 +48,10 @@ WITHOUT = "no connector"
 ANSWER_TIMEOUT = 600.0
 
 
+Serving = Callable[[Connection, Path, dict[str, Any] | None, dict[str, str]], None]
+"""Function of an engine's process: pipe, model, stack, environment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """One round of one engine: CPU seconds (in all, by kind of thread), wall seconds, bytes per tier."""
@@ -98,9 +102,13 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 
 @contextmanager
-def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connection]]:
-    """Start an engine process per variant, ``first`` to begin with, and return the pipe to each."""
-    progress("cpu: starting the engines")
+def started(model: Path, disk: Path, first: int, serving: Serving | None = None) -> Iterator[dict[str, Connection]]:
+    """Start an engine process per variant, ``first`` to begin with, and return the pipe to each.
+
+    ``serving`` is run in each process; default: :func:`serve`.
+    """
+    progress("starting the engines")
+    serving = serving or serve
     with ExitStack() as opened:
         opened.enter_context(patch.dict(os.environ, OMP_WAIT_POLICY="passive"))  # read when a process loads the library
         server = opened.enter_context(rclone_server())
@@ -119,7 +127,7 @@ def started(model: Path, disk: Path, first: int) -> Iterator[dict[str, Connectio
             secondary = stacks[name]
             ours, theirs = context.Pipe()
             stack = None if secondary is None else {"primary": {"capacity": CAPACITY}, "secondary": secondary}
-            process = context.Process(target=serve, args=(theirs, model, stack, server.environment()), name=name)
+            process = context.Process(target=serving, args=(theirs, model, stack, server.environment()), name=name)
             process.start()
             theirs.close()
             opened.callback(end, process, ours)

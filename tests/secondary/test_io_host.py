@@ -115,6 +115,22 @@ def test_one_job_is_spread_over_all_threads() -> None:
     assert sorted(places_of(store, "put")) == [tuple(range(start, start + 16)) for start in (0, 16, 32, 48)]
 
 
+def test_jobs_are_cut_less_while_others_wait() -> None:
+    primary, store = Primary(64), GatedStore()
+    with running_host(store, primary, threads=4, release=store.gate.set) as host:
+        host.lanes.stores.finder.depth = 1
+        host.submit(make_job(primary, IoKind.STORE, [0]))
+        assert until(lambda: store.waiting == 1)
+        for job_id in range(1, 6):
+            host.submit(make_job(primary, IoKind.STORE, range(8 * job_id, 8 * job_id + 8), job_id=job_id))
+        host.lanes.stores.finder.depth = 4
+        store.gate.set()
+        finish(host, 6)
+    sizes = sorted(len(places) for places in places_of(store, "put"))
+    assert 8 in sizes, "a job is moved as a whole while as many wait as there are places"
+    assert sizes[1] < 8, "the last jobs are cut"
+
+
 def test_a_thread_starts_only_when_no_other_is_free() -> None:
     before = threading.active_count()
     primary = Primary(4)

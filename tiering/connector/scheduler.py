@@ -86,6 +86,7 @@ class OffloadingConnectorScheduler:
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
         )
+        self._publishes_events = config.enable_kv_cache_events
         self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
         self._spec = spec
         self._clock = clock
@@ -310,9 +311,12 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
-    @counts_seconds
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, in an order that a consumer can apply."""
+        return self._take_events() if self._publishes_events else []
+
+    @counts_seconds
+    def _take_events(self) -> list[KVCacheEvent]:
         untaken, self._untaken_events = self._untaken_events, []
         return untaken + self.events.take_events(self.manager.take_events())
 

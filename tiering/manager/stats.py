@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 MANAGER_GAUGES = frozenset(
@@ -58,4 +57,4 @@ class ManagerStats:
 
     def as_dict(self) -> dict[str, int]:
         """Return all fields by name."""
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}

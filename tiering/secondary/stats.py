@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -157,4 +156,6 @@ class TierStats:
 
     def as_dict(self) -> dict[str, int | float | list[int]]:
         """Return a copy of plain values, to be sent to another process."""
-        return dataclasses.asdict(self)
+        plain: dict[str, int | float | list[int]] = {name: getattr(self, name) for name in self.__slots__}
+        plain["job_latency"] = list(self.job_latency)
+        return plain

@@ -91,7 +91,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        return list(map(_vllm_event, self._scheduler.take_events()))
+        events = self._scheduler.take_events()
+        return [_vllm_event(event) for event in events] if events else ()
 
     def reset_cache(self) -> bool | None:
         """Drop all blocks and return True: this engine never again serves a block that was stored before.

@@ -362,9 +362,12 @@ class IoHost:
         return True
 
     def _cut(self, unit: Unit) -> Unit:
-        """Cut a whole job into units; return the first one and queue the others."""
+        """Cut a whole job into units; return the first one and queue the others.
+
+        The more jobs wait, the fewer units are needed to use all places. Larger units cost less CPU time per block.
+        """
         job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
-        share = -(-unit.stop // lane.finder.depth)
+        share = -(-unit.stop // max(1, lane.finder.depth - len(lane.waiting)))
         blocks = max(1, min(share, self.unit_bytes // max(1, max(job.sizes, default=1))))
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         with self._lock:
