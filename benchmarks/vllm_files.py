@@ -1,10 +1,10 @@
 """The local tier beside the file tier of vLLM's own offloading (``fs``), in alternating rounds.
 
-Both tiers run in one process, without a model. Both get the same jobs: 16 blocks each, between rows of a primary buffer and a disk. vLLM's
-``FileSystemTierManager`` is driven as its tiering manager does, by ``submit_store``, ``submit_load`` and
-``get_finished_jobs``, with its 16 + 16 threads and its C extension where the build has one. It writes a file per block,
-to a temporary name that is renamed, and checks nothing when it reads. The local tier has its defaults: O_DIRECT, a
-checksum of every block, and ``max_inflight: auto``, which finds its depths before the measurement. Its directory is
+Both tiers run in one process, without a model. They get the same jobs: 16 blocks each, between rows of a primary buffer
+and a disk. vLLM's ``FileSystemTierManager`` is driven as its tiering manager does, by ``submit_store``, ``submit_load``
+and ``get_finished_jobs``, with its 16 + 16 threads and its C extension where the build has one. It writes a file per
+block, to a temporary name that is renamed, and checks nothing when it reads. The local tier has its defaults: O_DIRECT,
+a checksum of every block, and ``max_inflight: auto``, which finds its depths before the measurement. Its directory is
 full, so that each store evicts; the files of vLLM's tier, which evicts nothing, are removed between the rounds.
 
 "Durable" stores count until the blocks survive a loss of power. The local tier has ``durability: fsync``. vLLM has

@@ -1,9 +1,9 @@
 """Cost of the connector for many small requests in the real vLLM: CPU time per step and per token.
 
 The model is tiny (a Llama of 3 layers, hidden size 128), so that a step is short and the connector's share of a step is
-as large as it gets. Nothing is reused. 8 requests run at a time, with 100 to 600 random tokens each, 48 of them outputs. Engines with
-tiers stand beside an engine without connector, as in ``vllm_cpu``: each is a process of its own, in turns, started anew
-several times.
+as large as it gets. Nothing is reused. 8 requests run at a time, with 100 to 600 random tokens each, 48 of them
+outputs. Engines with tiers stand beside an engine without connector, as in ``vllm_cpu``: each is a process of its own,
+in turns, started anew several times.
 
 "Scheduler" is the CPU time of the calling thread (``time.thread_time``) in the methods that vLLM's scheduler calls,
 divided by the steps; "worker" is that of the methods that its worker calls. Both run on one thread here, as with vLLM's
