@@ -120,7 +120,7 @@ class OffloadingManager(ABC):
     def still_pending(self, req_context: ReqContext) -> bool:
         """Return True if the last lookup of a request was pending, and the same lookup would be pending now.
 
-        Callers that repeat a lookup at every step may then skip it. False says nothing: look up again.
+        Callers that repeat a lookup at every step may then skip it. After False, the lookup must be repeated.
 
         Args:
             req_context: the request that asks.

@@ -91,9 +91,7 @@ def canonicalize(
         refs.append(tuple(map(builder.add, _joined(pieces.values()))))
     for layer, tensor in kv_caches.items():
         if any(piece.place not in own for piece in builder.pieces(layer, tensor)):
-            raise ConfigError(
-                f"layer {layer} has KV of its own but is in no KV-cache group: what it holds would be lost"
-            )
+            raise ConfigError(f"layer {layer} has KV of its own but is in no KV-cache group: its blocks would be lost")
     return CanonicalKVCaches(tuple(builder.tensors), tuple(refs))
 
 
