@@ -161,6 +161,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {
                 "{{tier}} promoted": _tier_gauge("promotions_active"),
                 "{{tier}} cascaded": _tier_gauge("cascades_active"),
+                "{{tier}} load depth": _tier_gauge("load_depth"),
+                "{{tier}} store depth": _tier_gauge("store_depth"),
             },
             "Blocks being loaded from and stored to the tier. High without bytes moving: the medium hangs.",
         ),
@@ -231,7 +233,12 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel(
             "Stores dropped and declined",
-            {"{{tier}} dropped": _tier_rate("stores_dropped"), "{{tier}} declined": _tier_rate("stores_declined")},
+            {
+                "{{tier}} dropped": _tier_rate("stores_dropped"),
+                "{{tier}} declined": _tier_rate("stores_declined"),
+                "{{tier}} left to another machine": _tier_rate("stores_left"),
+                "{{tier}} withdrawn": _tier_rate("stores_withdrawn"),
+            },
             "Dropped: the tier is too slow or out of service. Declined: not admitted, which is normal.",
             unit="ops",
         ),
@@ -262,6 +269,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {
                 "stores": _engine_rate("stores_without_room"),
                 "promotions": _engine_rate("promotions_without_room"),
+                "promotions that waited": _engine_rate("promotions_waited"),
+                "cascades withdrawn": _engine_rate("cascades_withdrawn"),
                 "offers refused": _engine_rate("stores_refused"),
                 "hits shrunk": _engine_rate("hits_shrunk"),
                 "reservations expired": _engine_rate("reservations_expired"),

@@ -21,6 +21,7 @@ NOT_SHOWN = {
     "kv_tiering_estimated_hit_ratio_x16": "the panel shows four of the seven estimates",
     "kv_tiering_misses_total": "the hit rate says it",
     "kv_tiering_breaker_opened_total": "the panel of breakers shows each time",
+    "kv_tiering_coordinated": "0 also for tiers without a coordination, where it says nothing",
     "kv_tiering_cascades_total": "bytes written say it",
     "kv_tiering_evicted_blocks_total": "the same as the evictions of the tier cpu",
     "kv_tiering_ignored_completions_total": "a normal trace of a reset",
