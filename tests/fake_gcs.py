@@ -1,4 +1,4 @@
-"""A double of Google Cloud Storage's XML API, written from Google's public reference of that API.
+"""A double of Google Cloud Storage's XML API, of the part that the object tier uses.
 
 No emulator at hand serves this API to obstore: fake-gcs-server has no listing, no deletion and no names with slashes
 there, and gcp-storage-emulator answers 501. The double has what the tier uses: generations and their conditions, 404

@@ -92,12 +92,12 @@ class Machine:
         return hits
 
     def await_bucket(self) -> None:
-        """Step until the bucket is in service."""
+        """Step until the bucket is in service, and so is the disk, which may have begun an epoch for it."""
 
         def serves() -> bool:
             self.manager.on_schedule_end()
             self.manager.has_pending_work()
-            return bool(self.available("s3"))
+            return all(self.available(tier.name) for tier in self.manager.secondary_tiers)
 
         assert until(serves)
 
