@@ -26,6 +26,9 @@ FIRST_BLOCKS = 448
 BITS = 14
 """Bits of a full slice per digest."""
 
+MOST_SLICES = 25
+"""Largest number of slices. The next one would not fit into a string of 512 MiB."""
+
 LIFE_MS = 24 * 3600 * 1000
 """Milliseconds after which a directory expires, with the blocks in it that left the medium since."""
 
@@ -60,6 +63,13 @@ local function with(block, found)
   end
   return string.char(unpack(values))
 end
+local function sound(name, gen, slices)
+  if not gen or not slices or not (slices >= 1 and slices <= {MOST_SLICES}) or slices % 1 ~= 0 then return false end
+  for slice = 0, slices - 1 do
+    if redis.call('STRLEN', name .. ':' .. gen .. ':' .. slice) ~= blocks(slice) * 64 then return false end
+  end
+  return true
+end
 """
 
 ADD = (
@@ -73,7 +83,7 @@ local function open(slice)
   redis.call('SETRANGE', key, blocks(slice) * 64 - 1, '\\0')
   redis.call('PEXPIRE', key, life + 3600000)
 end
-if not gen then
+if not count or not sound(name, gen, slices) then
   gen, slices, count = ARGV[2], 1, 0
   redis.call('HSET', name, 'gen', gen, 'slices', 1, 'count', 0)
   redis.call('PEXPIRE', name, life)
@@ -91,7 +101,7 @@ for at = 1, #digests, {DIGEST_BYTES} do
   if not held then
     redis.call('SETRANGE', name .. ':' .. gen .. ':' .. (slices - 1), where, with(last, found))
     count = count + 1
-    if count * {BITS} >= blocks(slices - 1) * 512 then
+    if count * {BITS} >= blocks(slices - 1) * 512 and slices < {MOST_SLICES} then
       open(slices)
       slices, count = slices + 1, 0
     end
@@ -103,6 +113,8 @@ return gen
 )
 """Add digests to the directory.
 
+A directory that lost a slice, or whose numbers are damaged, begins again under a new generation.
+
 KEYS: name; ARGV: digests, generation of a new directory, life; returns the generation.
 """
 
@@ -113,12 +125,8 @@ local name, digests = KEYS[1], ARGV[1]
 local state = redis.call('HMGET', name, 'gen', 'slices', 'complete')
 local gen, slices = state[1], tonumber(state[2])
 local answers = {{}}
+if not sound(name, gen, slices) then gen = false end
 local whole = gen and state[3] == gen
-if gen then
-  for slice = 0, slices - 1 do
-    if redis.call('STRLEN', name .. ':' .. gen .. ':' .. slice) ~= blocks(slice) * 64 then whole = false end
-  end
-end
 for at = 1, #digests, {DIGEST_BYTES} do
   local found, held = bits(digests, at), false
   for slice = gen and slices - 1 or -1, 0, -1 do

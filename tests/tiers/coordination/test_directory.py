@@ -72,6 +72,34 @@ def generation(directory: Directory) -> str:
     return directory.fill(b"").decode()
 
 
+@pytest.mark.parametrize(
+    "damage", [{"slices": "99999999999"}, {"slices": "0"}, {"slices": "1.5"}, {"slices": "none"}, {"count": "none"}]
+)
+def test_a_directory_with_damaged_numbers_is_not_believed_and_begins_again(
+    directory: Directory, client: ValkeyClient, damage: dict[str, str]
+) -> None:
+    held = digests_of(names(10))
+    assert directory.finish(first := directory.fill(held))
+    client.call("HSET", directory.name, *(part for item in damage.items() for part in item))
+    if "slices" in damage:
+        assert directory.answers(digests_of(names(1, "other"))) == (False, [False])
+    assert directory.fill(held) != first
+    assert directory.answers(held) == (False, [True] * 10)
+    assert client.call("PTTL", directory.name) > 0
+
+
+def test_a_directory_that_lost_a_slice_begins_again_with_keys_that_expire(
+    directory: Directory, client: ValkeyClient
+) -> None:
+    first = directory.fill(digests_of(names(10)))
+    client.call("DEL", f"{directory.name}:{first.decode()}:0")
+    second = directory.fill(digests_of(names(10)))
+    assert second != first
+    assert directory.finish(second)
+    assert directory.answers(digests_of(names(10))) == (True, [True] * 10)
+    assert all(client.call("PTTL", key) > 0 for key in client.call("KEYS", "*"))
+
+
 def test_a_claim_is_granted_to_one_machine_until_it_is_released(directory: Directory, client: ValkeyClient) -> None:
     other = Directory(client, "s3://bucket", "namespace/epoch/")
     assert client.call(*directory.claim(digests_of(["a", "b"]))) == b"11"
