@@ -21,6 +21,7 @@ from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace,
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
+from tiers.coordination.probes import probe_coordination
 from tiers.object.cloud import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
@@ -29,6 +30,7 @@ from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.options import BucketOptions, without_ttl
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
+from tiers.valkey.client import ServerAddress
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -77,11 +79,14 @@ class ObjectAdmin(TierAdmin):
 
     def check(self, block_bytes: int) -> Iterator[Finding]:
         yield from probe_bucket(self.options, block_bytes)
+        if self.options.coordination is not None:
+            yield from probe_coordination(ServerAddress.parse(self.options.coordination))
 
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
         prefix = f"{self.options.prefix}scratch-{secrets.token_hex(4)}/"
-        options = without_ttl(self.options).with_prefix(prefix)
+        # Blocks that vanish at once are no news for the fleet.
+        options = without_ttl(self.options).with_prefix(prefix).model_copy(update={"coordination": None})
         try:
             yield options
         finally:

@@ -1,0 +1,269 @@
+"""Probes of the server that coordinates a fleet: its address, settings and permissions.
+
+Coordination is optional. Without the server, a tier works at a higher cost, so no defect of the server is an error. The
+probes run the real commands on a directory of their own, which they remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+from tiering.api.units import format_bytes
+from tiering.errors import ConfigError, StoreError, TemporaryStoreError
+from tiering.secondary.admin.contract import Finding, Severity
+from tiers.coordination import coordination
+from tiers.coordination.directory import Digests, Directory, load_scripts
+from tiers.coordination.scripts import DIGEST_BYTES
+from tiers.valkey.client import ServerAddress, ValkeyClient
+
+SERVER = "coordination"
+"""Subject of the finding about the connection."""
+VERSION = "coordination version"
+"""Subject of the findings about the server's version and role."""
+MEMORY = "coordination memory"
+"""Subject of the findings about the server's memory and eviction."""
+PERMISSIONS = "coordination permissions"
+"""Subject of the findings about the commands that coordination runs."""
+
+GRANTS = (
+    "+evalsha +script|load +ping +set +del +hdel +hget +hset +hmget +getrange +setrange +strlen +pexpire +time "
+    "+publish +subscribe"
+)
+"""Rules of an access list that permit all commands of coordination."""
+PATTERNS = "~kv-tiering:* &kv-tiering:*"
+"""Rules of an access list that permit the keys and the channels of coordination."""
+
+LEAST_VERSION = 5
+"""Oldest major version of Redis, or of what a Valkey server is compatible with, whose scripts may ask for the time."""
+
+PROBE_SECONDS = 5.0
+"""Seconds within which the server must answer a probe. Engines wait for less."""
+
+_WITHOUT = "the tier works without it, with more requests"
+
+
+def probe_coordination(address: ServerAddress) -> Iterator[Finding]:
+    """Yield findings about the server that coordinates a tier.
+
+    Args:
+        address: the server.
+    """
+    try:
+        client = ValkeyClient(address, connect_timeout=PROBE_SECONDS, timeout=PROBE_SECONDS, name="kv-tiering-check")
+    except ConfigError as error:
+        yield Finding(Severity.ERROR, SERVER, str(error), "install the extra, or remove the word coordination")
+        return
+    with contextlib.closing(client):
+        try:
+            client.call("PING")
+            began = time.monotonic()
+            client.call("PING")
+            took = time.monotonic() - began
+        except StoreError as error:
+            yield Finding(Severity.WARNING, SERVER, f"{error}; {_WITHOUT}", _remedy(address, error))
+            return
+        yield _latency(address, took)
+        yield from _probe_settings(client)
+        yield from _probe_commands(client)
+
+
+def _remedy(address: ServerAddress, error: StoreError) -> str:
+    if error.temporary:
+        return "start the server, and look at the address, the port and the network between it and this machine"
+    return (
+        f"put the password into the environment variable {address.password_variable}, and look at the user, "
+        "the access list and the certificate"
+    )
+
+
+def _latency(address: ServerAddress, took: float) -> Finding:
+    text = f"{address} answers in {1e3 * took:.1f} ms"
+    if took < coordination.TIMEOUT_SECONDS / 2:
+        return Finding(Severity.OK, SERVER, text)
+    return Finding(
+        Severity.WARNING,
+        SERVER,
+        f"{text}, and engines wait for {1e3 * coordination.TIMEOUT_SECONDS:.0f} ms at most",
+        "move the server nearer to the engines, or relieve it",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+def _probe_settings(client: ValkeyClient) -> Iterator[Finding]:
+    try:
+        lines = bytes(client.call("INFO")).decode(errors="replace").splitlines()
+    except StoreError as error:
+        yield Finding(
+            Severity.INFO, VERSION, f"version and memory cannot be read: {error}", "allow the user the command INFO"
+        )
+        return
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    yield from version_findings(facts)
+    yield from memory_findings(facts)
+
+
+def version_findings(facts: dict[str, str]) -> Iterator[Finding]:
+    """Yield findings about the server's version and role.
+
+    Args:
+        facts: the server's answer to INFO.
+    """
+    compatible = facts.get("redis_version", "")
+    major = compatible.partition(".")[0]
+    name = f"valkey {facts['valkey_version']}" if "valkey_version" in facts else f"redis {compatible or 'unknown'}"
+    if major.isdecimal() and int(major) < LEAST_VERSION:
+        yield Finding(
+            Severity.WARNING,
+            VERSION,
+            f"{name} is too old for the scripts of coordination; {_WITHOUT}",
+            f"install Valkey, or Redis {LEAST_VERSION} or later",
+        )
+    elif facts.get("role", "master") != "master":
+        yield Finding(
+            Severity.WARNING, VERSION, f"the server is a replica, which takes no writes; {_WITHOUT}", "name the primary"
+        )
+    elif facts.get("cluster_enabled", "0") != "0":
+        yield Finding(
+            Severity.WARNING,
+            VERSION,
+            f"the server is a node of a cluster; {_WITHOUT}",
+            "name a server without cluster mode",
+        )
+    else:
+        yield Finding(Severity.OK, VERSION, name)
+
+
+def memory_findings(facts: dict[str, str]) -> Iterator[Finding]:
+    """Yield a finding about the server's memory and its eviction.
+
+    Args:
+        facts: the server's answer to INFO.
+    """
+    most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "")
+    used = f"{format_bytes(int(facts.get('used_memory', 0)))} of {format_bytes(most)} used"
+    remedy = "set maxmemory-policy volatile-ttl"
+    if not most:
+        yield Finding(
+            Severity.INFO,
+            MEMORY,
+            "the server has no maxmemory; the directory takes 2.7 bytes for each block of the fleet",
+            f"set maxmemory with room, and {remedy.removeprefix('set ')}",
+        )
+    elif policy == "noeviction":
+        yield Finding(
+            Severity.WARNING,
+            MEMORY,
+            f"{used}, and the server evicts nothing: once full, it refuses claims and the directory; {_WITHOUT}",
+            remedy,
+        )
+    elif policy.startswith("allkeys") or policy.endswith("random"):
+        yield Finding(
+            Severity.WARNING,
+            MEMORY,
+            f"{used}; {policy} may evict the directory, and each loss costs a listing of the bucket",
+            remedy,
+        )
+    else:
+        yield Finding(Severity.OK, MEMORY, f"{used}, eviction {policy}")
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
+    """Run each command of coordination on a directory that no engine knows."""
+    directory = Directory(client, f"check-{secrets.token_hex(16)}", "")
+    failed: list[str] = []
+    reason: StoreError | None = None
+    try:
+        for name, step in _steps(client, directory):
+            try:
+                step()
+            except StoreError as error:
+                failed.append(name)
+                reason = reason or error
+    finally:
+        left = _remove(client, directory)
+    reason = reason or left
+    if left is not None:
+        failed.append("remove keys")
+    if reason is None:
+        yield Finding(Severity.OK, PERMISSIONS, "scripts, keys and notices work")
+    else:
+        yield Finding(
+            Severity.WARNING,
+            PERMISSIONS,
+            f"these steps fail: {', '.join(failed)}; {_WITHOUT}: {reason}",
+            f"let the user run {GRANTS} on {PATTERNS}, on a server that is no replica and no proxy",
+        )
+
+
+def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the steps with their names. A step raises StoreError if the server refuses, or answers wrongly."""
+    digest: Digests = secrets.token_bytes(DIGEST_BYTES)
+
+    def load() -> None:
+        for reply in client.call_all(load_scripts()):
+            if isinstance(reply, StoreError):
+                raise reply
+
+    def fill() -> None:
+        _expect(directory.finish(directory.fill(digest)), True)
+
+    def look() -> None:
+        _expect(directory.answers(digest), (True, [True]))
+
+    def claim() -> None:
+        _expect(directory.flags(client.call(*directory.claim(digest)), 1), [True])
+        _expect(client.call(*directory.release(digest)), 1)
+
+    def touch() -> None:
+        _expect(directory.flags(client.call(*directory.touch(digest)), 1), [False])
+
+    def distrust() -> None:
+        _expect(client.call(*directory.distrust()), 1)
+
+    def claim_fill() -> None:
+        _expect(client.call(*directory.claim_fill()), b"OK")
+
+    def notify() -> None:
+        with client.subscribe(directory.channel) as subscription:
+            # The first read ends with the confirmation of the subscription, or with its refusal.
+            subscription.read(0.0)
+            client.call(*directory.notify(digest))
+            _expect(subscription.read(PROBE_SECONDS), (directory.channel, directory.owner + digest))
+
+    yield "load scripts", load
+    yield "add blocks", fill
+    yield "look blocks up", look
+    yield "claim uploads", claim
+    yield "count touches", touch
+    yield "distrust the directory", distrust
+    yield "claim the fill", claim_fill
+    yield "notify machines", notify
+
+
+def _expect(found: object, wanted: object) -> None:
+    """Raise TemporaryStoreError unless the server's answer is the right one."""
+    if found != wanted:
+        raise TemporaryStoreError(f"the server answers with {str(found)[:60]}, not {wanted}")
+
+
+def _remove(client: ValkeyClient, directory: Directory) -> StoreError | None:
+    """Remove the keys of a directory, and return the error if that fails; the keys expire within 25 hours."""
+    try:
+        generation = client.call("HGET", directory.name, "gen")
+        hour = int(client.call("TIME")[0]) // 3600
+        names = [directory.name, f"{directory.name}:fill"]
+        names += [f"{directory.name}:touch:{hour - back}" for back in range(2)]
+        if generation is not None:
+            names.append(f"{directory.name}:{bytes(generation).decode(errors='replace')}:0")
+        client.call("DEL", *names)
+    except StoreError as error:
+        return error
+    return None
