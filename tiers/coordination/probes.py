@@ -37,7 +37,7 @@ PATTERNS = "~kv-tiering:* &kv-tiering:*"
 """Rules of an access list that permit the keys and the channels of coordination."""
 
 LEAST_VERSION = 5
-"""Oldest major version of Redis, or of what a Valkey server is compatible with, whose scripts may ask for the time."""
+"""Oldest major version of Redis whose scripts may write after they have asked for the time."""
 
 PROBE_SECONDS = 5.0
 """Seconds within which the server must answer a probe. Engines wait for less."""
@@ -204,7 +204,10 @@ def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
 
 
 def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the steps with their names. A step raises StoreError if the server refuses, or answers wrongly."""
+    """Yield each step with its name.
+
+    A step raises StoreError if the server refuses the command, or answers wrongly.
+    """
     digest: Digests = secrets.token_bytes(DIGEST_BYTES)
 
     def load() -> None:
@@ -255,7 +258,10 @@ def _expect(found: object, wanted: object) -> None:
 
 
 def _remove(client: ValkeyClient, directory: Directory) -> StoreError | None:
-    """Remove the keys of a directory, and return the error if that fails; the keys expire within 25 hours."""
+    """Remove the keys of a directory, and return the error if that fails.
+
+    Keys that are left expire within 25 hours.
+    """
     try:
         generation = client.call("HGET", directory.name, "gen")
         hour = int(client.call("TIME")[0]) // 3600

@@ -11,7 +11,7 @@ _HEAD = 4096
 
 
 def peek(connection: Any, key: str | bytes, limit: int) -> tuple[int, bytes]:
-    """Return the length of a value and its first bytes; see :meth:`~tiers.valkey.client.ValkeyClient.peek`."""
+    """Return the length of a value, and its first ``limit`` bytes; see the client's ``peek``."""
     connection.send_command("STRLEN", key)
     length = connection.read_response()
     connection.send_command("GETRANGE", key, 0, limit - 1)
