@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,7 +200,7 @@ class LyingTier(FakeTier):
         return [(job_id, np.array(given, np.int64))]
 
 
-@pytest.mark.parametrize("answer", [(999, [0]), (1, [6])], ids=["job", "rows"])
+@pytest.mark.parametrize("answer", [(999, [0]), (1, [6]), (1, [3, 3])], ids=["job", "rows", "a row twice"])
 def test_a_tier_that_withdraws_what_is_not_its_own_is_taken_out_of_service(
     answer: tuple[int, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +213,24 @@ def test_a_tier_that_withdraws_what_is_not_its_own_is_taken_out_of_service(
     assert (rig.stat("misreported_jobs"), rig.stat("tiers_out_of_service")) == (1, 1)
     assert f"withdrew rows of job {answer[0]}" in caplog.text
     assert set(rig.primary.readable) == set(K[:8])
+
+
+class ListTier(FakeTier):
+    """A tier that answers a withdrawal with lists, not arrays."""
+
+    def withdraw_stores(self, rows: Collection[int]) -> Any:
+        return [(job_id, given.tolist()) for job_id, given in super().withdraw_stores(rows)]
+
+
+def test_a_tier_may_withdraw_rows_in_a_list() -> None:
+    tier = ListTier(waits=True)
+    rig = make_rig(tier)
+    assert store(rig, K[:8])
+    assert store(rig, K[8:10])
+    assert (rig.stat("cascades_withdrawn"), rig.stat("tiers_out_of_service")) == (2, 0)
+    tier.finish_all()
+    rig.step()
+    assert rig.stat("rows_evictable") == ROWS
 
 
 def test_a_reset_and_a_shutdown_end_jobs_that_lost_blocks() -> None:

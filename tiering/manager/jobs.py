@@ -10,7 +10,7 @@ import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
-from tiering.api.transfer import Rows
+from tiering.api.transfer import Rows, as_rows
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
@@ -142,13 +142,17 @@ class TierJobs:
     def give_up(self, state: TierState, job_id: int, rows: Rows) -> None:
         """Release ``rows`` of a cascade that has not begun; the tier is told of the next use of their blocks."""
         job = self._jobs.get(job_id)
-        if job is None or job.state is not state or job.promotion is not None or not np.isin(rows, job.rows).all():
+        rows = as_rows(rows)
+        # Most of these jobs have a few rows, for which sets are much cheaper than numpy's functions of sets.
+        lost, held = frozenset(rows.tolist()), [] if job is None else job.rows.tolist()
+        twice = len(lost) < len(rows)
+        if job is None or job.state is not state or job.promotion is not None or twice or not lost.issubset(held):
             self._stats.misreported_jobs += 1
             self._tiers.retire(
                 state, f"it withdrew rows of job {job_id}, which is not a store of its own with these rows"
             )
             return
-        self._jobs[job_id] = job._replace(rows=np.setdiff1d(job.rows, rows))
+        self._jobs[job_id] = job._replace(rows=as_rows([row for row in held if row not in lost]))
         self._primary.unpin(rows)
         state.settled_until[rows] = 0.0
         self._stats.cascades_withdrawn += len(rows)
