@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.secondary.rig import CTX, K, Rig
 from tests.secondary.test_io_host import GatedStore
 from tiering.block_store import Done
 from tiering.secondary.contract import JobResult
+from tiering.secondary.io.lanes import Unit
 from tiering.secondary.io.messages import IoKind
 from tiering.testing.clock import until
 from tiering.testing.faults import DictStore
@@ -67,6 +69,35 @@ def test_a_store_that_is_withdrawn_entirely_ends_at_the_next_poll() -> None:
         store.gate.set()
         finish(host)
         assert host.in_flight == 0
+
+
+class _OvertakenQueue(deque[Unit]):
+    """Queue whose head a thread takes as soon as it was looked at."""
+
+    taken: Unit | None = None
+
+    def copy(self) -> _OvertakenQueue:
+        seen = _OvertakenQueue(self)
+        self.taken = self.popleft()
+        return seen
+
+
+def test_a_unit_that_a_thread_takes_during_the_withdrawal_is_not_given_up() -> None:
+    primary, store = Primary(8), GatedStore()
+    with running_host(store, primary, threads=1) as host:
+        host.submit(make_job(primary, IoKind.STORE, [0], job_id=1))
+        assert until(lambda: store.waiting == 1)
+        host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=2))
+        host.submit(make_job(primary, IoKind.STORE, [3], job_id=3))
+        lane = host.lanes.stores
+        queue = _OvertakenQueue(lane.waiting)
+        lane.waiting = queue
+        assert host.withdraw({1, 2, 3}) == [(3, [3])]
+        assert queue.taken is not None
+        lane.waiting = deque([queue.taken, *queue])
+        store.gate.set()
+        results = {result.job.job_id: outcome_names(result.outcomes) for result in finish(host, 3)}
+    assert results == {1: ["DONE"], 2: ["DONE", "DONE"], 3: ["ABSENT"]}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from tiering.api.request import ReqContext
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.testing.frames import random_bytes
 
+OTHER_BYTES = 0xA7
+"""Value of all bytes of a row after its block was withdrawn."""
 REQUEST = ReqContext("conformance")
 """The request in whose name all calls are made."""
 PATIENCE_SECONDS = 20.0
@@ -73,6 +75,7 @@ class TierRig:
         self.results: list[JobResult] = []
         """Results of all jobs so far."""
         self._jobs = 0
+        self._stores: dict[int, dict[int, OffloadKey]] = {}
 
     def open(self) -> TierRig:
         """Open the tier, and return the rig once the tier stores blocks.
@@ -105,6 +108,7 @@ class TierRig:
         for row, key in zip(rows.tolist(), keys, strict=True):
             self.rows[row, : self.size(key)] = np.frombuffer(self.content(key), np.uint8)
         self._jobs += 1
+        self._stores[self._jobs] = dict(zip(rows.tolist(), keys, strict=True))
         self.tier.submit_store(TransferJob(self._jobs, list(keys), rows, False, REQUEST))
         return self._jobs
 
@@ -115,6 +119,24 @@ class TierRig:
         self._jobs += 1
         self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST))
         return self._jobs
+
+    def withdraw(self, rows: Collection[int]) -> list[tuple[int, OffloadKey]]:
+        """Withdraw ``rows`` from stores that have not begun, and overwrite those that the tier gives up.
+
+        Returns:
+            Each block that was given up: the id of its job, and its key.
+
+        Raises:
+            AssertionError: The tier gave up a row that was not asked for, or that is not a row of that job's store.
+        """
+        given: list[tuple[int, OffloadKey]] = []
+        for job_id, found in self.tier.withdraw_stores(rows):
+            self.rows[found] = OTHER_BYTES
+            for row in found.tolist():
+                if row not in rows or row not in self._stores.get(job_id, ()):
+                    raise AssertionError(f"the tier gave up row {row} for job {job_id}")
+                given.append((job_id, self._stores[job_id][row]))
+        return given
 
     def wait(self, predicate: Callable[[], object]) -> None:
         """Run steps until ``predicate()`` holds.
@@ -140,7 +162,7 @@ class TierRig:
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Store ``keys``, and return those that were stored."""
-        return self._succeeded(self.submit_store(keys), keys)
+        return self.stored(self.submit_store(keys))
 
     def load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> list[OffloadKey]:
         """Load ``keys``, and return those that were loaded.
@@ -153,6 +175,10 @@ class TierRig:
             if key in arrived and self.rows[row, : self.size(key)].tobytes() != self.content(key):
                 raise AssertionError(f"WRONG KV: block {key.hex()} arrived with other bytes than were stored")
         return arrived
+
+    def stored(self, job_id: int) -> list[OffloadKey]:
+        """Wait for a store, and return the keys that were stored."""
+        return self._succeeded(job_id, list(self._stores[job_id].values()))
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int:
         """Return the number of leading ``keys`` that are held, once the tier knows."""

@@ -16,7 +16,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.frames import key_of
-from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
+from tiering.testing.tier_rig import OTHER_BYTES, PATIENCE_SECONDS, REQUEST, TierRig
 
 K = [key_of(number) for number in range(32)]
 
@@ -109,6 +109,87 @@ class TierTests(ABC):
         rig.tier.drain(time.monotonic() + PATIENCE_SECONDS)
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
+
+    # ------------------------------------------------------------------------------------ stores that have not begun
+
+    @staticmethod
+    def _waiting_rows(rig: TierRig) -> list[int]:
+        waiting = rig.tier.waiting_stores()
+        if waiting is None:
+            return []
+        assert waiting.since <= time.monotonic()
+        return waiting.rows.tolist()
+
+    def _holds_no_withdrawn_row(self, rig: TierRig) -> None:
+        for place in self.raw_places():
+            assert bytes([OTHER_BYTES]) * 64 not in (self.raw_read(place) or b""), "WRONG KV: a withdrawn row was read"
+        rig.load(K)
+
+    def test_withdrawn_rows_are_not_read_any_more_while_other_blocks_are_stored(self, rig: TierRig) -> None:
+        """Rows are withdrawn and overwritten after each submission, while the tier works on the stores before."""
+        jobs: dict[int, set[OffloadKey]] = {}
+        withdrawn: set[OffloadKey] = set()
+        for first in range(0, len(K), 4):
+            keys = K[first : first + 4]
+            jobs[rig.submit_store(keys, first_row=first)] = set(keys)
+            for job_id, key in rig.withdraw(set(self._waiting_rows(rig)[::2])):
+                assert key not in withdrawn
+                withdrawn.add(key)
+                jobs[job_id].remove(key)
+        assert {job_id: set(rig.stored(job_id)) for job_id in jobs} == jobs
+        rig.wait(lambda: not rig.tier.has_pending_work())
+        assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
+        self._holds_no_withdrawn_row(rig)
+        kept = [key for key in K if key not in withdrawn]
+        assert rig.load(kept) == kept
+        assert rig.store(K) == K, "withdrawn blocks can be stored later"
+        assert rig.load(K) == K
+        assert rig.close()
+        if self.persistent:
+            again = self.make_rig().open()
+            try:
+                self._holds_no_withdrawn_row(again)
+            finally:
+                again.close()
+
+    def test_a_store_that_is_withdrawn_as_a_whole_is_reported_once_as_failed(self, rig: TierRig) -> None:
+        job_id = rig.submit_store(K)
+        withdrawn = {key for _, key in rig.withdraw(range(len(K)))}
+        given_up = [row for row, key in enumerate(K) if key in withdrawn]
+        assert rig.withdraw(given_up) == [], "a block is given up once"
+        assert rig.stored(job_id) == [key for key in K if key not in withdrawn]
+        assert rig.result(job_id).success == (not withdrawn)
+        rig.wait(lambda: not rig.tier.has_pending_work())
+        assert dict(rig.reports()) == {job_id: 1}
+        self._holds_no_withdrawn_row(rig)
+
+    def test_rows_that_do_not_wait_for_a_store_are_not_given_up(self, rig: TierRig) -> None:
+        everything = range(len(rig.rows))
+        assert rig.withdraw(everything) == []
+        rig.store(K[:8])
+        assert self._waiting_rows(rig) == []
+        assert rig.withdraw(everything) == []
+        job_id = rig.submit_load(K[:8])
+        assert self._waiting_rows(rig) == [], "loads are not to be withdrawn"
+        assert rig.withdraw(everything) == []
+        assert rig.result(job_id).success
+        rig.submit_store(K[8:16])
+        assert set(self._waiting_rows(rig)) <= set(range(8))
+        assert rig.withdraw(range(8, len(rig.rows))) == [], "these rows are not those of the store"
+
+    def test_a_store_that_lost_blocks_is_reported_once_by_a_reset_and_a_shutdown(self, rig: TierRig) -> None:
+        jobs = [rig.submit_store(K[:8])]
+        lost = rig.withdraw(set(self._waiting_rows(rig)[::2]))
+        assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
+        jobs.append(rig.submit_store(K[8:16], first_row=8))
+        lost += rig.withdraw(set(self._waiting_rows(rig)[::2]))
+        assert rig.close()
+        rig.results += rig.tier.get_finished()
+        assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
+        for job_id, key in lost:
+            assert key not in rig.stored(job_id)
+        assert self._waiting_rows(rig) == []
+        assert rig.withdraw(range(len(rig.rows))) == []
 
     # ------------------------------------------------------------------------------------ media altered behind its back
 
