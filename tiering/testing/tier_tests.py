@@ -110,7 +110,7 @@ class TierTests(ABC):
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
 
-    # ------------------------------------------------------------------------------------ stores that have not begun
+    # --------------------------------------------------------------------------------------- stores that have not begun
 
     @staticmethod
     def _waiting_rows(rig: TierRig) -> list[int]:
@@ -118,7 +118,7 @@ class TierTests(ABC):
         if waiting is None:
             return []
         assert waiting.since <= time.monotonic()
-        return waiting.rows.tolist()
+        return [int(row) for row in waiting.rows]
 
     def _holds_no_withdrawn_row(self, rig: TierRig) -> None:
         for place in self.raw_places():
