@@ -6,8 +6,9 @@ import click
 
 from tiering.cli.parameters import chosen_tiers, stack_argument, tier_options
 from tiering.cli.remove import yes_option
-from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
+from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
 from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.options import SharedOptions
 
 
 @click.group(invoke_without_command=True)
@@ -35,8 +36,9 @@ def new(
     """Begin a new epoch of a namespace: blocks stored before are not served from the tier any more.
 
     In a bucket, engines that run follow within a minute, and empty their CPU tiers and disks as well. Engines in an
-    epoch of their own (after reset_cache) stay there. Engines that do not run keep their disks. On a local disk, no
-    engine may use the directory. The old blocks remain until kv-tiering gc removes them.
+    epoch of their own (after reset_cache, or with a revision) stay there: give them another revision. Engines that do
+    not run do the same at their next start. On a local disk, no engine may use the directory. The old blocks remain
+    until kv-tiering gc removes them.
 
     \b
     Example:
@@ -44,7 +46,7 @@ def new(
     """
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
-    _, chosen = chosen_tiers(stack, tiers)
+    config, chosen = chosen_tiers(stack, tiers)
 
     async def find(admin: TierAdmin) -> list[str]:
         found = await named_namespaces(admin, namespace)
@@ -58,10 +60,17 @@ def new(
     for tier, names in results.items():
         click.echo(f"{tier}\t{', '.join(names) or 'no namespace'}")
     going = [options for options in chosen if results.get(options.tier_name)]
+    stay = [] if config.revision is None else [options for options in going if isinstance(options, SharedOptions)]
+    for options in stay:
+        note(
+            options.tier_name,
+            "the stack has a revision, whose blocks a new epoch does not concern: "
+            "its engines serve them until the stack has another revision",
+        )
     if not going or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
-        return code
+        return code or int(bool(stay))
     begun, failed = for_each_tier(going, replica, begin)
     for tier, sentences in begun.items():
         for name, sentence in sentences:
             click.echo(f"{tier}\t{name}: a new epoch has begun; {sentence}")
-    return code or failed
+    return code or failed or int(bool(stay))

@@ -122,6 +122,17 @@ def test_clear_removes_one_namespace(raw: valkey.Valkey, stack: Path, own_server
     assert {name.decode().split("/")[2] for name in raw.keys("kv-tiering/blocks/*")} == {max(names)}
 
 
+def test_a_new_epoch_says_that_a_revision_keeps_its_blocks(
+    raw: valkey.Valkey, stack: Path, own_server: ValkeyServer
+) -> None:
+    fill(own_server, "model-a")
+    stack.write_text(stack.read_text() + "revision: step-1\n")
+    for yes in ((), ("--yes",)):
+        done = kv_tiering("epoch", "new", stack, "--all", *yes)
+        assert (done.code, "a new epoch has begun" in done.out) == (1, bool(yes))
+        assert "its engines serve them until the stack has another revision" in done.err
+
+
 def test_gc_removes_blocks_of_epochs_that_nobody_uses(
     raw: valkey.Valkey, stack: Path, own_server: ValkeyServer
 ) -> None:
