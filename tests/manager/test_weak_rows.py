@@ -226,7 +226,11 @@ def test_a_tier_may_withdraw_rows_in_a_list() -> None:
     tier = ListTier(waits=True)
     rig = make_rig(tier)
     assert store(rig, K[:8])
-    assert store(rig, K[8:10])
+    rig.manager.prepare_load(K[7:8], rig.ctx)
+    assert store(rig, K[8:9]), "the eviction passes over the block that is being loaded"
+    rig.manager.complete_load(K[7:8], rig.ctx)
+    assert store(rig, K[9:10])
+    assert K[7] not in rig.primary.readable
     assert (rig.stat("cascades_withdrawn"), rig.stat("tiers_out_of_service")) == (2, 0)
     tier.finish_all()
     rig.step()
