@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
-NOT_SHIPPED = {".ci/run", ".gitignore", ".pre-commit-config.yaml"}
+NOT_SHIPPED = {".dockerignore", ".ci/run", ".gitignore", ".pre-commit-config.yaml"}
 """Files of the repository that work only on a clone, and that no test needs."""
 
 

@@ -253,16 +253,17 @@ def test_a_full_server_takes_no_stores_and_serves_what_it_holds(make: Make) -> N
         rig.close()
 
 
-def test_a_server_that_evicts_keeps_the_documents_and_the_newest_blocks(make: Make) -> None:
+def test_a_server_that_evicts_keeps_the_documents_and_serves_the_blocks_that_are_left(make: Make) -> None:
     with serving({"maxmemory": "2mb", "maxmemory-policy": "volatile-lru"}) as small:
         rig = make(small)
         for _ in range(4):
             for key in K:
                 rig.wait(lambda key=key: rig.store([key]) == [key])  # type: ignore[misc]
-        assert rig.load(K[-1:]) == K[-1:]
-        assert len(blocks_on(small)) < len(K)
+        # The server's clock of uses has seconds, so blocks of one second are evicted in any order.
+        left = [key for key in K if rig.load([key]) == [key]]
+        assert 0 < len(left) < len(K)
         other = make(small)
-        other.wait(lambda: other.lookup(K[-1:]) == 1)
+        other.wait(lambda: any(other.lookup([key]) == 1 for key in left))
         rig.close()
         other.close()
 
