@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -165,6 +166,31 @@ def test_a_capacity_above_the_disk(write_stack: WriteStack, tmp_path: Path) -> N
     assert "lower capacity" in report.text("local", "free space")
 
 
+def local_findings(path: Path) -> dict[str, Finding]:
+    options = LocalOptions(type="local", path=str(path), capacity=64 << 20)
+    return {item.subject: item for item in probes.probe_directory(options, path, 65536, Files())}
+
+
+def test_a_path_below_a_directory_that_the_user_may_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    found = local_findings(tmp_path / "kv")["directory"]
+    assert (found.severity, found.text) == ("error", f"{tmp_path / 'kv'} cannot be used: Permission denied")
+    assert "x on those above" in found.remedy
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_needs_room_and_no_permission(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> bool:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(probes, "probe_direct", full)
+    found = local_findings(tmp_path)["directory"]
+    assert (found.severity, found.remedy) == ("error", "free some space, or raise the quota")
+
+
 class Room(NamedTuple):
     f_flag: int = 0
     f_bavail: int = 100
@@ -180,8 +206,7 @@ def test_disks_that_are_full_or_read_only(
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: room)
     monkeypatch.setattr(Files, "size_of_disk", lambda self, path: 1 << 40)
-    options = LocalOptions(type="local", path=str(tmp_path), capacity=64 << 20)
-    found = {item.subject: item for item in probes.probe_directory(options, tmp_path, 65536, Files())}
+    found = local_findings(tmp_path)
     assert found[subject].severity == severity
     assert found[subject].remedy
 

@@ -20,7 +20,7 @@ Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
 
 def yes_option(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``--yes``."""
-    return click.option("--yes", is_flag=True, help="Remove without asking. Otherwise nothing is removed in a pipe.")(
+    return click.option("--yes", is_flag=True, help="Do it without asking. Otherwise nothing is changed in a pipe.")(
         command
     )
 
@@ -108,7 +108,7 @@ def clear(
 
     In a bucket, engines that run see misses and store again. On a local disk, no engine may use the directory: the
     namespace begins a new epoch, and segments without other blocks are deleted. To let engines drop blocks that are
-    wrong, call reset_cache instead.
+    wrong, use kv-tiering epoch new instead.
 
     \b
     Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import secrets
@@ -46,18 +47,21 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
         yield Finding(Severity.ERROR, "capacity", str(error), "raise capacity, or lower the size of a block")
         return
     existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    if existing != directory:
-        yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
     try:
+        while not existing.exists():
+            existing = existing.parent
+        if existing != directory:
+            yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
         yield from _probe_existing(options, directory, existing, files)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         yield Finding(
             Severity.ERROR,
             "directory",
             f"{existing} cannot be used: {error.strerror or error}",
-            "give the engine's user rwx on the directory, or choose another path",
+            "free some space, or raise the quota"
+            if full
+            else "give the engine's user rwx on the directory and x on those above it, or choose another path",
         )
 
 

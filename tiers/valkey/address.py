@@ -18,7 +18,10 @@ DEFAULT_PORT = 6379
 
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_FORM = "write it like valkey://[user@]host[:port][/database][?auth_env=VARIABLE], or valkeys:// for TLS"
+_FORM = (
+    "write it like valkey://host[:port][/database][?auth_env=VARIABLE], or valkeys:// for TLS; "
+    "a user stands before the host, with an @ between them"
+)
 
 
 @dataclass(frozen=True, slots=True)
