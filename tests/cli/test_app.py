@@ -153,3 +153,19 @@ def test_durations_are_written_as_in_a_stack(text: str, good: bool) -> None:
         assert good
     except click.BadParameter:
         assert not good
+
+
+def test_threads_that_abort_the_end_of_the_interpreter_do_not_change_the_exit_code() -> None:
+    code = (
+        "import atexit, os, sys, types; sys.modules['obstore'] = types.ModuleType('obstore'); "
+        "atexit.register(os.abort); import tiering.cli.__main__; tiering.cli.__main__.main()"
+    )
+    for words, expected in ((["schema"], 0), (["no-such-command"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == expected, done.stderr
+        if expected == 0:
+            assert done.stdout == (ROOT / "configs" / "stack.schema.json").read_text()
+        else:
+            assert "no-such-command" in done.stderr

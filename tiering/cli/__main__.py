@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import signal
 import sys
+from typing import NoReturn
 
 NEEDED = frozenset({"click", "rich", "aiofiles"})
 """Packages of the extra ``cli``."""
@@ -38,7 +42,22 @@ def main() -> None:
     except KeyboardInterrupt:
         # It came between the run and the change of the handler.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(code)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process with ``code``.
+
+    The threads of obstore may enter the interpreter while it ends, which aborts the process. So the interpreter does
+    not end once obstore is loaded: its output is flushed, and the process exits.
+    """
+    if "obstore" not in sys.modules:
+        sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
