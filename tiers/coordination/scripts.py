@@ -155,11 +155,18 @@ CLAIM = f"""
 local granted = {{}}
 for at = 1, #ARGV[1], {DIGEST_BYTES} do
   local key = KEYS[1] .. ':lease:' .. string.sub(ARGV[1], at, at + {DIGEST_BYTES - 1})
-  granted[#granted + 1] = redis.call('SET', key, ARGV[2], 'NX', 'PX', ARGV[3]) and '1' or '0'
+  local mine = redis.call('SET', key, ARGV[2], 'NX', 'PX', ARGV[3])
+  if not mine then redis.pcall('PEXPIRE', key, ARGV[3], 'LT') end
+  granted[#granted + 1] = mine and '1' or '0'
 end
 return table.concat(granted)
 """
-"""Claim uploads; KEYS: name; ARGV: digests, owner, milliseconds; returns "1" for each that is granted."""
+"""Claim uploads.
+
+A claim that is refused ends the other one after as long as its own would last; servers before 7.0 cannot do that.
+
+KEYS: name; ARGV: digests, owner, milliseconds; returns "1" for each that is granted.
+"""
 
 TOUCH = (
     _BLOOM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.coordination.directory import Directory, digests_of, load_scripts
+from tiers.coordination.directory import LEASE_MS, Directory, digests_of, load_scripts
 from tiers.valkey.client import ValkeyClient
 
 
@@ -106,6 +106,20 @@ def test_a_claim_is_granted_to_one_machine_until_it_is_released(directory: Direc
     assert client.call(*other.claim(digests_of(["b", "c"]))) == b"01"
     client.call(*directory.release(digests_of(["b"])))
     assert client.call(*other.claim(digests_of(["a", "b"]))) == b"01"
+
+
+def test_a_claim_without_an_end_gets_one_when_it_refuses_another(directory: Directory, client: ValkeyClient) -> None:
+    other = Directory(client, "s3://bucket", "namespace/epoch/")
+    digest = digests_of(["a"])
+    client.call(*other.claim(digest))
+    lease = f"{directory.name}:lease:".encode() + digest
+    for end in (("PERSIST", lease), ("PEXPIRE", lease, 10**9)):
+        client.call(*end)
+        assert client.call(*directory.claim(digest)) == b"0"
+        assert 0 < client.call("PTTL", lease) <= LEASE_MS
+    client.call("PEXPIRE", lease, 5000)
+    assert client.call(*directory.claim(digest)) == b"0"
+    assert client.call("PTTL", lease) <= 5000
 
 
 def test_a_touch_is_remembered_over_the_turn_of_the_hour(directory: Directory, client: ValkeyClient) -> None:
