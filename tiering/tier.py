@@ -7,6 +7,7 @@ contains the conformance suites.
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.api.transfer import Rows
 from tiering.api.units import Duration, Share, Size
 from tiering.block_store import BatchStore, BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.secondary.admin.contract import (
@@ -27,6 +28,7 @@ from tiering.secondary.contract import (
     SecondaryTierManager,
     TierContext,
     TransferJob,
+    WaitingStores,
 )
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
@@ -69,6 +71,7 @@ __all__ = [
     "PrefixAnswer",
     "Probe",
     "RawBlock",
+    "Rows",
     "SecondaryTierManager",
     "Severity",
     "Share",
@@ -90,4 +93,5 @@ __all__ = [
     "TransferJob",
     "TtlOptions",
     "UnsupportedError",
+    "WaitingStores",
 ]

@@ -107,7 +107,8 @@ class OffloadingManager(ABC):
             keys: keys of consecutive blocks.
             req_context: the request that asks.
             at_least: smallest number of hits that is of use to the caller; default 1. The manager may skip promotions
-                and report nothing as pending where fewer blocks could be loaded.
+                and report nothing as pending where fewer blocks could be loaded. Fewer hits than this number may
+                not be readable yet, so callers must not load them.
         """
         pending = False
         for hits, key in enumerate(keys):
