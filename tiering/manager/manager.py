@@ -113,7 +113,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
-        self._clock = clock
         self._search = PrefixSearch(primary_tier, self._promotions, self._call, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)

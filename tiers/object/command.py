@@ -47,7 +47,6 @@ _FOLDERS_DEEP = 3
 _CHUNK = 1000
 _CHUNKS_AHEAD = 4
 _PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)")
-_MOST_EPOCHS = 10_000
 
 
 class ObjectAdmin(TierAdmin):
