@@ -15,9 +15,10 @@ K = keys_of(*range(8))
 MODEL = tiering.ModelIdentity(name="demo", weights="w1", dtype="bfloat16", layout="test")
 
 
-def stack_of(tmp_path: Path, fill: str) -> tiering.StackConfig:
+def stack_of(tmp_path: Path, fill: str, admission: str = "all") -> tiering.StackConfig:
+    fast = {"type": "local", "name": "fast", "path": str(tmp_path / "fast"), "capacity": "8MiB"}
     disks = [
-        {"type": "local", "name": "fast", "path": str(tmp_path / "fast"), "capacity": "8MiB", "fill": fill},
+        {**fast, "fill": fill, "admission": admission},
         {"type": "local", "name": "slow", "path": str(tmp_path / "slow"), "capacity": "8MiB"},
     ]
     return tiering.load_stack({"primary": {"capacity": "4MiB"}, "secondary": disks})
@@ -62,3 +63,19 @@ def test_blocks_from_a_slower_tier(tmp_path: Path, fill: str, counts: list[int],
             if evicted_between:
                 manager.primary_tier.reset_cache()
         assert found == counts
+
+
+def test_no_block_from_a_slower_tier_although_its_own_store_was_declined(tmp_path: Path) -> None:
+    with tiering.open_manager(stack_of(tmp_path, "none", "second_touch"), BLOCK_BYTES, MODEL) as manager:
+        ctx = tiering.ReqContext(req_id="writer")
+        manager.on_new_request(ctx)
+        out = manager.prepare_store(K, ctx)
+        assert out is not None
+        manager.complete_store(out.keys_to_store, ctx)
+        manager.on_request_finished(ctx)
+        tiering.wait_until_idle(manager)
+        assert [tier.get_stats().cascades for tier in manager.secondary_tiers] == [0, len(K)]
+        manager.primary_tier.reset_cache()
+        for name in ("first", "second", "third"):
+            use(manager, name)
+        assert written(manager) == 0

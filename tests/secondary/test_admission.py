@@ -147,5 +147,31 @@ def test_fills_that_are_not_wanted_stay_out_however_often_they_are_used() -> Non
     assert policy.admit(K[:4], "d") == [0, 1, 2, 3], "a store is no fill"
 
 
+def test_fills_stay_out_of_a_tier_that_stores_at_the_second_touch() -> None:
+    policy = make_admission("second_touch", "none")
+    assert policy.admit(K[:6], "a") == []
+    for name in "bc":
+        assert policy.admit(K[:4], name, fill=True) == []
+        policy.touch(K[:4], "d")
+    policy.want(K[:2])
+    assert policy.take_wanted() == []
+    assert policy.may_be_offered(K[:7]) == [K[6]]
+
+
+def test_a_tier_without_fills_counts_the_touches_of_its_own_stores() -> None:
+    policy = make_admission("second_touch", "none")
+    policy.admit(K[:4], "a")
+    policy.admit(K[2:4], "b", fill=True)
+    policy.touch(K[:1], "a")
+    assert policy.take_wanted() == []
+    policy.touch(K[:4], "b")
+    assert policy.take_wanted() == K[:2]
+    assert policy.admit(K[:2], "") == [0, 1]
+    assert policy.admit(K[2:4], "e") == [0, 1], "the second store of a block that also came from a slower tier"
+    policy.admit(K[4:5], "a")
+    policy.clear()
+    assert policy.may_be_offered(K[:5]) == K[:5]
+
+
 def test_all_fills_are_stored_on_demand() -> None:
     assert make_admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]

@@ -228,23 +228,25 @@ class AdmitSecondTouch(Admission):
 
 
 class AdmitFillsApart(Admission):
-    """Policy that admits every store, and blocks from slower tiers at their second touch or never.
+    """Policy with a rule of its own for blocks from slower tiers: their second touch, or never.
 
     A block that a slower tier holds is not lost if this tier declines it. A write pays only if the block is used again.
 
     Args:
+        stores: policy for all other stores; default: all are admitted.
         never: True if blocks from slower tiers are never admitted; default False.
         slots: number of declined blocks that are remembered.
     """
 
-    def __init__(self, *, never: bool = False, slots: int = GHOST_SLOTS) -> None:
+    def __init__(self, stores: Admission | None = None, *, never: bool = False, slots: int = GHOST_SLOTS) -> None:
+        self._stores = AdmitAll() if stores is None else stores
         self._fills = AdmitSecondTouch(slots)
         self._never = never
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         if not fill:
             self._fills.forget(keys)
-            return list(range(len(keys)))
+            return self._stores.admit(keys, req_id)
         if self._never:
             self._fills.forget(keys)
             self._fills.admit(keys, req_id)
@@ -252,19 +254,28 @@ class AdmitFillsApart(Admission):
         return self._fills.admit(keys, req_id)
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
-        if not self._never:
+        if self._never:
+            # A touch must not make a block wanted that came from a slower tier, although its own store was declined.
+            self._stores.touch(self._fills.may_be_offered(keys), req_id)
+        else:
+            self._stores.touch(keys, req_id)
             self._fills.touch(keys, req_id)
 
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        self._stores.want(self._fills.may_be_offered(keys) if self._never else keys)
+
     def take_wanted(self) -> list[OffloadKey]:
-        return self._fills.take_wanted()
+        return self._stores.take_wanted() + self._fills.take_wanted()
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        return self._fills.may_be_offered(keys)
+        return self._stores.may_be_offered(self._fills.may_be_offered(keys))
 
     def on_request_finished(self, req_id: str) -> None:
+        self._stores.on_request_finished(req_id)
         self._fills.on_request_finished(req_id)
 
     def clear(self) -> None:
+        self._stores.clear()
         self._fills.clear()
 
 
@@ -277,10 +288,10 @@ def make_admission(
         word: policy for stores.
         fill: policy for blocks from slower tiers, which is never more generous than ``word``; default "all".
     """
-    if word == "second_touch":
-        return AdmitSecondTouch()
     if word == "none":
         return AdmitNone()
+    if word == "second_touch":
+        return AdmitFillsApart(AdmitSecondTouch(), never=True) if fill == "none" else AdmitSecondTouch()
     return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
