@@ -365,3 +365,5 @@ class Simulation:
         assert not self.manager.lost
         assert not len(self.connector.fences)
         assert len(self.kv.pool.free) == self.kv.num_blocks - 1
+        cpu = self.connector.get_stats()["tiers"]["cpu"]
+        assert cpu["queries"] == cpu["hits"] + cpu["misses"]

@@ -404,7 +404,7 @@ class TestSteps:
         manager.hold(request.keys()[:4])
         start_load(scheduler, request, ids(4))
         stats = scheduler.get_stats()
-        assert stats["tiers"] == {"cpu": {"blocks": 4, "queries": 8, "hits": 4}}
+        assert stats["tiers"] == {"cpu": {"blocks": 4, "queries": 8, "hits": 4, "misses": 4}}
         assert stats["connector"]["queried_tokens"] == 32
         assert stats["connector"]["hit_tokens"] == 16
         assert stats["connector"]["jobs_active"] == 1

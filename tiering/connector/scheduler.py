@@ -106,6 +106,8 @@ class OffloadingConnectorScheduler:
         """Requests that have not ended, by id."""
         self._tables = FencedTables(self.groups, self.states)
         self._counters = SchedulerCounters()
+        self._missed_blocks = 0
+        """Blocks that the first match of a request probed and that the primary tier did not hold."""
         self._completions = Completions(
             self.manager,
             self._jobs,
@@ -214,9 +216,11 @@ class OffloadingConnectorScheduler:
             state.sources = self.manager.count_sources(keys, state.ctx)
             self._counters.loads += 1
             self._counters.hit_tokens += num_external_tokens
-            self._counters.hit_blocks += min(state.asked_blocks, len(keys) - sum(state.sources.values()))
-            state.asked_blocks = 0
+            hits = min(state.asked_blocks, len(keys) - sum(state.sources.values()))
+            self._counters.hit_blocks += hits
+            state.asked_blocks -= hits
             state.match = None
+        self._count_misses(state)
 
     def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
         """Return the number of tokens of the last planned load by the medium that they come from.
@@ -357,7 +361,8 @@ class OffloadingConnectorScheduler:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self.states)
         stats = dict(self.manager.get_stats())
-        primary = {**stats.pop("primary", {}), "queries": counters.queried_blocks, "hits": counters.hit_blocks}
+        asked = {"queries": counters.queried_blocks, "hits": counters.hit_blocks, "misses": self._missed_blocks}
+        primary = {**stats.pop("primary", {}), **asked}
         return {
             **stats,
             "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})},
@@ -415,6 +420,11 @@ class OffloadingConnectorScheduler:
         self.states[request.request_id] = state
         return state
 
+    def _count_misses(self, state: RequestState) -> None:
+        """Count the blocks that a request has asked for and the primary tier did not have for its load."""
+        self._missed_blocks += state.asked_blocks
+        state.asked_blocks = 0
+
     def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
         """Record the blocks before token ``end`` for later KV events, while their request is alive."""
         for group, keys in zip(self.groups, state.keys, strict=True):
@@ -440,6 +450,7 @@ class OffloadingConnectorScheduler:
         state = self.states.pop(req_id, None)
         if state is not None:
             self._tables.given_up(state)
+            self._count_misses(state)
             if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
                 self._stores.plan_last(state)
             if state.stale_blocks:
