@@ -51,7 +51,9 @@ class Cause(enum.Enum):
     SPACE = "space"
     """The service takes no more bytes: a quota, a full disk, a limit on sizes."""
     KEYS = "keys"
-    """The credentials are wrong, have expired, or lack a permission."""
+    """The credentials are wrong or have expired."""
+    PERMISSION = "permission"
+    """The credentials are valid, and lack a permission."""
     BUCKET = "bucket"
     """There is no such bucket."""
     REQUEST = "request"
@@ -96,7 +98,12 @@ class Fault:
     host: str | None
     """Host and port that the request went to; None if not known."""
     text: str
-    """The cause in words."""
+    """The cause in words; the remedy, if there is one, follows the first semicolon."""
+
+    @property
+    def remedy(self) -> str:
+        """Next step for the operator; empty if the text has none."""
+        return self.text.partition("; ")[2]
 
     def __str__(self) -> str:
         known = " ".join(str(part) for part in (self.status, self.code) if part is not None)
@@ -110,7 +117,7 @@ class Dialect:
 
     Args:
         codes: Error code of the service → cause and text.
-        keys: Text about refused credentials, with the way to correct them.
+        keys: The way to correct credentials that are refused.
         bucket: Text about a bucket that does not exist.
         present: Error codes that mean "the object is there already".
     """
@@ -124,7 +131,7 @@ class Dialect:
         present: Collection[str] = (),
     ) -> None:
         self._codes = {**_COMMON_CODES, **codes}
-        self._statuses = {**_STATUSES, 401: (Cause.KEYS, f"refused: {keys}"), 404: (Cause.BUCKET, bucket)}
+        self._statuses = {**_STATUSES, 401: (Cause.KEYS, f"refused; {keys}"), 404: (Cause.BUCKET, bucket)}
         self._keys = keys
         self._present = frozenset(present)
 
@@ -184,9 +191,9 @@ class Dialect:
     def _token_failure(self, message: str, status: int | None) -> tuple[Cause, str]:
         """Return cause and text of a failed request for a token, which precedes the requests for objects."""
         if _METADATA_HOST in message:
-            return Cause.PASSING, f"no credentials in the environment, and none from this machine's role: {self._keys}"
+            return Cause.PASSING, f"no credentials in the environment, and none from this machine's role; {self._keys}"
         passing = status is None or status >= 500 or status in _TRY_AGAIN
-        return (Cause.PASSING if passing else Cause.KEYS), f"the request for an access token failed: {self._keys}"
+        return (Cause.PASSING if passing else Cause.KEYS), f"the request for an access token failed; {self._keys}"
 
 
 def _network(message: str) -> str | None:

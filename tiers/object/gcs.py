@@ -29,9 +29,12 @@ _KEYS = (
 )
 _NO_BUCKET = "no such bucket; create it, or correct url or endpoint_url"
 _CODES: Mapping[str, tuple[Cause, str]] = {
-    "AccessDenied": (Cause.KEYS, "no permission; the account needs the role Storage Object User on the bucket"),
+    "AccessDenied": (
+        Cause.PERMISSION,
+        "no permission; the account needs the role Storage Object User on the bucket",
+    ),
     "AuthenticationRequired": (Cause.KEYS, f"the request had no credentials; {_KEYS}"),
-    "InvalidSecurity": (Cause.KEYS, _KEYS),
+    "InvalidSecurity": (Cause.KEYS, f"the credentials are refused; {_KEYS}"),
     "ExpiredToken": (Cause.KEYS, f"the token has expired; {_KEYS}"),
     "UserProjectAccountProblem": (Cause.BUCKET, "the project's billing account is not in order"),
     "AccountProblem": (Cause.BUCKET, "the project's billing account is not in order"),

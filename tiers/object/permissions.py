@@ -19,7 +19,7 @@ from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError, StoreError
 from tiering.secondary.admin.contract import Finding, Severity
 from tiers.object.cloud import Cloud, authorities, make_cloud
-from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
+from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, Cause, http_status
 from tiers.object.options import BucketOptions, small_block_warning, without_ttl
 from tiers.object.store import ObjectStore
 
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _ATTEMPTS = 2
+_OVERLOADED = frozenset({429, 503})
+_REMEDIES = {
+    Cause.SPACE: "raise the quota or the limit",
+    Cause.BUCKET: "correct the words that name the bucket",
+    Cause.REQUEST: "correct the words that name the bucket, its region and its endpoint",
+    Cause.PASSING: "look at endpoint_url, the network, the proxy variables and ca_file",
+}
+"""Remedies of failures whose text has none."""
 
 
 def probe_bucket(options: BucketOptions, block_bytes: int) -> Iterator[Finding]:
@@ -42,14 +50,17 @@ def probe_bucket(options: BucketOptions, block_bytes: int) -> Iterator[Finding]:
     try:
         yield from cloud.probe_credentials()
     except StoreError as error:
-        yield Finding(Severity.ERROR, "credentials", str(error), "give this process credentials by the cloud's chain")
+        text, _, remedy = str(error).partition("; ")
+        yield Finding(
+            Severity.ERROR, "credentials", text, remedy or "give this process credentials by the cloud's chain"
+        )
         return
     store = ObjectStore(without_ttl(options), cloud)
     try:
         began = time.monotonic()
         store.open()
     except StoreError as error:
-        yield Finding(Severity.ERROR, "list", str(error), _remedy(cloud, "list", error))
+        yield Finding(Severity.ERROR, "list", *_explained(cloud, "list", error))
         yield from cloud.probe_settings(writes=False)
         return
     try:
@@ -64,10 +75,23 @@ def probe_bucket(options: BucketOptions, block_bytes: int) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, "block size", text, remedy)
 
 
-def _remedy(cloud: Cloud, step: str, error: StoreError) -> str:
-    if isinstance(error.__cause__, OSError) or error.temporary:
-        return "look at endpoint_url, the network, the proxy variables and ca_file"
-    return f"grant {cloud.permissions[step]}, and look at the words that name the bucket and its credentials"
+def _explained(cloud: Cloud, step: str, error: StoreError) -> tuple[str, str]:
+    """Return the text and the one remedy of a step that failed: what the cause needs, and nothing else."""
+    answer = error.__cause__
+    if not isinstance(answer, STORE_FAILURES):
+        text, _, remedy = str(error).partition("; ")
+        return text, remedy
+    fault = cloud.dialect.diagnose(answer)
+    text = str(error).replace(f"; {fault.remedy}", "", 1) if fault.remedy else str(error)
+    grant = f"grant {cloud.permissions[step]}"
+    if fault.cause is Cause.PERMISSION:
+        return text, grant
+    if fault.cause is Cause.KEYS and not fault.remedy:
+        # A refusal without a reason: once a step was allowed, the credentials themselves are right.
+        return text, f"correct the credentials or the clock, or {grant}" if step == "list" else grant
+    if fault.cause is Cause.PASSING and fault.status in _OVERLOADED:
+        return text, "try again; if it lasts, ask the service for more requests per second"
+    return text, fault.remedy or _REMEDIES.get(fault.cause, "")
 
 
 # -------------------------------------------------------------------------------------------------------- permissions
@@ -116,26 +140,33 @@ class _Permissions:
     def _step(self, step: str, run: Callable[[], object]) -> Finding:
         began = time.monotonic()
         for attempt in range(_ATTEMPTS):
+            error: StoreError
             try:
                 run()
-            except STORE_FAILURES as failure:
-                error = failure if isinstance(failure, StoreError) else self.cloud.dialect.translate(failure, step)
-                if not error.temporary or attempt + 1 == _ATTEMPTS:
-                    return self._refused(step, error)
-            else:
                 break
+            except StoreError as failure:
+                error = failure
+            except STORE_FAILURES as failure:
+                error = self.cloud.dialect.translate(failure, step)
+                error.__cause__ = failure
+            if not error.temporary or attempt + 1 == _ATTEMPTS:
+                return self._refused(step, error)
         return Finding(Severity.OK, step, f"allowed, {1e3 * (time.monotonic() - began):.0f} ms")
 
     def _refused(self, step: str, error: StoreError) -> Finding:
         if self.options.admission == "none" and step != "get":
             return Finding(Severity.INFO, step, f"{error}; admission is none, so the tier does not need it")
-        remedy = "set bulk_delete: false, or " if step == "delete" and self._deletes_many else ""
-        return Finding(Severity.ERROR, step, str(error), f"{remedy}{_remedy(self.cloud, step, error)}")
+        text, remedy = _explained(self.cloud, step, error)
+        other = "set bulk_delete: false, or " if step == "delete" and self._deletes_many else ""
+        return Finding(Severity.ERROR, step, text, f"{other}{remedy}")
 
     def _read_back(self, name: str, content: bytes) -> None:
         found = obstore.get(self.client, name).bytes().to_bytes()
         if found != content:
-            raise PermanentStoreError(f"get: {len(found)} bytes came back that are not the {len(content)} written")
+            raise PermanentStoreError(
+                f"get: {len(found)} bytes came back that are not the {len(content)} written; "
+                "look for a proxy or a cache between this machine and the service"
+            )
 
     def _conditional(self, name: str) -> Finding:
         try:

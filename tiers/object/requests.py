@@ -93,7 +93,7 @@ class Requests:
         except STORE_FAILURES as error:
             if (
                 through is not None
-                or self._cloud.dialect.diagnose(error).cause is not Cause.KEYS
+                or self._cloud.dialect.diagnose(error).cause not in {Cause.KEYS, Cause.PERMISSION}
                 or not self._has_new_keys(client)
             ):
                 self._note(error, size)

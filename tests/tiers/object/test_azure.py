@@ -288,5 +288,5 @@ def test_a_machine_without_an_identity_is_told_what_is_missing(fake: FakeS3, bar
     fake.fail(400, times=99)
     bare.setenv("AZURE_IDENTITY_ENDPOINT", f"{fake.endpoint}/token")
     made = ObjectStore(ObjectOptions.model_validate({"url": "az://kv-cache", "endpoint_url": fake.endpoint}))
-    with pytest.raises(PermanentStoreError, match=r"request for an access token failed: correct AZURE_STORAGE"):
+    with pytest.raises(PermanentStoreError, match=r"request for an access token failed; correct AZURE_STORAGE"):
         made.open()

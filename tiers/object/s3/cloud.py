@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
     from obstore.store import S3Store
 
-_KEYS = (
-    "wrong access key or secret key, of another service or withdrawn; correct the keys that boto3's chain finds "
-    "(environment, profile, role)"
-)
+_CORRECT_KEYS = "correct the keys that boto3's chain finds (environment, profile, role)"
+_KEYS = f"wrong access key or secret key, of another service or withdrawn; {_CORRECT_KEYS}"
 _EXPIRED = "the temporary credentials have expired or are not valid here; renew them, or give this machine a role"
 _REGION = "wrong region or endpoint; set region to that of the bucket"
 _NO_BUCKET = "no such bucket; create it, or correct bucket or endpoint_url"
@@ -40,7 +38,7 @@ _CODES: Mapping[str, tuple[Cause, str]] = {
     "InvalidToken": (Cause.KEYS, _EXPIRED),
     "TokenRefreshRequired": (Cause.KEYS, _EXPIRED),
     "AccessDenied": (
-        Cause.KEYS,
+        Cause.PERMISSION,
         "no permission; the keys need s3:GetObject, PutObject, DeleteObject and ListBucket",
     ),
     "NoSuchBucket": (Cause.BUCKET, _NO_BUCKET),
@@ -57,7 +55,7 @@ class S3Cloud(Cloud):
         credentials: Source of credentials (default: boto3's chain with the options' profile).
     """
 
-    dialect = Dialect(_CODES, keys=_KEYS, bucket=_NO_BUCKET)
+    dialect = Dialect(_CODES, keys=_CORRECT_KEYS, bucket=_NO_BUCKET)
     permissions: ClassVar[Mapping[str, str]] = {
         "list": "s3:ListBucket on the bucket",
         "put": "s3:PutObject on the objects",
