@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
 import tiering
+from tests.cli.conftest import WriteStack
 from tests.cli.runner import ROOT, command, kv_tiering, process
 from tiering.cli.app import FINDINGS, INTERRUPTED, USAGE, cli
 from tiering.cli.parameters import DURATION
@@ -49,7 +51,9 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: tuple[str, ...]) -> 
         (KeyboardInterrupt(), INTERRUPTED, "kv-tiering: interrupted\n"),
         (PermanentStoreError("the medium is on fire"), FINDINGS, "kv-tiering: the medium is on fire\n"),
         (BrokenPipeError(), 0, ""),
-        (OSError(28, "No space left on device"), FINDINGS, "kv-tiering: the output: No space left on device\n"),
+        (OSError(12, "Cannot allocate memory"), FINDINGS, "kv-tiering: Cannot allocate memory\n"),
+        (FileNotFoundError(2, "No such file", "/x"), FINDINGS, "kv-tiering: /x: No such file\n"),
+        (MemoryError("8 GiB"), FINDINGS, "kv-tiering: there is not enough memory: 8 GiB\n"),
     ],
 )
 def test_what_ends_a_command_has_a_code_and_no_traceback(
@@ -61,6 +65,35 @@ def test_what_ends_a_command_has_a_code_and_no_traceback(
     monkeypatch.setattr(cli.commands["schema"], "callback", fail)
     done = kv_tiering("schema")
     assert (done.code, done.err.lstrip("\n")) == (code, text)
+
+
+def test_an_output_that_takes_no_more_is_named() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("schema"), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (FINDINGS, "kv-tiering: the output: No space left on device\n")
+
+
+CPU_ONLY = [
+    (("bench",), "bench measures the tiers behind it"),
+    (("inspect",), "its blocks end with the engine"),
+    (("inspect", "--verify", "--json"), "its blocks end with the engine"),
+    (("gc", "--yes"), "there is nothing to remove"),
+    (("clear", "--all", "--yes"), "there is nothing to remove"),
+    (("epoch", "new", "--all", "--yes"), "it has no epochs; reset the caches of the engine"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), CPU_ONLY)
+def test_a_stack_with_the_cpu_tier_alone_is_told_in_one_line(
+    words: tuple[str, ...], text: str, write_stack: WriteStack
+) -> None:
+    stack = write_stack()
+    done = kv_tiering(*words, stack)
+    assert (done.code, done.out, done.err.count("\n")) == (FINDINGS, "", 1)
+    assert done.err.startswith(f"kv-tiering: {stack} has only the CPU tier: ")
+    assert text in done.err
 
 
 def test_a_reader_that_closes_the_pipe_early_is_no_error() -> None:

@@ -16,8 +16,10 @@ from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process
 from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig
+from tiering.cli import driver
 from tiering.cli.bench import break_evens
 from tiering.cli.measure import Measured
+from tiers.local.admin import LocalAdmin
 from tiers.local.device_speed import device_speed
 
 SHORT = ("--block-bytes", "64KiB", "--depth", "1", "--depth", "4", "--bytes", "2MiB", "--seconds", "500ms")
@@ -89,6 +91,34 @@ def test_a_tier_that_cannot_be_used_is_one_line(write_stack: WriteStack, tmp_pat
     (tmp_path / "file").write_text("")
     done = kv_tiering("bench", write_stack(local(tmp_path / "file" / "kv")), *SHORT)
     assert (done.code, done.err.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(("tier", "size"), [("memory", "1TiB"), ("local", "1TiB"), ("memory", "1GiB")])
+def test_blocks_that_memory_has_no_room_for_are_one_line_with_the_words_to_change(
+    tier: str, size: str, write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "available_bytes", lambda: 20 << 30)
+    monkeypatch.setattr(LocalAdmin, "_check_space", lambda *_: None)
+    stack = write_stack({"type": "memory"} if tier == "memory" else local(tmp_path / "kv"))
+    done = kv_tiering("bench", stack, "--block-bytes", size)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    shown = size.replace("iB", "").replace("1", "1 ") + "iB"
+    assert done.err.startswith(f"kv-tiering: {tier}: 32 rows for blocks of {shown} need ")
+    assert done.err.endswith(" of memory, and 20 GiB are available; give a smaller --block-bytes or --depth\n")
+
+
+def test_the_memory_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, write_stack: WriteStack) -> None:
+    monkeypatch.setattr(driver, "cgroup_free_bytes", lambda: 1 << 20)
+    done = kv_tiering("bench", write_stack({"type": "memory"}), *SHORT)
+    assert (done.code, "and 1 MiB are available" in done.err) == (1, True)
+
+
+def test_a_disk_without_room_for_the_measurement_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:
+    done = kv_tiering("bench", write_stack(local(tmp_path / "kv")), "--block-bytes", "1MiB", "--bytes", "1PiB")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert f"of disk, and {tmp_path} has " in done.err
+    assert done.err.endswith("free some space, or give a smaller --block-bytes, --depth or --bytes\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["stack.yaml"]
 
 
 def test_words_about_tokens_need_each_other(write_stack: WriteStack) -> None:

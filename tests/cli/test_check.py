@@ -17,7 +17,7 @@ from tests.cli.runner import kv_tiering, process
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, rclone_server
 from tests.tiers.local.rig import LocalRig
-from tiering.cli import check as check_module
+from tiering.cli import machine
 from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
 from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
@@ -118,7 +118,7 @@ def test_a_primary_tier_that_no_machine_has_room_for(write_stack: WriteStack) ->
 
 def test_too_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    (found,) = check_module._probe_shared_memory(free * 2, tmp_path)
+    (found,) = machine._probe_shared_memory(free * 2, tmp_path)
     assert (found.severity, "--shm-size" in found.remedy) == (Severity.WARNING, True)
 
 
@@ -128,11 +128,76 @@ def test_blocks_larger_than_the_primary_tier(write_stack: WriteStack) -> None:
     assert (done.code, found["capacity"]) == (1, "error")
 
 
+def stack_findings(*tiers: dict[str, object], block: int = 4096, **words: object) -> dict[str, Finding]:
+    words = {"primary": {"capacity": "8MiB"}, "secondary": list(tiers)} | words
+    return {item.subject: item for item in machine.probe_machine(StackConfig.model_validate(words), block)}
+
+
+def test_a_tier_below_one_block(tmp_path: Path) -> None:
+    found = stack_findings({"type": "memory", "capacity": "1MiB"}, block=2 << 20)["capacity of memory"]
+    assert (found.severity, found.text) == (Severity.ERROR, "1 MiB do not hold one block of 2 MiB")
+    assert found.remedy.startswith("raise secondary[0].capacity (a unit may be missing")
+
+
+@pytest.mark.parametrize(("capacity", "told"), [("4MiB", True), ("8MiB", True), ("16MiB", False)])
+def test_capacities_that_may_be_swapped(capacity: str, told: bool, tmp_path: Path) -> None:
+    found = stack_findings(local(tmp_path, capacity=capacity))
+    assert ("capacity of local" in found) is told
+    if told:
+        assert found["capacity of local"].severity is Severity.WARNING
+        assert "if the two capacities were swapped, swap them back" in found["capacity of local"].remedy
+
+
+def test_a_tier_is_compared_with_the_largest_one_before_it(tmp_path: Path) -> None:
+    found = stack_findings({"type": "memory", "capacity": "64MiB"}, local(tmp_path, capacity="32MiB"))
+    assert "the tier memory before it has 64 MiB" in found["capacity of local"].text
+
+
+def test_watermarks_that_are_swapped_are_refused_with_a_hint(write_stack: WriteStack, tmp_path: Path) -> None:
+    done = kv_tiering("check", write_stack(local(tmp_path, low_watermark=0.9, high_watermark=0.5)))
+    assert (done.code, "swap the two values" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "subject", "text"),
+    [
+        (
+            {"retries": {"backoff": "5s", "backoff_max": "1s"}},
+            "retries.backoff",
+            "5 s is above retries.backoff_max, 1 s",
+        ),
+        ({"breaker": {"probe_after": "10min"}}, "breaker.probe_after", "10 min is above breaker.probe_max, 60 s"),
+    ],
+)
+def test_a_wait_that_begins_above_its_bound(
+    words: dict[str, object], subject: str, text: str, write_stack: WriteStack
+) -> None:
+    report = check(write_stack({"type": "memory", **words}), "--no-round-trip")
+    assert (report.code, report.severity("memory", subject)) == (0, "warning")
+    assert report.text("memory", subject).startswith(f"{text} -> swap the two values, or raise ")
+
+
+@pytest.mark.parametrize(
+    ("place", "severity", "text"),
+    [
+        ("traces", Severity.OK, "traces take up to 4 MiB"),
+        ("file/traces", Severity.ERROR, "no traces can be recorded"),
+        ("/proc/traces", Severity.ERROR, "the file system of /proc stores no files"),
+    ],
+)
+def test_the_directory_of_traces(place: str, severity: Severity, text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = stack_findings(record_trace={"path": str(tmp_path / place), "max_size": "1MiB"})["record_trace"]
+    assert (found.severity, text in found.text) == (severity, True), found
+    assert bool(found.remedy) == (severity is Severity.ERROR)
+    assert not (tmp_path / "traces").exists()
+
+
 def test_a_slow_tier_before_a_fast_one_is_a_warning(tmp_path: Path) -> None:
     stack = StackConfig.model_validate(
         {"primary": {"capacity": "1MiB"}, "secondary": [s3("kv-cache", "http://127.0.0.1:1"), local(tmp_path)]}
     )
-    found = {finding.subject: finding.severity for finding in check_module.probe_machine(stack, 4096)}
+    found = {finding.subject: finding.severity for finding in machine.probe_machine(stack, 4096)}
     assert found["order"] is Severity.WARNING
 
 
@@ -189,6 +254,25 @@ def test_a_full_disk_needs_room_and_no_permission(code: int, tmp_path: Path, mon
     monkeypatch.setattr(probes, "probe_direct", full)
     found = local_findings(tmp_path)["directory"]
     assert (found.severity, found.remedy) == ("error", "free some space, or raise the quota")
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "severity", "remedy"),
+    [
+        (0, 1 << 40, Severity.ERROR, "free some space"),
+        (0, 32 << 20, Severity.ERROR, "use a larger disk"),
+        (32 << 20, 1 << 40, Severity.WARNING, "lower capacity to at most 30.4 MiB, or free some space"),
+        (32 << 20, 32 << 20, Severity.ERROR, "lower capacity to at most 30.4 MiB, or use a larger disk"),
+        (0, 0, Severity.ERROR, "choose a path on a disk"),
+    ],
+)
+def test_a_capacity_is_proposed_only_if_it_holds_a_block(
+    free: int, size: int, severity: Severity, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: Room(f_bavail=free // 4096))
+    monkeypatch.setattr(Files, "size_of_disk", lambda self, path: size)
+    found = local_findings(tmp_path)["free space"]
+    assert (found.severity, found.remedy) == (severity, remedy)
 
 
 class Room(NamedTuple):

@@ -267,7 +267,10 @@ def valid_stacks(draw: st.DrawFn) -> StackConfig:
         "eviction": draw(st.sampled_from(["lru", "arc"])),
         "promotion_share": draw(shares),
     }
-    return written({**draw(st.fixed_dictionaries({}, optional=words)), "primary": primary, "secondary": secondary})
+    drawn = draw(st.fixed_dictionaries({}, optional=words))
+    if any(section["type"] == "mooncake" for section in secondary):
+        drawn = {"revision": draw(names), **drawn}
+    return written({**drawn, "primary": primary, "secondary": secondary})
 
 
 def written(words: dict[str, Any]) -> StackConfig:

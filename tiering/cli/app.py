@@ -24,14 +24,14 @@ from tiering.errors import ConfigError, TieringError
 OK = 0
 """Exit code of a command that found nothing wrong."""
 FINDINGS = 1
-"""Exit code of a command that found problems, or that could not finish its work."""
+"""Exit code of a command that found problems, or that could not do all of its work."""
 USAGE = 2
 """Exit code of a wrong command line or an invalid stack."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 EPILOG = """\b
-Exit codes: 0 nothing wrong, 1 problems found or work not finished,
+Exit codes: 0 nothing wrong, 1 problems found or work not done,
 2 wrong command line or invalid stack, 130 interrupted.
 
 \b
@@ -95,8 +95,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return OK
     except OSError as error:
-        return _fail(f"{error.filename or 'the output'}: {error.strerror or error}", FINDINGS)
+        where = error.filename or ("the output" if _in_output(error) else None)
+        return _fail(f"{'' if where is None else f'{where}: '}{error.strerror or error}", FINDINGS)
+    except MemoryError as error:
+        return _fail(f"there is not enough memory: {error or 'an allocation failed'}", FINDINGS)
     return code if isinstance(code, int) else OK
+
+
+def _in_output(error: BaseException) -> bool:
+    """Return True if ``error`` was raised by a library that prints: such errors name no file."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in {"click", "rich"}
 
 
 def _fail(text: str, code: int) -> int:

@@ -15,13 +15,17 @@ from tiering.api.units import format_bytes
 from tiering.cli.bench_page import bench_page
 from tiering.cli.measure import Measured, Plan, measure_tier
 from tiering.cli.output import duration, print_json, rate, stderr, stdout
-from tiering.cli.parameters import DURATION, SIZE, admin_of, chosen_tiers, json_option, stack_argument, tier_options
+from tiering.cli.parameters import DURATION, SIZE, admin_of, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import note
-from tiering.errors import TieringError
+from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.secondary.admin.contract import TierAdmin
 
 DEFAULT_SIZES = ("512KiB", "2MiB", "8MiB")
 DEFAULT_DEPTHS = (1, 4, 16)
+_CPU_TIER = (
+    "bench measures the tiers behind it; for the copies between GPU and memory, an engine's metrics "
+    "vllm:kv_offload_total_bytes and vllm:kv_offload_total_time tell the bandwidth"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def bench(
         raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token: give both or neither")
     if html is not None and not html.absolute().parent.is_dir():
         raise click.BadParameter(f"{html.parent} is not a directory", param_hint="--html")
-    _, chosen = chosen_tiers(stack, tiers)
+    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     plan = Plan(sizes, depths, nbytes, seconds)
     measured: list[Measured] = []
     failed = False
@@ -126,6 +130,14 @@ def bench(
                     limited = found if no_device else _with_limit(admin, found, plan)
                     measured.append(limited)
                     progress.update(task, description=f"{_line(limited)}")
+            except RegionError as error:
+                failed = True
+                note(options.tier_name, f"{error}; give a smaller --block-bytes or --depth")
+            except OutOfSpaceError as error:
+                failed = True
+                note(
+                    options.tier_name, f"{error}; free some space, or give a smaller --block-bytes, --depth or --bytes"
+                )
             except TieringError as error:
                 failed = True
                 note(options.tier_name, str(error))
@@ -144,6 +156,15 @@ def bench(
     else:
         _print(measured, pays)
     return int(failed)
+
+
+def _remedy(error: TieringError) -> str:
+    """Return how to make the measurement smaller, if it is too large for memory or disk."""
+    if isinstance(error, RegionError):
+        return "; give a smaller --block-bytes or --depth"
+    if isinstance(error, OutOfSpaceError):
+        return "; free some space, or give a smaller --block-bytes, --depth or --bytes"
+    return ""
 
 
 def _with_limit(admin: TierAdmin, found: Measured, plan: Plan) -> Measured:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import resource
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
 import numpy as np
@@ -18,6 +15,7 @@ from rich.text import Text
 from tiering.api.masking import mask_text
 from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
+from tiering.cli.machine import probe_machine
 from tiering.cli.output import duration, print_json, stdout
 from tiering.cli.parameters import (
     admin_of,
@@ -27,12 +25,7 @@ from tiering.cli.parameters import (
     stack_argument,
     tier_options,
 )
-from tiering.config.registry import tier_definition
-from tiering.config.stack import order_problems
-from tiering.config.stack_file import StackConfig
-from tiering.errors import RegionError, TieringError
-from tiering.primary.memory.region import SHM
-from tiering.primary.memory.room import check_room
+from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
 from tiering.secondary.admin.verification import FrameVerifier
 from tiering.secondary.io.frame import FrameError
@@ -47,7 +40,7 @@ _LEAST_SCRATCH = 64 << 20
 _STYLES = {Severity.OK: "green", Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
 PRIMARY = "primary"
-"""Name of the section about the machine and the CPU tier."""
+"""Name of the section about the machine and the stack as a whole."""
 
 
 @click.command()
@@ -96,67 +89,13 @@ def check(
     return int(failed)
 
 
-# ------------------------------------------------------------------------------------------------------------- machine
-
-
-def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
-    """Yield findings about the memory of this machine or container, and about the stack as a whole."""
-    in_memory = [
-        getattr(options, "capacity", None) or 0
-        for options in stack.secondary
-        if tier_definition(options.type).distance == "process"
-    ]
-    needed = stack.primary.capacity + sum(in_memory)
-    try:
-        check_room(needed, None)
-        yield Finding(Severity.OK, "memory", f"there is room for {format_bytes(needed)}")
-    except RegionError as error:
-        yield Finding(Severity.ERROR, "memory", str(error))
-    if stack.primary.capacity < block_bytes:
-        yield Finding(
-            Severity.ERROR,
-            "capacity",
-            f"{format_bytes(stack.primary.capacity)} do not hold one block of {format_bytes(block_bytes)}",
-            "raise primary.capacity",
-        )
-    yield from _probe_shared_memory(stack.primary.capacity)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY and soft < stack.primary.capacity:
-        yield Finding(
-            Severity.INFO,
-            "locked memory",
-            f"the limit is {format_bytes(soft)}; CUDA pins the rows without it, other drivers may need it",
-            "if pinning fails: ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
-        )
-    for problem in order_problems(stack):
-        yield Finding(Severity.WARNING, "order", problem)
-
-
-def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Finding]:
-    try:
-        room = os.statvfs(directory)
-    except OSError as error:
-        yield Finding(Severity.WARNING, str(directory), f"cannot be looked at: {error.strerror}")
-        return
-    free = room.f_bavail * room.f_frsize
-    if free >= capacity:
-        yield Finding(Severity.OK, str(directory), f"{format_bytes(free)} free")
-    else:
-        yield Finding(
-            Severity.WARNING,
-            str(directory),
-            f"{format_bytes(free)} free; an engine with several worker processes keeps the "
-            f"{format_bytes(capacity)} of the primary tier there",
-            "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------------- tiers
 
 
 def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
     """Yield findings about one tier; a failure of a probe is a finding, too."""
     worst = Severity.OK
+    yield from _swapped(options)
     try:
         admin = admin_of(options, replica)
         for finding in admin.check(block_bytes):
@@ -168,23 +107,56 @@ def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, r
             yield from asyncio.run(_read_some(admin))
         elif worst is not Severity.ERROR:
             yield from _round_trip(admin, block_bytes)
+    except RegionError as error:
+        yield Finding(
+            Severity.ERROR,
+            "round trip",
+            str(error),
+            "give the real size of a block with --block-bytes, or leave the round trip out with --no-round-trip",
+        )
+    except OutOfSpaceError as error:
+        yield Finding(
+            Severity.WARNING, "round trip", f"no block was moved: {error}", "free some space, or use --no-round-trip"
+        )
     except TieringError as error:
-        yield Finding(Severity.ERROR, "probe", str(error))
+        text, _, remedy = str(error).partition("; ")
+        yield Finding(Severity.ERROR, "probe", text, remedy)
     except Exception as error:  # a custom tier may raise anything
         yield Finding(Severity.ERROR, "probe", f"{type(error).__name__}: {error}")
+
+
+_ORDERED = (("retries.backoff", "retries.backoff_max"), ("breaker.probe_after", "breaker.probe_max"))
+"""Words whose first value is the beginning of a wait, and whose second one is its bound."""
+
+
+def _swapped(options: TierOptions) -> Iterator[Finding]:
+    """Yield a warning for each wait whose bound is below its beginning."""
+    for first, bound in _ORDERED:
+        values: list[float] = []
+        for word in (first, bound):
+            part, _, name = word.partition(".")
+            value = getattr(getattr(options, part, None), name, None)
+            values += [] if value is None else [value]
+        if len(values) == 2 and values[0] > values[1]:
+            yield Finding(
+                Severity.WARNING,
+                first,
+                f"{duration(values[0])} is above {bound}, {duration(values[1])}",
+                f"swap the two values, or raise {bound}",
+            )
 
 
 def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
     """Store blocks through the tier's own layers, and load them again."""
     count = ROUND_TRIP_BLOCKS
     keys = [scratch_key(number) for number in range(count)]
-    content = np.random.default_rng().integers(0, 256, (count, block_bytes), np.uint8)
     with admin.scratch(max(_LEAST_SCRATCH, 8 * (block_bytes + 8192))) as options:
         if options is None:
             yield Finding(Severity.INFO, "round trip", "the tier has no scratch place; no block was moved")
             return
         # Admission, second touches above all, must not keep the blocks from the medium.
         with TierDriver(eager(options), block_bytes, 2 * count) as driver:
+            content = np.random.default_rng().integers(0, 256, (count, block_bytes), np.uint8)
             driver.rows[:count, :block_bytes] = content
             began = time.monotonic()
             stored = driver.move(keys, range(count), load=False, timeout=ROUND_TRIP_SECONDS)

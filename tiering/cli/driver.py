@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
+from tiering.api.units import format_bytes
 from tiering.config.registry import tier_definition
-from tiering.errors import StoreError, TemporaryStoreError
+from tiering.errors import RegionError, StoreError, TemporaryStoreError
+from tiering.primary.memory.room import available_bytes, cgroup_free_bytes
 from tiering.runtime.news import News
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
 from tiering.secondary.options import TierOptions
@@ -45,6 +47,17 @@ def eager(options: TierOptions) -> TierOptions:
     return options.model_copy(update={word: value for word, value in words.items() if word in known})
 
 
+def _check_memory(needed: int, what: str) -> None:
+    """Check that ``needed`` bytes of memory are available: the kernel promises more than it has.
+
+    Raises:
+        RegionError: they are not.
+    """
+    free = min((room for room in (available_bytes(), cgroup_free_bytes()) if room is not None), default=needed)
+    if needed > free:
+        raise RegionError(f"{what} need {format_bytes(needed)} of memory, and {format_bytes(free)} are available")
+
+
 class TierDriver:
     """One tier with rows of its own. Use it as a context manager, from one thread.
 
@@ -52,11 +65,16 @@ class TierDriver:
         options: options of the tier, at a scratch place.
         block_bytes: bytes of a block.
         num_rows: number of rows.
+
+    Raises:
+        RegionError: there is not enough memory for the rows, and for a tier whose blocks are in memory.
     """
 
     def __init__(self, options: TierOptions, block_bytes: int, num_rows: int) -> None:
         definition = tier_definition(options.type)
         stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        in_memory = options.capacity_bytes or 0 if definition.distance == "process" else 0
+        _check_memory(num_rows * stride + in_memory, f"{num_rows} rows for blocks of {format_bytes(block_bytes)}")
         self.block_bytes = block_bytes
         """Bytes of a block."""
         self.rows: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import click
 
-from tiering.cli.parameters import chosen_tiers, stack_argument, tier_options
+from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import yes_option
 from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.options import SharedOptions
+
+_CPU_TIER = "it has no epochs; reset the caches of the engine, or restart the engine"
 
 
 @click.group(invoke_without_command=True)
@@ -46,7 +48,7 @@ def new(
     """
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
-    config, chosen = chosen_tiers(stack, tiers)
+    config, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
 
     async def find(admin: TierAdmin) -> list[str]:
         found = await named_namespaces(admin, namespace)

@@ -9,10 +9,12 @@ import click
 from tiering.api.units import format_bytes
 from tiering.cli.contents import TierContent, print_contents, read_content
 from tiering.cli.output import duration, print_json
-from tiering.cli.parameters import SIZE, chosen_tiers, json_option, stack_argument, tier_options
+from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import for_each_tier
 from tiering.cli.verify import Resumable, Verified, verify_tier
 from tiering.secondary.admin.contract import TierAdmin
+
+_CPU_TIER = "its blocks end with the engine; kv-tiering top shows them while the engine runs"
 
 SHOWN = 20
 """Damaged blocks that are listed for each tier without ``--json``."""
@@ -58,7 +60,7 @@ def inspect_command(
     """
     if not verify and (rate is not None or state is not None):
         raise click.UsageError("--rate and --state need --verify")
-    _, chosen = chosen_tiers(stack, tiers)
+    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     progress = Resumable(state, stack) if verify else None
 
     async def work(admin: TierAdmin) -> tuple[TierContent, Verified | None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.cli.driver import TierDriver, eager, scratch_key
@@ -91,8 +92,8 @@ def measure_tier(admin: TierAdmin, plan: Plan) -> Iterator[Measured]:
         plan: sizes, depths and amounts.
 
     Raises:
-        UnsupportedError: the tier has no scratch place.
-        StoreError: the tier cannot be used.
+        StoreError: the tier cannot be used, or has no scratch place.
+        RegionError: there is not enough memory for the blocks.
     """
     for block_bytes in plan.block_bytes:
         blocks = plan.blocks(block_bytes)
@@ -115,7 +116,9 @@ class _Bench:
         self._numbers = count()
         self._stored: deque[OffloadKey] = deque(maxlen=blocks // 2)
         """The keys stored last; the tier is large enough to still hold them."""
-        driver.rows[:] = _content(*driver.rows.shape)
+        random = np.random.default_rng(3)
+        for row in driver.rows:
+            row[:] = _content(random, len(row))
 
     def run(self, *, fill: bool) -> Iterator[Measured]:
         if fill:
@@ -192,7 +195,7 @@ class _Bench:
         )
 
 
-def _content(rows: int, row_bytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Return rows of bf16 numbers, which compress as KV does."""
-    numbers = np.random.default_rng(3).standard_normal((rows, row_bytes // 2), np.float32)
-    return np.ascontiguousarray(numbers.view(np.uint16)[:, 1::2]).view(np.uint8).reshape(rows, row_bytes)
+def _content(random: np.random.Generator, row_bytes: int) -> NDArray[np.uint8]:
+    """Return a row of bf16 numbers, which compress as KV does."""
+    numbers = random.standard_normal(row_bytes // 2, np.float32)
+    return np.ascontiguousarray(numbers.view(np.uint16)[1::2]).view(np.uint8)

@@ -11,7 +11,7 @@ import click
 from tiering.api.units import parse_duration, parse_size
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig, load_stack
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, TieringError
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.options import TierOptions
 
@@ -108,6 +108,24 @@ def chosen_tiers(stack: str, names: Sequence[str]) -> tuple[StackConfig, list[Ti
         if name not in known:
             raise ConfigError(f"--tier: the stack has no tier {name!r}; it has {', '.join(known) or 'no tiers'}")
     return config, [options for options in config.secondary if not names or options.tier_name in names]
+
+
+def secondary_tiers(stack: str, names: Sequence[str], cpu_tier: str) -> tuple[StackConfig, list[TierOptions]]:
+    """Return the stack and the chosen tiers, for a command that concerns secondary tiers alone.
+
+    Args:
+        stack: path of the stack file.
+        names: names given by ``--tier``.
+        cpu_tier: what the user of a stack without secondary tiers can do instead, as the end of a sentence.
+
+    Raises:
+        ConfigError: the stack is invalid, or has no tier of that name.
+        TieringError: the stack has no secondary tier.
+    """
+    config, chosen = chosen_tiers(stack, names)
+    if not chosen:
+        raise TieringError(f"{stack} has only the CPU tier: {cpu_tier}")
+    return config, chosen
 
 
 def admin_of(options: TierOptions, replica: str | None) -> TierAdmin:

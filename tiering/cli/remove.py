@@ -9,10 +9,12 @@ import click
 
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
-from tiering.cli.parameters import DURATION, SIZE, chosen_tiers, json_option, stack_argument, tier_options
+from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
 from tiering.secondary.admin.contract import Collected, Limits, TierAdmin
 from tiering.secondary.options import TierOptions
+
+_CPU_TIER = "its blocks end with the engine, so there is nothing to remove"
 
 Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
 """Function that removes blocks of a tier, or counts them if its second argument (a dry run) is True."""
@@ -77,7 +79,7 @@ def gc(
       kv-tiering gc stack.yaml --tier s3 --older-than 30d --yes
       kv-tiering gc stack.yaml --tier s3 --max-total 10TB --yes
     """
-    _, chosen = chosen_tiers(stack, tiers)
+    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     limits = Limits(abandoned=True, older_than=older_than, max_total=max_total, grace=grace)
 
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
@@ -117,7 +119,7 @@ def clear(
     """
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
-    _, chosen = chosen_tiers(stack, tiers)
+    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
 
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
         done: list[Collected] = [

@@ -218,6 +218,15 @@ class StackConfig(Strict):
             for other, outer in enumerate(places)
             if place and outer and place != outer and outer.startswith("/") and Path(place).is_relative_to(outer)
         ]
+        problems += [
+            Problem(
+                ("revision",),
+                f"is missing, and secondary[{index}] ({tier.tier_name}) needs it: {reason}; "
+                "set revision, and another one after each change of the weights",
+            )
+            for index, tier in enumerate(self.secondary)
+            if self.revision is None and (reason := tier_definition(tier.type).needs_revision)
+        ]
         problems += self._check_mode()
         if problems:
             raise Problems(problems)

@@ -31,6 +31,8 @@ class TierDefinition:
 
     KV events contain the distance. A warning uses it when a stack does not list its tiers fastest first.
     """
+    needs_revision: str = ""
+    """Reason why a stack with such a tier must have a ``revision``; empty (default): there is none."""
     admin: Callable[[Any, str | None], TierAdmin] = TierAdmin
     """Function ``admin(options, replica)`` that returns the tier's administration for the command line.
 

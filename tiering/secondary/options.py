@@ -217,7 +217,7 @@ class SlotOptions(CapacityOptions):
         if self.low_watermark > self.high_watermark:
             raise ValueError(
                 f"low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}; "
-                "eviction would never end"
+                "eviction would never end: swap the two values, or leave low_watermark out"
             )
         return self
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import aiofiles
 
 from tiering.api.namespace import fingerprint_of
-from tiering.errors import InUseError, PermanentStoreError
+from tiering.api.units import format_bytes
+from tiering.errors import InUseError, OutOfSpaceError, PermanentStoreError
 from tiering.secondary.admin.contract import (
     Collected,
     EpochState,
@@ -106,6 +107,7 @@ class LocalAdmin(TierAdmin):
         while not parent.is_dir():
             parent = parent.parent
         self._sweep(parent)
+        self._check_space(parent, capacity)
         scratch = parent / f"{SCRATCH}{secrets.token_hex(4)}"
         try:
             scratch.mkdir(mode=DIRECTORY_MODE)
@@ -127,6 +129,23 @@ class LocalAdmin(TierAdmin):
                 raise store_error(error, f"cannot use {directory}") from error
             return device_speed(
                 directory, block_bytes + PAGE, depth, load=load, nbytes=nbytes, seconds=seconds, direct=direct
+            )
+
+    def _check_space(self, parent: Path, capacity: int) -> None:
+        """Check that a scratch place leaves the disk usable.
+
+        Raises:
+            OutOfSpaceError: the disk has less room than ``capacity``.
+            StoreError: the disk cannot be looked at.
+        """
+        try:
+            room = os.statvfs(parent)
+        except OSError as error:
+            raise store_error(error, f"cannot look at {parent}") from error
+        free = room.f_bavail * room.f_frsize
+        if free < capacity:
+            raise OutOfSpaceError(
+                f"the scratch place needs {format_bytes(capacity)} of disk, and {parent} has {format_bytes(free)} free"
             )
 
     def _sweep(self, parent: Path) -> None:

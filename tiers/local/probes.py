@@ -23,6 +23,8 @@ from tiers.local.segments import MAX_OPEN, Geometry
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 _GOOD = frozenset({"ext4", "xfs"})
+_USABLE = 0.95
+"""Share of the free space that a capacity may take: file systems keep some for themselves."""
 _SPARE_FILES = 256
 """Open files that an engine needs besides the segments."""
 
@@ -52,7 +54,7 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
             existing = existing.parent
         if existing != directory:
             yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
-        yield from _probe_existing(options, directory, existing, files)
+        yield from _probe_existing(options, directory, existing, files, geometry.least_capacity)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         yield Finding(
@@ -65,7 +67,9 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
         )
 
 
-def _probe_existing(options: LocalOptions, directory: Path, existing: Path, files: Files) -> Iterator[Finding]:
+def _probe_existing(
+    options: LocalOptions, directory: Path, existing: Path, files: Files, least: int
+) -> Iterator[Finding]:
     if not existing.is_dir():
         yield Finding(
             Severity.ERROR, "directory", f"{existing} is not a directory", "choose another path, or remove the file"
@@ -76,7 +80,7 @@ def _probe_existing(options: LocalOptions, directory: Path, existing: Path, file
         yield Finding(Severity.INFO, "owner", f"in use by {owner}; the directory was only read")
     yield from _probe_rights(directory, existing)
     yield from _probe_file_system(existing)
-    yield from _probe_room(options, directory, existing, files)
+    yield from _probe_room(options, directory, existing, files, least)
     yield from _probe_open_files()
     if os.access(existing, os.W_OK | os.X_OK):
         yield from _probe_direct(directory, existing, files, live=owner is not None)
@@ -139,26 +143,35 @@ def _probe_file_system(existing: Path) -> Iterator[Finding]:
         yield Finding(Severity.OK if kind in _GOOD else Severity.INFO, "file system", text)
 
 
-def _probe_room(options: LocalOptions, directory: Path, existing: Path, files: Files) -> Iterator[Finding]:
+def _probe_room(options: LocalOptions, directory: Path, existing: Path, files: Files, least: int) -> Iterator[Finding]:
+    """Yield the finding about the room on the disk; ``least`` is the smallest capacity that holds a block."""
     room = os.statvfs(existing)
     size, free = files.size_of_disk(existing), room.f_bavail * room.f_frsize
     used = used_bytes(directory) if existing == directory else 0
     text = (
         f"{format_bytes(free)} free, {format_bytes(used)} used by the tier, capacity {format_bytes(options.capacity)}"
     )
-    if size < options.capacity:
+    most = int((free + used) * _USABLE)
+    lower = f"lower capacity to at most {format_bytes(most)}, or " if most >= least else ""
+    if size == 0:
+        kind, _ = file_system(existing)
+        yield Finding(
+            Severity.ERROR, "free space", f"{existing} is on {kind}, which stores no files", "choose a path on a disk"
+        )
+    elif size < options.capacity:
         yield Finding(
             Severity.ERROR,
             "free space",
             f"{text}: the whole file system has only {format_bytes(size)}",
-            f"lower capacity to at most {format_bytes(int((free + used) * 0.95))}, or use a larger disk",
+            f"{lower}use a larger disk",
         )
     elif free + used < options.capacity:
+        # With room for no block at all, the tier stores nothing.
         yield Finding(
-            Severity.WARNING,
+            Severity.WARNING if lower else Severity.ERROR,
             "free space",
             f"{text}: the disk is full before eviction begins",
-            f"lower capacity to at most {format_bytes(int((free + used) * 0.95))}, or free some space",
+            f"{lower}free some space",
         )
     else:
         yield Finding(Severity.OK, "free space", text)

@@ -45,6 +45,11 @@ _BOOKKEEPING_PER_SLOT = 256
 _BOOKKEEPING = 64 * 1024
 
 
+def _least_capacity(slot_bytes: int) -> int:
+    """Return the smallest capacity that holds one slot of this size, in bytes."""
+    return slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """The shape of the segments."""
@@ -74,7 +79,7 @@ class Geometry:
         slot_bytes = PAGE + -(-block_bytes // PAGE) * PAGE
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
         if usable < slot_bytes:
-            least = slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
+            least = _least_capacity(slot_bytes)
             raise ConfigError(
                 f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so set at least {least}"
             )
@@ -94,6 +99,11 @@ class Geometry:
     def segment_bytes(self) -> int:
         """Bytes of a segment file."""
         return self.slot_bytes * self.slots_per_segment
+
+    @property
+    def least_capacity(self) -> int:
+        """Smallest capacity that holds a block, in bytes."""
+        return _least_capacity(self.slot_bytes)
 
     @property
     def num_slots(self) -> int:

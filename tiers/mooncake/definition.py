@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from tiering.api.units import format_bytes
-from tiering.errors import ConfigError, StoreError
+from tiering.errors import StoreError
 from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, TierAdmin, UnsupportedError
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
@@ -25,14 +25,8 @@ def build(options: MooncakeOptions, context: TierContext) -> BlockTier:
     """Return a Mooncake tier that is not open yet.
 
     Raises:
-        ConfigError: Mooncake's package is missing, or the stack has no revision.
+        ConfigError: Mooncake's package is missing.
     """
-    if context.revision is None:
-        # An epoch document that the pool loses while it keeps an older one would bring back older blocks.
-        raise ConfigError(
-            f"tier {context.name}: the pool keeps no documents, so the stack must name the weights itself; "
-            "set revision in the stack, and another one after each change of the weights"
-        )
     store = MooncakeStore(options, PoolClient(options, context.primary_view))
     index = SharedIndex(
         present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
@@ -102,5 +96,7 @@ MOONCAKE_TIER = TierDefinition(
     persistent=True,
     location=lambda options: options.location,
     distance="network",
+    # An epoch document that the pool loses while it keeps an older one would bring back older blocks.
+    needs_revision="the pool keeps no documents, so the stack must name the weights itself",
     admin=MooncakeAdmin,
 )

@@ -13,6 +13,7 @@ from tests.cli.runner import kv_tiering
 from tests.tiers.machines import machine
 from tests.tiers.mooncake.pool import Raw
 from tiering.api.namespace import FORMAT_VERSION
+from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
 from tiering.secondary.index.places import place_prefix
 from tiering.secondary.index.shared import object_name
@@ -194,9 +195,18 @@ def test_wrong_words_are_refused(words: dict[str, object]) -> None:
         MooncakeOptions.model_validate({"master": "pool:50051"} | words)
 
 
-def test_a_stack_without_a_revision_is_refused(pool: Master, make: Make) -> None:
-    with pytest.raises(ConfigError, match="set revision in the stack"):
-        make(pool, revision=None)
+def test_a_stack_without_a_revision_is_refused_with_the_remedy_by_engines_and_by_check(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("primary: {capacity: 8MiB}\nsecondary: [{type: mooncake, master: 'pool:50051'}]\n")
+    problem = (
+        "revision: is missing, and secondary[0] (mooncake) needs it: the pool keeps no documents, so the stack must "
+        "name the weights itself; set revision, and another one after each change of the weights"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_stack(stack)
+    assert str(raised.value) == f"{stack}: {problem}"
+    done = kv_tiering("check", stack)
+    assert (done.code, done.out, done.err) == (2, "", f"kv-tiering: {stack}: {problem}\n")
 
 
 def test_check_finds_a_pool_in_order_and_names_a_master_that_is_not_there(pool: Master, tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Probes of ``check`` that concern the machine, and the stack as a whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiering.api.units import format_bytes
+from tiering.config.registry import tier_definition
+from tiering.config.stack import order_problems
+from tiering.config.stack_file import RecordOptions, StackConfig
+from tiering.errors import RegionError
+from tiering.primary.memory.region import SHM
+from tiering.primary.memory.room import check_room
+from tiering.secondary.admin.contract import Finding, Severity
+
+
+def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
+    """Yield findings about the memory of this machine or container, and about the stack as a whole."""
+    in_memory = [
+        options.capacity_bytes or 0
+        for options in stack.secondary
+        if tier_definition(options.type).distance == "process"
+    ]
+    needed = stack.primary.capacity + sum(in_memory)
+    try:
+        check_room(needed, None)
+        yield Finding(Severity.OK, "memory", f"there is room for {format_bytes(needed)}")
+    except RegionError as error:
+        text, _, remedy = str(error).partition(": ")
+        yield Finding(Severity.ERROR, "memory", text, remedy)
+    yield from _probe_shared_memory(stack.primary.capacity)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < stack.primary.capacity:
+        yield Finding(
+            Severity.INFO,
+            "locked memory",
+            f"the limit is {format_bytes(soft)}; CUDA pins the rows without it, other drivers may need it",
+            "if pinning fails: ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        )
+    yield from _probe_sizes(stack, block_bytes)
+    for problem in order_problems(stack):
+        text, _, remedy = problem.partition(": ")
+        yield Finding(Severity.WARNING, "order", text, remedy)
+    if stack.record_trace is not None:
+        yield _probe_trace(stack.record_trace)
+
+
+def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Finding]:
+    try:
+        room = os.statvfs(directory)
+    except OSError as error:
+        yield Finding(
+            Severity.WARNING,
+            str(directory),
+            f"cannot be looked at: {error.strerror}",
+            f"mount a tmpfs there: engines with several worker processes need {directory}",
+        )
+        return
+    free = room.f_bavail * room.f_frsize
+    if free >= capacity:
+        yield Finding(Severity.OK, str(directory), f"{format_bytes(free)} free")
+    else:
+        yield Finding(
+            Severity.WARNING,
+            str(directory),
+            f"{format_bytes(free)} free; an engine with several worker processes keeps the "
+            f"{format_bytes(capacity)} of the primary tier there",
+            "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm; "
+            "elsewhere: mount -o remount,size=... /dev/shm",
+        )
+
+
+def _probe_sizes(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
+    """Yield findings about tiers below one block, and about those smaller than a faster tier."""
+    largest, size = "the CPU tier", stack.primary.capacity
+    if size < block_bytes:
+        yield _below_one_block("capacity", "primary.capacity", size, block_bytes)
+    for index, options in enumerate(stack.secondary):
+        capacity = options.capacity_bytes
+        if capacity is None:
+            continue
+        where, name = f"secondary[{index}].capacity", options.tier_name
+        if capacity < block_bytes:
+            yield _below_one_block(f"capacity of {name}", where, capacity, block_bytes)
+        elif capacity <= size:
+            yield Finding(
+                Severity.WARNING,
+                f"capacity of {name}",
+                f"{format_bytes(capacity)}, and {largest} before it has {format_bytes(size)}: "
+                f"until a restart, {name} holds almost no block that the faster tier lacks",
+                f"raise {where}; if the two capacities were swapped, swap them back",
+            )
+        if capacity > size:
+            largest, size = f"the tier {name}", capacity
+
+
+def _below_one_block(subject: str, word: str, capacity: int, block_bytes: int) -> Finding:
+    return Finding(
+        Severity.ERROR,
+        subject,
+        f"{format_bytes(capacity)} do not hold one block of {format_bytes(block_bytes)}",
+        f"raise {word} (a unit may be missing: 8GiB, not 8), or give the real size of a block with --block-bytes",
+    )
+
+
+def _probe_trace(options: RecordOptions) -> Finding:
+    """Return the finding about the directory of recorded traces, which an engine makes if it is missing."""
+    directory, another = Path(options.path), "choose another record_trace.path"
+    try:
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        room = os.statvfs(existing)
+    except OSError as error:
+        text = f"no traces can be recorded in {directory}: {error.strerror}"
+        return Finding(Severity.ERROR, "record_trace", text, another)
+    if room.f_blocks == 0:
+        return Finding(Severity.ERROR, "record_trace", f"the file system of {existing} stores no files", another)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        text = f"no traces can be recorded: {existing} is no directory that user {os.geteuid()} may write in"
+        return Finding(Severity.ERROR, "record_trace", text, f"{another}, or give the engine's user rwx there")
+    free = room.f_bavail * room.f_frsize
+    text = f"{format_bytes(free)} free at {existing}, traces take up to {format_bytes(options.total)}"
+    if free < options.total:
+        return Finding(Severity.WARNING, "record_trace", text, "lower record_trace.max_total, or free some space")
+    return Finding(Severity.OK, "record_trace", text)
