@@ -116,6 +116,13 @@ def test_what_is_public_is_sorted_and_there() -> None:
     )
 
 
+def test_all_errors_are_public() -> None:
+    """Authors of tiers raise them, and callers of the library catch them."""
+    named = {name for name, kind in vars(tiering.errors).items() if isinstance(kind, type) and name.endswith("Error")}
+    assert named - set(tiering.__all__) == set()
+    assert len(named) > 10
+
+
 def test_the_version_is_the_distributions() -> None:
     assert f'version = "{tiering.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
