@@ -61,6 +61,10 @@ def test_epoch_new_in_a_process_of_its_own_makes_the_next_start_empty(disk: Path
     dry = process("epoch", "new", disk, "--namespace", name)
     assert (dry.code, dry.out) == (0, f"local\t{name[:8]} (model-a, bfloat16)\n")
     assert "dry run" in dry.err
+    told = process("epoch", "new", disk, "--namespace", name, "--dry-run")
+    assert (told.code, told.out, told.err) == (0, dry.out, "")
+    assert process("epoch", "new", disk, "--namespace", name, "--dry-run", "--yes").code == 2
+    assert held(disk) == 32
     done = process("epoch", "new", disk, "--namespace", name, "--yes")
     assert (done.code, done.err) == (0, "")
     assert "the next engine that opens the directory begins empty" in done.out

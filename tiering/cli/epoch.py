@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
-from tiering.cli.remove import yes_option
+from tiering.cli.remove import dry_run_option, yes_option
 from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.options import SharedOptions
@@ -31,9 +31,16 @@ def epoch(context: click.Context) -> None:
 @click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
 @click.option("--all", "everything", is_flag=True, help="Begin new epochs of all namespaces.")
 @yes_option
+@dry_run_option
 @tier_options
 def new(
-    stack: str, namespace: str | None, everything: bool, yes: bool, tiers: tuple[str, ...], replica: str | None
+    stack: str,
+    namespace: str | None,
+    everything: bool,
+    yes: bool,
+    dry_run: bool,
+    tiers: tuple[str, ...],
+    replica: str | None,
 ) -> int:
     """Begin a new epoch of a namespace: blocks stored before are not served from the tier any more.
 
@@ -48,6 +55,8 @@ def new(
     """
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
+    if yes and dry_run:
+        raise click.UsageError("give either --yes or --dry-run")
     config, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
 
     async def find(admin: TierAdmin) -> list[str]:
@@ -69,7 +78,7 @@ def new(
             "the stack has a revision, whose blocks a new epoch does not concern: "
             "its engines serve them until the stack has another revision",
         )
-    if not going or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
+    if not going or dry_run or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
         return code or int(bool(stay))
     begun, failed = for_each_tier(going, replica, begin)
     for tier, sentences in begun.items():

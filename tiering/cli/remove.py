@@ -29,7 +29,7 @@ def yes_option(command: Callable[..., int]) -> Callable[..., int]:
 
 def dry_run_option(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``--dry-run``."""
-    return click.option("--dry-run", is_flag=True, help="Count what would be removed, and end.")(command)
+    return click.option("--dry-run", is_flag=True, help="Tell what would be done, and end.")(command)
 
 
 @click.command()
