@@ -17,6 +17,7 @@ from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.coordination import Coordination
 from tiering.secondary.definition import TierDefinition
+from tiering.secondary.index.places import place_prefix
 from tiering.secondary.index.shared import SharedIndex, object_name
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.stats import TierStats
@@ -150,11 +151,6 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
         announce=context.news.announce,
         on_absent=store.expect_absent,
     )
-
-
-def place_prefix(namespace: Namespace) -> str:
-    """Return the prefix of the places of one namespace and epoch, below the store's own prefix."""
-    return f"{namespace.directory}/{namespace.fingerprint.hex()}/"
 
 
 def tokens_per_block(namespace: Namespace) -> int:

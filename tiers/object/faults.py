@@ -157,9 +157,7 @@ class Dialect:
             return fault(*self._statuses[404])
         if isinstance(error, (PreconditionError, AlreadyExistsError)) or status in _TRY_AGAIN:
             return fault(Cause.PASSING, "another request for the same object was under way" if status == 409 else first)
-        if isinstance(
-            error, (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)
-        ):
+        if isinstance(error, _REQUEST_ERRORS):
             return fault(Cause.REQUEST, summary(error))
         if status is not None:
             refused = status == 501 or 300 <= status < 500

@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from tests.tiers.coordination.fleet import Fleet, find, ready
+from tiering.secondary.index.places import place_prefix
 from tiering.testing.clock import FakeClock
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
 from tiers.coordination import coordination, directory, scope
 from tiers.coordination.directory import Directory, digests_of
-from tiers.object.definition import place_prefix
 from tiers.object.options import S3Options
 from tiers.valkey.client import ServerAddress, ValkeyClient
 
