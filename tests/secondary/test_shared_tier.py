@@ -37,7 +37,8 @@ class TestSharedTier(_Raw, TierTests):
         (place,) = self.raw_places()
         self.raw_write(place, b"broken")
         assert rig.load(K[:1]) == []
-        rig.wait(lambda: not self.raw_places())
+        rig.wait(lambda: rig.tier.get_stats().blocks_deleted == 1)
+        assert not self.raw_places()
         assert rig.store(K[:1]) == K[:1]
         assert rig.load(K[:1]) == K[:1]
 
