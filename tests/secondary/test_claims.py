@@ -120,6 +120,16 @@ def test_a_store_waits_for_the_answer_and_uploads_what_is_granted() -> None:
     assert rig.fleet.told == upload.places
 
 
+def test_a_tier_is_not_drained_while_a_claim_is_not_answered() -> None:
+    rig = Rig()
+    job = rig.submit(K[:2])
+    assert not rig.tier.drain(rig.clock())
+    rig.fleet.claims[0].granted = [True, True]
+    assert not rig.tier.drain(rig.clock()), "the upload runs"
+    rig.io.finish(job)
+    assert rig.tier.drain(rig.clock())
+
+
 def test_a_store_without_any_grant_ends_and_may_be_offered_again() -> None:
     rig = Rig()
     job = rig.submit(K[:2])

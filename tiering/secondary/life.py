@@ -156,7 +156,7 @@ class TierLife:
         self.wait(self._jobs.begin_waiting, deadline)
         self._io.drain(deadline)
         self._jobs.poll()
-        return not self._jobs.running and self._jobs.waiting_blocks == 0
+        return self._jobs.begin_waiting() and not self._jobs.running
 
     def reset(self, deadline: float, revision: str | None) -> bool:
         """Begin a new epoch, and return True if the invalidation of all older blocks is certain.
