@@ -43,6 +43,14 @@ def test_the_contracts_import_nothing_of_ours_but_the_errors() -> None:
     assert {name for name in ours if not name.startswith("tiering.api.")} == {"tiering.errors"}
 
 
+def test_each_package_says_what_may_import_it_or_what_it_may_import() -> None:
+    packages = [path.parent for path in FILES if path.name == "__init__.py" and path.parent != ROOT / "tiering"]
+    framework = [path for path in packages if "tiers" not in path.parts and path.name != "vllm"]
+    told = {path.name: ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or "" for path in framework}
+    assert [name for name, text in told.items() if not re.search(r"\b[Ii]mports?\b", text)] == []
+    assert len(told) > 20
+
+
 def test_the_framework_imports_no_medium() -> None:
     assert {path for path in who_imports("tiers") if path.startswith("tiering/")} == set()
 

@@ -1,1 +1,4 @@
-"""The memory of the primary tier: shared region, file locks, prefaulting, and the check for room."""
+"""The memory of the primary tier: shared region, file locks, prefaulting, and the check for room.
+
+Whoever opens or maps the region imports it; it imports no other module of the primary tier.
+"""

@@ -1,1 +1,4 @@
-"""The eviction policies, one per file."""
+"""The eviction policies, one per file.
+
+The table and the owners of a table import them; a policy imports no table.
+"""
