@@ -90,6 +90,16 @@ def test_numbers_that_no_machine_can_count_are_refused(word: Any) -> None:
     assert f"secondary[0].{word}: " in refusal(tier(**{word: 10**5000}))
 
 
+@pytest.mark.parametrize("kind", [FAKE, "valkey", "mooncake"])
+@pytest.mark.parametrize("value", ["fast", "0", 129, True])
+def test_a_wrong_number_of_transfers_is_one_problem(kind: str, value: Any) -> None:
+    address = {"valkey": {"url": "valkey://cache:6379"}, "mooncake": {"master": "pool:50051"}}
+    stack = tier(kind, max_inflight=value, **address.get(kind, {})) | {"revision": "1"}
+    problem = refusal(stack)
+    assert problem.startswith("stack: secondary[0].max_inflight: ")
+    assert problem.endswith(" is not a number of transfers; write auto, or a number from 1 to 128")
+
+
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

@@ -16,7 +16,7 @@ A stack with a common word that the class does not name is refused with the reas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -44,6 +44,10 @@ def _known_depth(value: object) -> object:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 128):
         return value
     raise ValueError(f"{shown(value)} is not a number of transfers; write auto, or a number from 1 to 128")
+
+
+Transfers: TypeAlias = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=128)], BeforeValidator(_known_depth)]
+"""A number of transfers at the same time, or "auto"."""
 
 
 class RetryOptions(Strict):
@@ -150,9 +154,7 @@ class BlockTierOptions(TierOptions):
     """Retries of temporary errors."""
     breaker: BreakerOptions = BreakerOptions()
     """Circuit breaker of the medium; reads and writes have one each."""
-    max_inflight: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=128)], BeforeValidator(_known_depth)] = (
-        "auto"
-    )
+    max_inflight: Transfers = "auto"
     """Number of blocks, or runs of neighbouring blocks, moved at the same time (threads); default "auto".
 
     "auto" begins with 8. For loads and for stores, it then finds the number beyond which they no longer become faster,

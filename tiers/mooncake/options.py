@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from tiering.api.units import Duration, Size
-from tiering.secondary.options import BlockTierOptions, SharedOptions
+from tiering.secondary.options import BlockTierOptions, SharedOptions, Transfers
 
 LEAST_SEGMENT = 16 << 20
 """Smallest segment that Mooncake accepts, in bytes."""
@@ -62,7 +62,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
 
     Blocks that arrive later are misses. The blocks in front of them that arrived in time count.
     """
-    max_inflight: Literal["auto"] | Annotated[int, Field(ge=1, le=128)] = 2
+    max_inflight: Transfers = 2
     """Number of calls, of up to 8 MiB each, at the same time (threads); default 2.
 
     Mooncake's client waits by polling: each call under way keeps a core busy.
