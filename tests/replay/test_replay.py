@@ -20,7 +20,7 @@ from tiering.replay.replay import Replay
 from tiering.replay.result import ReplayResult, Times
 from tiering.replay.simulated import SimulatedIo
 from tiering.replay.trace import TraceRequest
-from tiering.secondary.io.messages import IoResult
+from tiering.secondary.io.messages import IoResult, IoTask
 
 MODEL = ReplayModel(prefill_tokens_per_second=100.0, device_bytes_per_second=100 * BLOCK_BYTES)
 DISK = {"type": "local", "path": "/nowhere/kv", "capacity": 1000 * 1024 * 1100}
@@ -203,3 +203,12 @@ def test_quantiles_are_within_two_percent() -> None:
     assert times.quantile(0.99) == pytest.approx(9.9, rel=0.02)
     assert (times.quantile(0.0001), Times().quantile(0.5)) == (0.0, 0.0)
     assert times.mean == pytest.approx(4.995)
+
+
+def test_a_look_for_a_new_epoch_at_a_random_time_is_no_event() -> None:
+    stack = load_stack({"primary": {"capacity": 8 * BLOCK_BYTES}, "secondary": [{"type": "s3", "bucket": "kv-cache"}]})
+    io = Replay(stack, BLOCK_TOKENS, BLOCK_BYTES, MODEL).stack.tiers[0].io
+    ended: list[object] = []
+    io.run(IoTask("epoch", lambda: "none", lambda found, error: ended.append((found, error)), background=True))
+    assert ended == [("none", None)]
+    assert (io.next_answer(), io.next_end()) == (math.inf, math.inf)
