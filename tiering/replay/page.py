@@ -44,6 +44,6 @@ if(which)which.onchange=()=>{pre.textContent=stacks[which.value]};
 copy.onclick=()=>{const range=document.createRange();range.selectNodeContents(pre);const chosen=getSelection();
 chosen.removeAllRanges();chosen.addRange(range);
 const done=()=>{copy.textContent='Copied';setTimeout(()=>{copy.textContent='Copy'},1500)};
-if(navigator.clipboard)navigator.clipboard.writeText(pre.textContent).then(done,()=>{document.execCommand('copy');done()});
-else{document.execCommand('copy');done()}};
+const old=()=>{document.execCommand('copy');done()};
+if(navigator.clipboard)navigator.clipboard.writeText(pre.textContent).then(done,old);else old()};
 """
