@@ -260,8 +260,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         new = self._table.unknown(keys)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        if len(new) > self._table.room:
+            return None
         held = None
-        if len(new) < len(keys):
+        if len(new) < len(keys) and len(new) > self._table.free:
             held = self._pin_held(keys)
         taken = self.allocate(new)
         if held is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -321,12 +321,11 @@ class BlockTable:
 
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
         """Return those of ``keys`` that are readable, and their rows."""
-        readable = self.readable
-        try:
-            return keys, np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
-        except KeyError:
-            keys = [key for key in keys if key in readable]
-            return keys, np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
+        rows = list(map(self.readable.get, keys))
+        if None in rows:
+            found = [row is not None for row in rows]
+            keys, rows = list(compress(keys, found)), list(compress(rows, found))
+        return keys, np.array(rows, np.int64)
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""

@@ -20,6 +20,15 @@ from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Ro
 _CHUNK = 4096
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
+_FIRST_LOOK = 32
+"""Smallest number of entries that a search for victims looks at first."""
+
+_LONGEST_LOOK = 256
+"""Largest number of entries that a search looks at together, unless it needs more rows.
+
+numpy keeps the interpreter lock for so few entries.
+"""
+
 Stamps = NDArray[np.int64]
 """Stamps: a one-dimensional int64 array."""
 
@@ -118,7 +127,7 @@ class RecencyLog:
             rows = self._take_returned(missing)
             taken.append(rows)
             missing -= len(rows)
-        stamps = self._clock.stamps
+        stamps, look = self._clock.stamps, _FIRST_LOOK
         while missing:
             head = self._chunks[0]
             if head.start == head.end:
@@ -128,16 +137,27 @@ class RecencyLog:
                 del self._chunks[0]
                 self._position = max(0, self._position - 1)
                 continue
-            stop = min(head.start + missing, head.end)
+            # Most entries may be dead, so more are looked at than are missing, and those behind the last victim stay.
+            stop = min(head.start + max(look, missing), head.end)
+            look = min(4 * look, _LONGEST_LOOK)
             rows = head.rows[head.start : stop].astype(np.int64)
-            rows = rows[stamps[rows] == head.stamps[head.start : stop]]
-            head.start = stop
+            live = (stamps[rows] == head.stamps[head.start : stop]).nonzero()[0]
+            if len(live) < len(rows):
+                rows = rows[live]
             refs = self._refs[rows]
             if np.count_nonzero(refs):
-                pinned = rows[refs != 0]
-                self._parked[pinned] = True
-                self._parked_rows += len(pinned)
-                rows = rows[refs == 0]
+                free = (refs == 0).nonzero()[0][:missing]
+                if len(free) == missing:
+                    passed = int(free[-1]) + 1
+                    stop = head.start + int(live[passed - 1]) + 1
+                    self._park(rows[:passed], refs[:passed])
+                else:
+                    self._park(rows, refs)
+                rows = rows[free]
+            elif len(rows) > missing:
+                stop = head.start + int(live[missing - 1]) + 1
+                rows = rows[:missing]
+            head.start = stop
             taken.append(rows)
             missing -= len(rows)
         rows = taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else _NO_ROWS
@@ -179,6 +199,12 @@ class RecencyLog:
         rows = np.concatenate(parts)
         return rows, stamps[rows]
 
+    def _park(self, rows: Rows, refs: RefCounts) -> None:
+        """Take the pinned ones of ``rows`` out of the log; ``refs`` are the reference counts of the rows."""
+        pinned = rows[refs != 0]
+        self._parked[pinned] = True
+        self._parked_rows += len(pinned)
+
     def _unpark(self, rows: Rows) -> None:
         parked = rows[self._parked[rows]]
         if len(parked):
@@ -186,16 +212,19 @@ class RecencyLog:
             self._parked_rows -= len(parked)
 
     def _take_returned(self, count: int) -> Rows:
-        rows = np.concatenate([part for part, _ in self._returned])
-        entry_stamps = np.concatenate([part for _, part in self._returned])
+        rows, entry_stamps = self._returned[0]
+        if len(self._returned) > 1:
+            rows = np.concatenate([part for part, _ in self._returned])
+            entry_stamps = np.concatenate([part for _, part in self._returned])
         live = self._clock.stamps[rows] == entry_stamps
-        rows, entry_stamps = rows[live], entry_stamps[live]
-        free = self._refs[rows] == 0
-        pinned = rows[~free]
-        self._parked[pinned] = True
-        self._parked_rows += len(pinned)
-        rows, entry_stamps = rows[free], entry_stamps[free]
-        order = np.argsort(entry_stamps)
+        if np.count_nonzero(live) < len(live):
+            rows, entry_stamps = rows[live], entry_stamps[live]
+        refs = self._refs[rows]
+        if np.count_nonzero(refs):
+            self._park(rows, refs)
+            free = refs == 0
+            rows, entry_stamps = rows[free], entry_stamps[free]
+        order = entry_stamps.argsort()
         keep = order[count:]
         self._returned = [(rows[keep], entry_stamps[keep])] if len(keep) else []
         oldest: Rows = rows[order[:count]]
