@@ -7,9 +7,9 @@ of a prefix with many holes grows by a small amount per hole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import compress, count, takewhile
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
 
 _NONE: frozenset[OffloadKey] = frozenset()
+
+
+def _leading(keys: Sequence[OffloadKey], others: Container[OffloadKey]) -> int:
+    """Return the number of leading ``keys`` that are not among ``others``."""
+    return next(compress(count(), map(others.__contains__, keys)), len(keys))
 
 
 @dataclass(slots=True)
@@ -99,7 +104,7 @@ class PrefixSearch:
         while position < len(keys):
             key = keys[position]
             if key in self._readable:
-                position += sum(1 for _ in takewhile(self._readable.__contains__, keys[position:]))
+                position += len(list(takewhile(self._readable.__contains__, keys[position:])))
             elif key in request.refused:
                 break
             elif key in self._pending:
@@ -134,7 +139,8 @@ class PrefixSearch:
         """
         undecided, left = False, len(walk.keys) - position
         for state in request.tiers:
-            if not state.in_service or left < state.tier.min_prefix_blocks:
+            least = state.tier.min_prefix_blocks
+            if not state.in_service or left < least:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
@@ -142,10 +148,8 @@ class PrefixSearch:
                 if answer is None:
                     continue
                 end = walk.held_until[state.rank] = position + answer.held
-                may_grow = answer.undecided and answer.held < max(
-                    state.tier.min_prefix_blocks, walk.at_least - position
-                )
-            keys = self._run_to_promote(state, request, walk, position, end)
+                may_grow = answer.undecided and answer.held < max(least, walk.at_least - position)
+            keys = self._run_to_promote(state, request, walk, position, end) if end - position >= least else ()
             if keys:
                 self._pin_head(walk, position)
                 promoted, walk.waits = self._promotions.start(state, request, keys, position)
@@ -155,7 +159,7 @@ class PrefixSearch:
 
     def _run_to_promote(
         self, state: TierState, request: Request, walk: _Walk, position: int, end: int
-    ) -> list[OffloadKey]:
+    ) -> Sequence[OffloadKey]:
         """Return the leading keys to promote by one load: the tier holds them, the primary tier does not.
 
         Args:
@@ -166,23 +170,19 @@ class PrefixSearch:
             end: index behind the last key that the tier holds.
 
         Returns:
-            The keys. The list is empty if the tier holds too few blocks to be worth a load.
+            The keys; none if the tier holds too few blocks to be worth a load.
         """
-        held = walk.keys[position:end]
-        keys: Iterable[OffloadKey] = held
-        refused, failed = request.refused, request.failed.get(state.rank, _NONE)
-        if refused or failed:
-            keys = takewhile(lambda key: key not in refused and key not in failed, held)
-        rest = iter(keys)
-        head = list(islice(rest, state.tier.min_prefix_blocks))
-        if len(head) < state.tier.min_prefix_blocks:
-            return []
+        keys = walk.keys[position:end]
+        for excluded in (request.refused, request.failed.get(state.rank, _NONE)):
+            if excluded:
+                keys = keys[: _leading(keys, excluded)]
+        if len(keys) < state.tier.min_prefix_blocks:
+            return ()
         readable, pending = self._readable, self._pending
-        if position + len(held) < walk.at_least and not all(
-            key in readable or key in pending for key in walk.keys[end : walk.at_least]
-        ):
-            return []
-        return list(takewhile(lambda key: key not in readable and key not in pending, chain(head, rest)))
+        if end < walk.at_least and not all(key in readable or key in pending for key in walk.keys[end : walk.at_least]):
+            return ()
+        keys = keys[: _leading(keys, readable)]
+        return keys[: _leading(keys, pending)] if pending else keys
 
     def _pin_head(self, walk: _Walk, position: int) -> None:
         """Pin the readable blocks before ``position``.

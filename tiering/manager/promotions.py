@@ -12,9 +12,11 @@ promotion is a miss for its requests at once; its rows become free when the tier
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +97,8 @@ class Promotions:
         self._running: dict[int, deque[Promotion]] = {}
         self._expiries: deque[tuple[float, Request, list[OffloadKey]]] = deque()
         self._reservations: NDArray[np.int32] = np.zeros(primary.num_rows, np.int32)
+        self._next_expiry = math.inf
+        """Time before which nothing expires."""
         self.rows_promoting = 0
         """Rows of queued and running promotions, those that were given up left out."""
         self.rows_reserved = 0
@@ -189,6 +193,7 @@ class Promotions:
         for promotion in queued.values():
             for part in self._divide(promotion):
                 self._running.setdefault(part.state.rank, deque()).append(part)
+                self._next_expiry = min(self._next_expiry, part.deadline)
                 yield part
 
     def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
@@ -219,6 +224,9 @@ class Promotions:
         """
         keys, rows = promotion.keys, as_rows(promotion.rows)
         promotion.ended = True
+        running = self._running.get(promotion.state.rank, ())
+        while running and running[0].ended:
+            running.popleft()
         promotion.state.loading_rows -= len(keys)
         if promotion.awaited:
             self.rows_promoting -= len(keys)
@@ -259,8 +267,7 @@ class Promotions:
         return kept, rows[good]
 
     def _forget(self, promotion: Promotion) -> None:
-        for key in promotion.keys:
-            self._in_flight.pop(key, None)
+        deque(map(self._in_flight.pop, promotion.keys, repeat(None)), maxlen=0)
         promotion.owner.asked.difference_update(promotion.keys)
         for key, requests in promotion.others.items():
             for request in requests:
@@ -300,7 +307,9 @@ class Promotions:
         self.rows_reserved += len(rows) - int(np.count_nonzero(reservations))
         self._reservations[rows] = reservations + 1
         request.reserved.update(zip(keys, rows.tolist(), strict=True))
-        self._expiries.append((self._clock() + self._reservation_deadline, request, keys))
+        until = self._clock() + self._reservation_deadline
+        self._expiries.append((until, request, keys))
+        self._next_expiry = min(self._next_expiry, until)
 
     def claim(self, request: Request, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Protect the rows of a load that begins now.
@@ -321,6 +330,8 @@ class Promotions:
             self._unreserve(request, list(request.reserved))
 
     def _unreserve(self, request: Request, keys: Sequence[OffloadKey]) -> int:
+        if not request.reserved:
+            return 0
         rows = [row for key in keys if (row := request.reserved.pop(key, None)) is not None]
         if rows:
             self._uncount(as_rows(rows))
@@ -336,17 +347,25 @@ class Promotions:
 
     def expire(self, now: float) -> None:
         """Give up running promotions that are overdue at ``now``, and end reservations that have expired."""
+        if now >= self._next_expiry:
+            self._expire(now)
+        self.waiters.expire(now)
+
+    def _expire(self, now: float) -> None:
+        self._next_expiry = math.inf
         for running in self._running.values():
             while running and (running[0].ended or running[0].deadline <= now):
                 promotion = running.popleft()
                 if not promotion.ended and promotion.awaited:
                     self._stats.promotions_overdue += len(promotion.keys)
                     self.give_up(promotion)
+            if running:
+                self._next_expiry = min(self._next_expiry, running[0].deadline)
         while self._expiries and self._expiries[0][0] <= now:
             _, request, keys = self._expiries.popleft()
             self._stats.reservations_expired += self._unreserve(request, keys)
-        if self.waiters:
-            self.waiters.expire(now)
+        if self._expiries:
+            self._next_expiry = min(self._next_expiry, self._expiries[0][0])
 
     def give_up(self, promotion: Promotion) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
