@@ -323,11 +323,12 @@ class StoreBudget:
         one that does not fit are not looked at: every step asks, and many keys may wait for a slow medium.
         """
         room = self._limit // 2 - self.used
-        sizes = map(self._size_of, keys)
-        return len(list(takewhile(room.__ge__, accumulate(sizes)))) or int(bool(keys) and not self.used)
-
-    def _size_of(self, key: OffloadKey) -> int:
-        return self._group_bytes[key[-1] if len(self._group_bytes) > 1 else 0]
+        if len(self._group_bytes) == 1:
+            fitting = min(len(keys), max(0, room) // self._group_bytes[0])
+        else:
+            sizes = map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys))
+            fitting = len(list(takewhile(room.__ge__, accumulate(sizes))))
+        return fitting or int(bool(keys) and not self.used)
 
     def fitting(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading ``keys`` fit into the budget.

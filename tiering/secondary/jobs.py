@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.transfer import Rows, as_rows
-from tiering.block_store import Done, Outcome, Place
+from tiering.block_store import Done, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.secondary.claims import PlannedStore, StoreClaims
 from tiering.secondary.contract import JobResult, TransferJob, WaitingStores
@@ -86,7 +86,7 @@ class TierJobs:
         """Counters of failed blocks."""
         self._name = context.name
         self._clock = context.clock
-        self._deadlines = {IoKind.LOAD: parts.options.longest_load, IoKind.STORE: parts.options.deadline}
+        self._load_deadline, self._store_deadline = parts.options.longest_load, parts.options.deadline
         self._pace = (
             LoadPace(parts.options.longest_load, lambda: parts.io.load_depth, context.clock) if index.shared else None
         )
@@ -304,7 +304,7 @@ class TierJobs:
             return
         if self._pace is not None:
             self._pace.begin(sizes)
-        self.overdue.begin(job.job_id, job.submitted_at + self._deadlines[IoKind.LOAD], len(known))
+        self.overdue.begin(job.job_id, job.submitted_at + self._load_deadline, len(known))
         self._stats.promotions_active += len(keys)
         self._submit(RunningJob(job, [], 0, self._epochs), IoKind.LOAD, keys, rows, known, sizes)
 
@@ -325,8 +325,10 @@ class TierJobs:
         job = running.job
         self._running[job.job_id] = running
         # A store may have waited for places; a request waits for a load from its submission on.
-        begins = job.submitted_at if kind is IoKind.LOAD else self._clock()
-        deadline = begins + self._deadlines[kind]
+        if kind is IoKind.LOAD:
+            deadline = job.submitted_at + self._load_deadline
+        else:
+            deadline = self._clock() + self._store_deadline
         self._io.submit(
             IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
         )
@@ -366,7 +368,7 @@ class TierJobs:
         stalled = self._pace is not None and self._pace.stalled(self._io.stats.read_bytes)
         for rows in self.overdue.expire(now):
             self._stats.loads_overdue += rows
-            overdue = f"a load of {rows} blocks did not end within {self._deadlines[IoKind.LOAD]:g} s"
+            overdue = f"a load of {rows} blocks did not end within {self._load_deadline:g} s"
             if stalled:
                 # Each further request would wait as long; probes in the background find out when the medium answers.
                 reads.trip(f"{overdue}, and no block arrived meanwhile")
@@ -405,7 +407,8 @@ class TierJobs:
             logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, io_job.job_id)
             return
         self._hooks.on_result(result)
-        if result.outcomes.count(Done.DONE) < len(result.outcomes):
+        done = result.outcomes.count(Done.DONE)
+        if done < len(result.outcomes):
             ended = zip(io_job.places, result.outcomes, strict=True)
             if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
                 self._hooks.retire(bad)
@@ -413,28 +416,32 @@ class TierJobs:
         self._stats.observe_job(now - io_job.submitted_at)
         # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
         current = running.epochs == self._epochs
-        arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
+        if current and done == len(result.outcomes):
+            arrived = [True] * done
+        else:
+            arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
         if io_job.kind is IoKind.STORE:
             revoked = self._hooks.revoked_places()
             if revoked:
                 arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
-            self._end_store(io_job, running, result.outcomes, arrived, now)
+            keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+            self._end_store(result, running, arrived, keys, now)
         else:
             if self._pace is not None:
                 self._pace.end(io_job.sizes, result.transfer_bytes)
-            self._end_load(io_job, result.outcomes, arrived, now)
-        keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+            keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+            self._end_load(result, arrived, keys, now)
         if current and len(keys) < len(io_job.keys):
             self.failures.note(io_job, result.outcomes)
         held = running.held if current else []
         self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
 
     def _end_store(
-        self, io_job: IoJob, running: RunningJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float
+        self, result: IoResult, running: RunningJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float
     ) -> None:
+        io_job = result.job
         self._budget.used -= running.stored_bytes
         self._index.end_store(io_job.keys, io_job.places, arrived, now)
-        stored = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
         if self._coordination is not None and self._index.holds_epoch(io_job.places):
             self._coordination.stored(list(compress(io_job.places, arrived)))
             if len(stored) < len(io_job.keys):
@@ -443,24 +450,30 @@ class TierJobs:
         self._stats.cascades += len(stored)
         if len(stored) < len(io_job.keys):
             # A put is never absent: these blocks were withdrawn.
-            self._stats.cascades_failed += len(io_job.keys) - len(stored) - outcomes.count(Done.ABSENT)
+            self._stats.cascades_failed += len(io_job.keys) - len(stored) - result.outcomes.count(Done.ABSENT)
         self._stats.cascades_active -= len(io_job.keys)
         self._events.stored(stored)
 
-    def _end_load(self, io_job: IoJob, outcomes: Sequence[Outcome], arrived: list[bool], now: float) -> None:
-        if not self.overdue.end(io_job.job_id):
+    def _end_load(self, result: IoResult, arrived: list[bool], loaded: Sequence[OffloadKey], now: float) -> None:
+        io_job, outcomes = result.job, result.outcomes
+        all_done = outcomes.count(Done.DONE) == len(outcomes)
+        if not self.overdue.end(io_job.job_id) and not all_done:
             waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
             self._stats.loads_overdue += waited
             if waited == len(outcomes):
                 self._io.breakers.reads.record_failure(
-                    f"a load of {waited} blocks was not taken up within {self._deadlines[IoKind.LOAD]:g} s"
+                    f"a load of {waited} blocks was not taken up within {self._load_deadline:g} s"
                 )
         if self._events.announces_found:
-            self._events.found(list(compress(io_job.keys, arrived)))
-        lost = [outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes]
+            self._events.found(loaded)
+        lost = [False] * len(outcomes)
+        if not all_done:
+            lost = [
+                outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes
+            ]
         self._events.removed(self._index.end_load(io_job.keys, io_job.places, lost, now))
         if self._index.shared:
             self._corrupt.ended(io_job, outcomes)
-        self._stats.promotions += sum(arrived)
-        self._stats.promotions_failed += len(arrived) - sum(arrived)
+        self._stats.promotions += len(loaded)
+        self._stats.promotions_failed += len(arrived) - len(loaded)
         self._stats.promotions_active -= len(arrived)

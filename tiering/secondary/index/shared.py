@@ -172,11 +172,15 @@ class SharedIndex(TierIndex):
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
+        places: list[Place] = list(map(self._place_of, keys))
+        known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
+        if True not in known and not self._refused and self._writing.isdisjoint(places):
+            self._writing.update(places)
+            return StorePlan(list(range(len(keys))), places)
+        named, places = places, []
         positions: list[int] = []
-        places: list[Place] = []
         already_held: list[int] = []
-        known = map(partial(lt, now), map(self._present.get, keys, repeat(0.0)))
-        for position, (place, present) in enumerate(zip(map(self._place_of, keys), known, strict=True)):
+        for position, (place, present) in enumerate(zip(named, known, strict=True)):
             if present:
                 already_held.append(position)
             elif place not in self._writing and keys[position] not in self._refused:
