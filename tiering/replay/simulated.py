@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
@@ -60,15 +61,20 @@ class SimulatedStore(BlockStore):
         """Record that blocks were written."""
         if not self._named:
             return
-        now = self._clock.now
-        for place in places:
-            self._stored.pop(place, None)
-            self._stored[place] = now
+        # A block that is written again counts as new: the dictionary is in the order of the writes.
+        deque(map(self._stored.pop, places, repeat(None)), maxlen=0)
+        self._stored.update(dict.fromkeys(places, self._clock.now))
         self._expire()
 
-    def held(self, place: Place) -> bool:
-        """Return True if a block is at ``place``; a medium with slots is asked for blocks that it holds only."""
-        return not self._named or self._stored.get(place, -math.inf) + self._ttl > self._clock.now
+    def held(self, places: Sequence[Place]) -> list[bool]:
+        """Return True for each block that is there.
+
+        A medium with slots is asked for blocks that it holds only.
+        """
+        if not self._named:
+            return [True] * len(places)
+        now, ttl = self._clock.now, self._ttl
+        return [written is not None and written + ttl > now for written in map(self._stored.get, places)]
 
     @property
     def blocks(self) -> int:
@@ -87,10 +93,10 @@ class SimulatedStore(BlockStore):
         self.hold((block.place,))
 
     def get_one(self, block: BlockIO) -> Done:
-        return Done.DONE if self.held(block.place) else Done.ABSENT
+        return Done.DONE if self.held((block.place,))[0] else Done.ABSENT
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
-        return StoreProbe(tuple(map(self.held, places)))
+        return StoreProbe(tuple(self.held(places)))
 
     def read_document(self, name: str) -> bytes | None:
         return self._documents.get(name)
@@ -166,17 +172,21 @@ class SimulatedIo:
         self._clock = clock
         self._order = count()
         self._jobs: list[tuple[float, int, IoJob, Outcome | None]] = []
+        self._load_ends: list[float] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
         self._deadlines: list[float] = []
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
-        loads = [end for end, _, job, _ in self._jobs if job.kind is IoKind.LOAD]
-        return min([*loads, *(task[0] for task in self._tasks)], default=math.inf)
+        loads, tasks = self._load_ends, self._tasks
+        end = loads[0] if loads else math.inf
+        return tasks[0][0] if tasks and tasks[0][0] < end else end
 
     def next_end(self) -> float:
         """Return the time at which the next job, task or probe ends; infinity if none is under way."""
-        return min((part[0][0] for part in (self._jobs, self._tasks) if part), default=math.inf)
+        jobs, tasks = self._jobs, self._tasks
+        end = jobs[0][0] if jobs else math.inf
+        return tasks[0][0] if tasks and tasks[0][0] < end else end
 
     def submit(self, job: IoJob) -> None:
         loads, stats = job.kind is IoKind.LOAD, self.stats
@@ -203,6 +213,8 @@ class SimulatedIo:
 
     def _add(self, job: IoJob, end: float, failure: Outcome | None) -> None:
         heapq.heappush(self._jobs, (end, next(self._order), job, failure))
+        if job.kind is IoKind.LOAD:
+            heapq.heappush(self._load_ends, end)
         self.due = min(self.due, end, job.deadline)
 
     def run(self, task: IoTask) -> None:
@@ -224,7 +236,8 @@ class SimulatedIo:
         self.due = min(self.due, end)
 
     def poll(self) -> Sequence[IoResult]:
-        now, tasks, jobs, deadlines = self._clock.now, self._tasks, self._jobs, self._deadlines
+        now, tasks, jobs = self._clock.now, self._tasks, self._jobs
+        loads, deadlines = self._load_ends, self._deadlines
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
@@ -232,6 +245,8 @@ class SimulatedIo:
         while jobs and jobs[0][0] <= now:
             _, _, job, failure = heapq.heappop(jobs)
             ended.append(self._result(job, failure))
+        while loads and loads[0] <= now:
+            heapq.heappop(loads)
         while deadlines and deadlines[0] <= now:
             heapq.heappop(deadlines)
         self.due = min(
@@ -249,7 +264,7 @@ class SimulatedIo:
             self.store.hold(job.places)
             outcomes = [Done.DONE] * len(job.keys)
         else:
-            outcomes = [Done.DONE if self.store.held(place) else Done.ABSENT for place in job.places]
+            outcomes = [Done.DONE if held else Done.ABSENT for held in self.store.held(job.places)]
         return IoResult(job, outcomes, sum(job.sizes), 0.0)
 
     def wait(self, timeout: float) -> bool:

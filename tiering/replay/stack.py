@@ -77,15 +77,18 @@ class SimulatedStack:
     @property
     def loads(self) -> int:
         """Number of loads submitted to the media so far."""
-        return sum(tier.io.loads.jobs for tier in self.tiers)
+        submitted = 0
+        for tier in self.tiers:
+            submitted += tier.io.loads.jobs
+        return submitted
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
-        return min((tier.io.next_answer() for tier in self.tiers), default=math.inf)
+        return min([tier.io.next_answer() for tier in self.tiers], default=math.inf)
 
     def next_end(self) -> float:
         """Return the time at which the next job or probe of any tier ends; infinity if none is under way."""
-        return min((tier.io.next_end() for tier in self.tiers), default=math.inf)
+        return min([tier.io.next_end() for tier in self.tiers], default=math.inf)
 
 
 def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> SimulatedStack:

@@ -16,6 +16,9 @@ Hashes = NDArray[np.uint64]
 KEY_BYTES = 8 + GROUP_BYTES
 """Length of a replayed block's key in bytes."""
 
+_PACKED = np.dtype([("hash", ">u8"), ("group", np.uint8, GROUP_BYTES)])
+_KEY = np.dtype((np.void, KEY_BYTES))
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
@@ -62,7 +65,7 @@ def chained(ids: Iterable[int]) -> Hashes:
 
 def keys_of(hashes: Hashes) -> list[OffloadKey]:
     """Return the keys of blocks of KV-cache group 0."""
-    packed = np.zeros((len(hashes), KEY_BYTES), np.uint8)
-    packed[:, :8] = hashes.astype(">u8").view(np.uint8).reshape(-1, 8)
-    data = packed.tobytes()
-    return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+    packed = np.zeros(len(hashes), _PACKED)
+    packed["hash"] = hashes
+    keys: list[OffloadKey] = np.ndarray(len(hashes), _KEY, packed.data).tolist()
+    return keys
