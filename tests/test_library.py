@@ -71,6 +71,8 @@ def test_a_block_of_an_earlier_life_is_promoted() -> None:
             "get_offload_group_idx",
         ),
         *("OffloadingManager", "OffloadingSpec", "SecondaryTierManager", "BlockStore", "TransferJob", "JobResult"),
+        # What an OffloadingSpec of one's own is made from, and returns.
+        *("EngineConfig", "KVCacheGroup", "CanonicalKVCaches", "OffloadingHandler", "TransferResult"),
         *(
             "TieringOffloadingManager",
             "ConfigError",

@@ -3,7 +3,14 @@
 Names that are not listed in ``__all__`` are private.
 """
 
-from tiering.api.engine import OffloadingSpec
+from tiering.api.engine import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    EngineConfig,
+    KVCacheGroup,
+    OffloadingSpec,
+)
 from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import KVLayout, ModelIdentity
@@ -12,6 +19,7 @@ from tiering.api.transfer import BlockIDsLoadStoreSpec, CPULoadStoreSpec, GPULoa
 from tiering.block_store import BlockIO, BlockStore, Done, StoreProbe
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig, load_stack
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.errors import (
     ConfigError,
     CorruptBlockError,
@@ -48,14 +56,19 @@ __all__ = [
     "BlockStore",
     "CPULoadStoreSpec",
     "CPUPrimaryTierOffloadingManager",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
     "ConfigError",
     "CorruptBlockError",
     "DeviceError",
     "Done",
+    "EngineConfig",
     "EvictionPolicy",
     "GPULoadStoreSpec",
     "InUseError",
     "JobResult",
+    "KVCacheGroup",
     "KVLayout",
     "LoadStoreSpec",
     "ModelIdentity",
@@ -64,6 +77,7 @@ __all__ = [
     "OffloadKey",
     "OffloadPolicy",
     "OffloadingEvent",
+    "OffloadingHandler",
     "OffloadingManager",
     "OffloadingSpec",
     "OutOfSpaceError",
@@ -89,6 +103,7 @@ __all__ = [
     "TieringError",
     "TieringOffloadingManager",
     "TransferJob",
+    "TransferResult",
     "WritesRefusedError",
     "WrongThreadError",
     "get_offload_block_hash",

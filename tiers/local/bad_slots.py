@@ -239,7 +239,7 @@ class BadSlots:
     def _saved(self, result: None, error: BaseException | None) -> None:
         self._saving = False
         if error is not None:
-            self._unsaved = bool(self._slots)
+            self._unsaved = True
             self._save_due = self._clock() + _RETRY_SECONDS
             if self._lines.admit():
                 logger.warning(

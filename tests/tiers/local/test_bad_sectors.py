@@ -12,9 +12,10 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.api.keys import OffloadKey
+from tiering.errors import TemporaryStoreError
 from tiering.testing.device import BadSectorDevice, FaultyDevice
 from tiering.testing.frames import key_of
-from tiers.local import bad_slots
+from tiers.local import LocalStore, bad_slots
 from tiers.local.bad_slots import decode, encode
 from tiers.local.layout import PAGE
 
@@ -242,6 +243,31 @@ def test_a_bad_slot_is_tried_rarely_and_comes_back_when_it_can_be_written_and_re
         keys = many(slots)
         assert store_all(rig, keys) == slots
         assert bad in {rig.place(key) for key in rig.held(keys)}
+
+
+def test_a_list_that_became_empty_is_written_again_after_its_write_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in {"FIRST_TRIAL_SECONDS": 0.005, "_LOOK_SECONDS": 0.0, "_RETRY_SECONDS": 0.0}.items():
+        monkeypatch.setattr(bad_slots, name, seconds)
+    refused: list[str] = []
+    write = LocalStore.write_document
+
+    def refuse_the_first_empty_list(store: LocalStore, name: str, document: bytes) -> None:
+        if decode(document) == [] and not refused:
+            refused.append(name)
+            raise TemporaryStoreError("refused")
+        write(store, name, document)
+
+    monkeypatch.setattr(LocalStore, "write_document", refuse_the_first_empty_list)
+    device = BadSectorDevice()
+    with opened(tmp_path, files=device) as rig:
+        path = tmp_path / "documents" / rig.tier.store.geometry.bad_slots_document
+        damage(rig, device, next_slot(rig))
+        rig.store(many(8))
+        rig.wait(path.exists)
+        device.heal()
+        rig.wait(lambda: bool(refused) and decode(path.read_bytes()) == [])
 
 
 # ----------------------------------------------------------------------------------------- media that refuse all writes
