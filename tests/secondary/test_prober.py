@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,19 @@ def test_a_missing_first_block_takes_one_round() -> None:
     medium = Medium(0)
     held_prefix(medium.ask, chain(8192))
     assert len(medium.rounds) == 1
+
+
+@given(
+    st.integers(1, 600).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, length))), st.integers(1, 12)
+)
+def test_a_cautious_probe_asks_for_the_first_block_alone(length_and_held: tuple[int, int], width: int) -> None:
+    length, held = length_and_held
+    medium = Medium(held)
+    assert held_prefix(medium.ask, replace(chain(length), cautious=True), width) == held
+    assert medium.rounds[0] == 1
+    assert held or len(medium.rounds) == 1
+    silent = Medium(held, frozenset({0}))
+    assert held_prefix(silent.ask, replace(chain(length), cautious=True), width) is None
 
 
 def test_a_medium_that_cannot_say_anything_teaches_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index import shared
 from tiering.secondary.index.contract import Probe
@@ -160,6 +161,36 @@ def test_a_store_during_a_probe_is_not_undone_by_its_answer() -> None:
     store(index, K[:1], NOW + 0.1)
     index.end_probe(probe, 0, NOW + 0.2)
     assert index.lookup_prefix(K[:1], NOW + 0.2) == PrefixAnswer(1, False)
+
+
+def test_places_behind_a_block_that_a_probe_missed_are_announced_as_absent_before_their_store() -> None:
+    absent: list[Place] = []
+    index = SharedIndex(present_ttl=60, absent_ttl=5, on_absent=absent.extend)
+    index.enter("ns/epoch/")
+    assert index.plan_store(K[:2], NOW).places  # no probe has asked for them
+    assert absent == []
+    index.end_probe(ask(index, K[4:8]), 1, NOW)
+    assert index.plan_store(K[4:5], NOW).already_held == [0]
+    assert index.plan_store(K[6:8], NOW + 4).places  # the probe found a block before these absent, not these
+    assert absent == []
+    assert index.plan_store(K[4:6], NOW + 4).places == absent
+    index.end_probe(ask(index, K[8:12]), 0, NOW)
+    index.plan_store(K[8:12], NOW + 5)  # too long ago
+    assert len(absent) == 1
+
+
+def test_probes_are_cautious_after_misses_in_a_row_until_one_finds_a_block() -> None:
+    index = SharedIndex(cautious_after=2)
+    index.enter("ns/epoch/")
+    for number, (held, cautious) in enumerate([(0, False), (0, False), (0, True), (1, True), (0, False)]):
+        probe = ask(index, K[2 * number : 2 * number + 2])
+        assert probe.cautious is cautious
+        index.end_probe(probe, held, NOW)
+    never = make_index()
+    for number in range(8):
+        probe = ask(never, K[number : number + 1])
+        assert not probe.cautious
+        never.end_probe(probe, 0, NOW)
 
 
 def test_a_load_that_finds_a_block_missing_makes_it_absent() -> None:

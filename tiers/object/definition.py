@@ -37,6 +37,12 @@ WAIT_PER_TOKEN = 5e-5
 A GPU needs about twice this time to compute a token.
 """
 
+MISSES_IN_A_ROW = 8
+"""Number of lookups in a row that found nothing, after which a lookup probes its first block alone.
+
+Each probed block is a request. A hit that comes after so many misses takes one round trip more to be found.
+"""
+
 TOKENS_PER_BLOCK = 16
 """Tokens of a block, if the namespace does not tell."""
 
@@ -53,6 +59,8 @@ class ObjectTier(BlockTier):
             absent_ttl=options.absent_ttl,
             lookup_deadline=options.lookup_deadline,
             wait_per_block=WAIT_PER_TOKEN * tokens_per_block(context.namespace),
+            cautious_after=MISSES_IN_A_ROW,
+            on_absent=store.expect_absent,
         )
         super().__init__(
             context,

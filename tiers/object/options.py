@@ -64,7 +64,10 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     ca_file: FilePath | None = None
     """PEM file of certificate authorities to trust besides the system's; default none."""
     check_existing: bool = True
-    """Probe an object before its upload, and skip the upload if it is present; default True."""
+    """Probe an object before its upload, and skip the upload if it is present; default True.
+
+    With ``conditional_put``, blocks that a lookup has just found absent are uploaded without this probe.
+    """
     conditional_put: bool = True
     """Let the service refuse to replace an object; default True.
 

@@ -332,12 +332,13 @@ class ObjectStore(BlockStore):
     def expect_absent(self, places: Sequence[Place]) -> None:
         """Let the next put of each of these places go without the look of ``check_existing``.
 
-        It has no effect without ``conditional_put``, by which the service refuses to replace an object.
+        It has no effect without ``conditional_put``, by which the service refuses to replace an object. Any thread may
+        call: other threads take places out meanwhile, so the dictionary is never walked through.
         """
         if self._options.conditional_put:
+            if len(self._absent) >= _MAX_ABSENT:
+                self._absent.clear()  # The puts of these places look again.
             self._absent.update(dict.fromkeys(places))
-            while len(self._absent) > _MAX_ABSENT:
-                self._absent.pop(next(iter(self._absent)), None)
 
     def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
         """Return all documents, up to 1,000 at a time.

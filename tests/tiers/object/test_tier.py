@@ -12,9 +12,10 @@ from tests.fake_s3 import FakeS3, Trouble
 from tests.tiers.object.rigs import BLOCK_BYTES, Make, lines
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import KVLayout, ModelIdentity, Namespace
+from tiering.testing.keys import keys_of
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.object.definition import ObjectTier, element_size
+from tiers.object.definition import MISSES_IN_A_ROW, ObjectTier, element_size
 
 
 class Bfloat16Rig(TierRig):
@@ -159,6 +160,42 @@ class TestCompression:
         assert element_size(Namespace.build(model, (1024,))) == size
         other = ModelIdentity(name="m", weights="w", dtype=kv_dtype, layout="mine")
         assert element_size(Namespace.build(other, (1024,))) == size
+
+
+class TestLooksBeforePuts:
+    def test_blocks_that_a_lookup_missed_are_put_without_a_look(self, fake: FakeS3, make: Make) -> None:
+        rig = make().open()
+        assert rig.lookup(K[:4]) == 0
+        looks = len(fake.asked("HEAD"))
+        assert rig.store(K[:4]) == K[:4]
+        assert len(fake.asked("HEAD")) == looks
+        assert rig.store(K[8:10]) == K[8:10]
+        assert len(fake.asked("HEAD")) == looks + 2
+        assert rig.load(K[:4]) == K[:4]
+
+    def test_a_block_that_another_engine_has_put_meanwhile_is_not_replaced(self, fake: FakeS3, make: Make) -> None:
+        first, second = make().open(), make().open()
+        assert first.lookup(K[:2]) == second.lookup(K[:2]) == 0
+        assert first.store(K[:2]) == K[:2]
+        stored = {name: fake.objects[name] for name in fake.objects if "/blocks/" in name}
+        assert second.store(K[:2]) == K[:2]
+        assert {name: fake.objects[name] for name in fake.objects if "/blocks/" in name} == stored
+        assert second.tier.get_stats().answers_conflict == 2
+
+    def test_without_a_conditional_put_every_put_looks(self, fake: FakeS3, make: Make) -> None:
+        rig = make(conditional_put=False).open()
+        assert rig.lookup(K[:2]) == 0
+        looks = len(fake.asked("HEAD"))
+        assert rig.store(K[:2]) == K[:2]
+        assert len(fake.asked("HEAD")) == looks + 2
+
+    def test_after_misses_in_a_row_a_lookup_probes_one_block(self, fake: FakeS3, make: Make) -> None:
+        rig = make().open()
+        for number in range(MISSES_IN_A_ROW):
+            assert rig.lookup(keys_of(*range(100 + 8 * number, 108 + 8 * number))) == 0
+        looks = len(fake.asked("HEAD"))
+        assert rig.lookup(K[:8]) == 0
+        assert len(fake.asked("HEAD")) == looks + 1
 
 
 class TestAccounting:

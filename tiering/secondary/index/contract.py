@@ -52,6 +52,8 @@ class Probe:
     """True if :meth:`TierIndex.lacking` caused the probe; default False."""
     expires: float = float("inf")
     """Time in monotonic seconds after which nothing waits for the result; default: none."""
+    cautious: bool = False
+    """True if the first key is asked for alone, because a miss is likely; default False."""
 
 
 class TierIndex(ABC):

@@ -2,6 +2,7 @@
 
 Runs on the I/O side. A chain is held up to some point. The search probes exponentially until a block is absent, then
 narrows the gap. Each round asks for several positions at once, because a round trip costs far more than a question.
+A cautious probe, which most likely finds nothing, asks for the first block alone to begin with.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
     """
     held, missing = 0, len(probe.keys)
     bounded = False
+    if probe.cautious and missing > 1:
+        (first,) = ask([probe.place_of(probe.keys[0])]).held
+        if not first:
+            return None if first is None else 0
+        held = 1
     while held < missing:
         positions = _narrow(held, missing, width) if bounded else _reach(held, missing, width)
         answers = ask([probe.place_of(probe.keys[position]) for position in positions]).held

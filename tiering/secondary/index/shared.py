@@ -7,7 +7,7 @@ load of the key is worth trying. Unknown keys are probed once per prefix. Their 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, islice, repeat, takewhile
 from operator import lt
@@ -50,6 +50,10 @@ class SharedIndex(TierIndex):
         wait_per_block: seconds by which each block that the lookup may find extends its deadline; default 0.
         longest_wait: longest extended deadline of a lookup in seconds; default 5.
         max_entries: maximum number of entries in each of the two tables, present and absent.
+        cautious_after: number of probes in a row that found nothing, after which a probe asks for its first block
+            alone; for media that take one request per block; default: None, never.
+        on_absent: function that receives the places of blocks that are about to be stored, if a probe found the first
+            of them absent at most ``absent_ttl`` seconds ago; default: none.
     """
 
     shared: ClassVar[bool] = True
@@ -63,6 +67,8 @@ class SharedIndex(TierIndex):
         wait_per_block: float = 0.0,
         longest_wait: float = 5.0,
         max_entries: int = MAX_ENTRIES,
+        cautious_after: int | None = None,
+        on_absent: Callable[[Sequence[Place]], None] | None = None,
     ) -> None:
         self._present_ttl = present_ttl
         self._absent_ttl = absent_ttl
@@ -70,6 +76,8 @@ class SharedIndex(TierIndex):
         self._wait_per_block = wait_per_block
         self._longest_wait = max(longest_wait, lookup_deadline)
         self._max_entries = max_entries
+        self._cautious_after = cautious_after
+        self._on_absent = on_absent
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
@@ -77,6 +85,7 @@ class SharedIndex(TierIndex):
         self._asked: dict[OffloadKey, float] = {}
         """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
         self._late = 0
+        self._misses_in_a_row = 0
         self._raised: list[Probe] = []
         self._prefix = ""
         self._place_of = partial(object_name, "")
@@ -111,7 +120,8 @@ class SharedIndex(TierIndex):
         wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
         until = now + min(wait, self._longest_wait)
         self._asked[first] = until
-        self._raised.append(Probe(keys[held:], self._place_of, expires=until))
+        cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
+        self._raised.append(Probe(keys[held:], self._place_of, expires=until, cautious=cautious))
         return PrefixAnswer(held, True)
 
     def take_probes(self, now: float) -> Sequence[Probe]:
@@ -128,6 +138,7 @@ class SharedIndex(TierIndex):
         if held is None:
             self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
             return ()
+        self._misses_in_a_row = 0 if held else self._misses_in_a_row + 1
         self._learn_present(probe.keys[:held], now + self._present_ttl)
         # A store of this process may have ended during the probe: its result is newer than the probe's.
         if held < len(probe.keys) and self._present.get(probe.keys[held], 0.0) <= now:
@@ -187,6 +198,9 @@ class SharedIndex(TierIndex):
                 positions.append(position)
                 places.append(place)
         self._writing.update(places)
+        # Prefixes are stored from their head: where the first block is absent, so are those behind it.
+        if self._on_absent is not None and positions and self._absent.get(keys[positions[0]], 0.0) > now:
+            self._on_absent(places)
         return StorePlan(positions, places, already_held)
 
     def end_store(
