@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.jobs import NOBODY
+from tiering.secondary.contract import JobResult
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -187,3 +190,25 @@ def test_a_tier_of_the_block_level_gets_each_block_from_its_writer_alone() -> No
     rig.manager.prepare_store([A, B], rig.request("r2"))
     rig.manager.complete_store([A], rig.ctx)
     assert stored(tier) == [[A]]
+
+
+class Counting(FakeTier):
+    """A tier that counts how often it is asked for finished jobs."""
+
+    asked_for_results = 0
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self.asked_for_results += 1
+        return super().get_finished()
+
+
+def test_stores_of_one_step_ask_the_tiers_for_finished_jobs_once() -> None:
+    tier = Counting()
+    rig = ManagerRig(8, [tier])
+    for key in K:
+        assert rig.manager.prepare_store([key], rig.ctx) is not None
+    assert tier.asked_for_results == 1
+    rig.manager.on_schedule_end()
+    assert tier.asked_for_results == 2
+    rig.manager.prepare_store(keys_of(4), rig.ctx)
+    assert tier.asked_for_results == 3

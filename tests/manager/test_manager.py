@@ -80,6 +80,7 @@ def test_a_cascade_does_not_change_recency() -> None:
     rig.manager.complete_store(keys_of(1), rig.ctx)
     rig.manager.touch(keys_of(0), rig.ctx)
     tier.finish_all()
+    rig.manager.on_schedule_end()
     output = rig.manager.prepare_store(keys_of(2), rig.ctx)
     assert output is not None
     assert output.evicted_keys == keys_of(1)

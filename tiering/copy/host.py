@@ -207,6 +207,8 @@ class HostCopyHandler(OffloadingHandler):
         return time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:
+        if not self._running:
+            return []
         done = [job_id for job_id, job in self._running.items() if all(part.done() for part in job.parts)]
         return [self._result(job_id, self._running.pop(job_id)) for job_id in done]
 

@@ -176,6 +176,9 @@ def plan_pages(
         _check_range("GPU block", ids, num_blocks[group])
         if not store:
             _check_unique("GPU block", ids[ids != 0])  # 0 is the engines' null block, which nobody reads
+        if factor == 1:
+            plan.append(GroupPages(group, ids, rows, np.zeros(size, np.int64)))
+            continue
         at = np.arange(start, start + size, dtype=np.int64)
         plan.append(GroupPages(group, ids, rows[at // factor], at % factor))
     return plan
@@ -187,5 +190,6 @@ def _check_range(what: str, ids: Rows, limit: int) -> None:
 
 
 def _check_unique(what: str, ids: Rows) -> None:
-    if len(np.unique(ids)) != len(ids):
+    # A set is cheaper than np.unique for the few blocks of most transfers, and no dearer for many.
+    if len(set(ids.tolist())) != len(ids):
         raise TransferError(f"a {what} is named twice as a destination")

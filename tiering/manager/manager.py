@@ -29,7 +29,7 @@ from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import SecondaryTiers
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.manager.weak_rows import WeakRows
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
@@ -214,7 +214,8 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        self._jobs.collect()
+        if not self._jobs.collected:
+            self._jobs.collect()
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
@@ -338,16 +339,33 @@ class TieringOffloadingManager(OffloadingManager):
         superseded = False
         for state in self._states:
             if state.in_service:
-                wanted = self._call(state, state.tier.take_wanted_keys)
-                if wanted:
-                    self._jobs.cascade_held((state,), wanted, NOBODY)
-                self._call(state, state.tier.on_schedule_end)
-                superseded |= bool(self._call(state, state.tier.superseded))
+                superseded |= self._end_step_of(state)
             elif state.resetting:
                 self._tiers.end_reset(state)
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
+
+    def _end_step_of(self, state: TierState) -> bool:
+        """End the step of a tier in service, and return True if its common epoch has a successor.
+
+        A tier that raises is taken out of service, as by :meth:`SecondaryTiers.call`, which would cost three more calls
+        in every step.
+        """
+        tier = state.tier
+        method: Callable[[], object] = tier.take_wanted_keys
+        try:
+            wanted = tier.take_wanted_keys()
+            method = tier.on_schedule_end
+            tier.on_schedule_end()
+            method = tier.superseded
+            superseded = bool(tier.superseded())
+        except Exception as error:
+            self._tiers.retire_raising(state, method, error)
+            return False
+        if wanted:
+            self._jobs.cascade_held((state,), wanted, NOBODY)
+        return superseded
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.

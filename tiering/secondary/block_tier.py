@@ -273,8 +273,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
         return self._intake.offers.add(lacking, now)
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        wanted = self._intake.admission.take_wanted()
-        offered = self._intake.offers.take() if self._life.storing else ()
+        wanted, offers = self._intake.admission.take_wanted(), self._intake.offers
+        if not offers.waiting or not self._life.storing:
+            return wanted
+        offered = offers.take()
         return list(dict.fromkeys([*wanted, *offered])) if offered else wanted
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -304,7 +306,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         return self._life.reset_done
 
     def superseded(self) -> bool:
-        return self._life.superseded
+        return self._life.successor is not None
 
     def follow(self, deadline: float) -> bool:
         return self._life.follow(deadline)

@@ -358,7 +358,8 @@ class Offers:
         self._allowance = float(OFFERS_AT_ONCE)
         self._allowance_at = 0.0
         self._offered: dict[OffloadKey, float] = {}
-        self._waiting: dict[OffloadKey, None] = {}
+        self.waiting: dict[OffloadKey, None] = {}
+        """Blocks to be offered, the oldest first; only the methods of this class change the dictionary."""
 
     def add(self, lacking: Sequence[OffloadKey], now: float) -> float:
         """Choose blocks to offer again, and return the seconds until another look at them is worthwhile.
@@ -381,7 +382,7 @@ class Offers:
             offered[key] = now + OFFER_AGAIN_AFTER
         for key in list(islice(offered, max(0, len(offered) - MAX_REMEMBERED))):
             del offered[key]
-        self._waiting.update(dict.fromkeys(chosen))
+        self.waiting.update(dict.fromkeys(chosen))
         return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
 
     def take(self) -> list[OffloadKey]:
@@ -389,17 +390,17 @@ class Offers:
 
         Offers leave half of the tier's budget to newly stored blocks.
         """
-        if not self._waiting:
+        if not self.waiting:
             return []
-        taken = list(islice(self._waiting, self._budget.spare(self._waiting)))
+        taken = list(islice(self.waiting, self._budget.spare(self.waiting)))
         for key in taken:
-            del self._waiting[key]
+            del self.waiting[key]
         return taken
 
     def clear(self) -> None:
         """Forget the blocks (a reset), but keep the rate."""
         self._offered.clear()
-        self._waiting.clear()
+        self.waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)

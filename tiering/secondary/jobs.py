@@ -198,7 +198,7 @@ class TierJobs:
     @property
     def waiting_blocks(self) -> int:
         """Number of blocks of stores that wait for places."""
-        return sum(len(store.keys) for store in self._waiting)
+        return sum([len(store.keys) for store in self._waiting]) if self._waiting else 0
 
     def begin_waiting(self) -> bool:
         """Begin the stores for which there are places now, or that have waited long enough.

@@ -56,6 +56,7 @@ class TierLife:
         self._clock = context.clock
         self._index = index
         self._io = io
+        self._reads, self._writes = io.breakers.reads, io.breakers.writes
         self._intake = parts.intake
         self._events = parts.events
         self._hooks = hooks
@@ -87,8 +88,11 @@ class TierLife:
         self.private = False
         """True after a reset without revision: no other process reads the blocks stored on a shared medium."""
         self._was_reset = False
-        self._successor: Namespace | None = None
-        """Namespace in the new common epoch that :meth:`follow` enters; None if there is none."""
+        self.successor: Namespace | None = None
+        """Namespace in the new common epoch that :meth:`follow` enters; None if there is none.
+
+        Until then the tier must not enter it, because the manager has to drop all older blocks first.
+        """
 
     @property
     def error(self) -> BaseException | None:
@@ -106,14 +110,22 @@ class TierLife:
         return self._service.failed_attempts
 
     def tick(self, now: float) -> None:
-        """Start the work that is due at ``now``, and count overdue loads."""
-        self._service.tick(now)
-        self._lease.tick(now)
-        if self._record is not None:
+        """Start the work that is due at ``now``, and count overdue loads.
+
+        The tier calls this method several times per step. Where nothing is due, a comparison replaces the call.
+        """
+        if not self._service.in_service:
+            self._service.tick(now)
+        if now >= self._lease.due:
+            self._lease.tick(now)
+        if self._record is not None and self._record.written is not self._agreement.met:
             self._record.tick(now)
-        self._watch.tick(now)
-        self._health.tick()
-        self._jobs.expire(now)
+        if now >= self._watch.due:
+            self._watch.tick(now)
+        if self._reads.state is not BreakerState.CLOSED or self._writes.state is not BreakerState.CLOSED:
+            self._health.tick()
+        if self._jobs.overdue.deadlines:
+            self._jobs.expire(now)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -121,12 +133,12 @@ class TierLife:
         self.serving = (
             self._service.in_service
             and self.namespace is not None
-            and self._io.breakers.reads.state is BreakerState.CLOSED
-            and not self._jobs.overdue.spent
+            and self._reads.state is BreakerState.CLOSED
+            and not (self._jobs.overdue.rows and self._jobs.overdue.spent)
             and not self._watch.doubted
             and not self._closing
         )
-        self.storing = self.serving and self._io.breakers.writes.state is BreakerState.CLOSED
+        self.storing = self.serving and self._writes.state is BreakerState.CLOSED
 
     # --------------------------------------------------------------------------------------- may block until a deadline
 
@@ -170,7 +182,7 @@ class TierLife:
 
     def _leave_for(self, target: Target, deadline: float) -> bool:
         """Leave the present epoch for that of ``target``, and return True if this is certain."""
-        self._successor = None
+        self.successor = None
         try:
             self._leave_epoch()
             self._intake.clear()
@@ -203,7 +215,7 @@ class TierLife:
         self._service.stop()
         self._lease.hold(None)
         self._watch.watch(None, None)
-        self._successor = None
+        self.successor = None
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
@@ -269,12 +281,7 @@ class TierLife:
         The tier stays in the old epoch until the primary tier is empty too; the new epoch gets no older block.
         """
         if self._service.in_service and self.namespace is not None:
-            self._successor = namespace
-
-    @property
-    def superseded(self) -> bool:
-        """True if the tier must not enter a common epoch before the manager has dropped all older blocks."""
-        return self._successor is not None
+            self.successor = namespace
 
     def follow(self, deadline: float) -> bool:
         """Leave all blocks stored before, because a new common epoch has begun in a tier of the stack.
@@ -282,7 +289,7 @@ class TierLife:
         A tier whose common epoch has a successor enters it. Another shared tier is not used until it has looked for a
         successor, and then keeps its epoch if there is none.
         """
-        successor, self._successor = self._successor, None
+        successor, self.successor = self.successor, None
         if not self._opener.shared:
             # After a reset, the weights of the process are not those of its start, so its blocks stay its own.
             target = self._opener.target(None) if self._was_reset else self._opener.successor()
@@ -314,7 +321,7 @@ class TierLife:
                 "the engine drops all blocks that were stored before",
                 self._name,
             )
-            self._successor = namespace
+            self.successor = namespace
             self._refresh()
             return
         self.namespace = namespace

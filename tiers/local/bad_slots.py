@@ -215,7 +215,7 @@ class BadSlots:
                 entry.due = min(entry.due, self._clock()) if entry.failures <= 1 else entry.due
             self._look_due = self._clock()
         self._writes_failed = not writable
-        if self._stop.is_set() or not writable:
+        if not (self._unsaved or self._slots) or not writable or self._stop.is_set():
             return
         if self._unsaved and not self._saving and self._clock() >= self._save_due:
             self.save()

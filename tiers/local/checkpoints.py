@@ -62,21 +62,22 @@ class Checkpoints:
         self._examine = examine
         self._builder: CheckpointBuilder | None = None
         self._failed = False
-        self._due = float("inf")
+        self.due = float("inf")
+        """Time in monotonic seconds from which :meth:`tick` has work, also while no checkpoint is running."""
 
     @property
     def pending(self) -> bool:
         """True if a checkpoint is being written or about to be written."""
-        return self.running or (self.changed and self._clock() >= self._due)
+        return self.running or (self.changed and self._clock() >= self.due)
 
     def wait_an_interval(self) -> None:
         """Begin an interval before the next checkpoint."""
-        self._due = self._clock() + self._interval
+        self.due = self._clock() + self._interval
 
     def request(self) -> None:
         """Write a checkpoint in the next steps, without waiting for the end of the interval."""
         self.changed = True
-        self._due = self._clock()
+        self.due = self._clock()
 
     def drop(self) -> None:
         """Drop the copy in progress, because it contains blocks that are gone."""
@@ -87,7 +88,7 @@ class Checkpoints:
         """Copy the next slots of a checkpoint, or begin one that is due."""
         if self._builder is not None:
             self._copy_slice(self._builder)
-        elif self._clock() >= self._due:
+        elif self._clock() >= self.due:
             self.begin()
 
     def begin(self) -> None:
@@ -160,7 +161,7 @@ class Checkpoints:
         self.wait_an_interval()
         if error is not None:
             self.changed = True
-            self._due = min(self._due, self._clock() + RETRY_CHECKPOINT_SECONDS)
+            self.due = min(self.due, self._clock() + RETRY_CHECKPOINT_SECONDS)
             if not self._failed:
                 logger.warning("tier %s: %s; a restart would read more headers; it is tried again", self._name, error)
             self._failed = True

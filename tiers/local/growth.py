@@ -85,10 +85,13 @@ class Growth:
 
     def tick(self) -> None:
         """Bring the directory within the capacity, and add a segment, where that is due."""
-        if self._clock() >= self._tidy_due:
+        now = self._clock()
+        if now >= self._tidy_due:
             self._tidy_due = float("inf")
             self._io.run(IoTask("tidy", self._store.tidy, self._tidied, background=True))
-        self._grow()
+        grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
+        if not grows or self._index.free < self._per_segment or self._waiting_blocks():
+            self._grow()
 
     def stop(self) -> None:
         """Add no more segments, because the tier shuts down."""
@@ -125,23 +128,24 @@ class Growth:
         self._no_space_until = now + RETRY_SPACE_SECONDS
         self._tell_index()
 
-    def _tell_index(self) -> None:
-        """Keep the index from evicting blocks while a part of the capacity is unused, or not recovered yet."""
-        self._index.growing = self._may_add or (self._recovering() and not self._stopped)
+    def _tell_index(self) -> bool:
+        """Keep the index from evicting blocks while a part of the capacity is unused, or not recovered yet.
 
-    @property
-    def _may_add(self) -> bool:
-        """True if the capacity and the disk may have room for another segment."""
-        return not (self._complete or self._stopped or self._clock() < self._no_space_until)
+        Returns:
+            True if the capacity and the disk may have room for another segment.
+        """
+        may_add = not (self._complete or self._stopped or self._clock() < self._no_space_until)
+        self._index.growing = may_add or (self._recovering() and not self._stopped)
+        return may_add
 
     def _grow(self) -> None:
-        self._tell_index()
+        may_add = self._tell_index()
         free, waiting = self._index.free, self._waiting_blocks()
         if self._pace is not None:
             if not free or waiting:
                 self._pace.hurry()
             return
-        if not self._may_add or free >= max(self._per_segment, waiting):
+        if not may_add or free >= max(self._per_segment, waiting):
             return
         if self._index.states.full:
             self._index.states.restore_full()

@@ -51,7 +51,8 @@ class Inspections:
         self._examine = examine
         self._at = float("-inf")
         """Time of the last inspection."""
-        self._due = float("inf")
+        self.due = float("inf")
+        """Time of the next inspection, in monotonic seconds."""
         self._lines = RateLimit(_LOG_PERIOD, clock)
 
     def hurry(self, *, now: bool = False) -> None:
@@ -67,7 +68,7 @@ class Inspections:
         if self.wanted:
             self.wanted = False
             self._want(INSPECT_SECONDS)
-        if self._clock() >= self._due:
+        if self._clock() >= self.due:
             self.start()
 
     def start(self) -> None:
@@ -75,7 +76,7 @@ class Inspections:
         if self.running:
             return
         self.running = True
-        self._due = float("inf")
+        self.due = float("inf")
         self._io.run(IoTask("inspect", self._store.inspect, self._ended, background=True))
 
     def note(self) -> None:
@@ -83,7 +84,7 @@ class Inspections:
         self._at = self._clock()
 
     def _want(self, within: float) -> None:
-        self._due = min(self._due, max(self._clock(), self._at + within))
+        self.due = min(self.due, max(self._clock(), self._at + within))
 
     def _ended(self, inspection: Inspection | None, error: BaseException | None) -> None:
         self.running = False

@@ -84,6 +84,7 @@ class LocalTier(BlockTier):
         )
         super().__init__(context, options, store, index, io=io)
         self._stop = threading.Event()
+        self._closing_down = False
         self._bad_slots = BadSlots(context.name, store, index, self.io, context.clock, self._stop)
         self._feed = RecoveryFeed(
             context.name,
@@ -103,7 +104,7 @@ class LocalTier(BlockTier):
             self.io,
             context.clock,
             self._examine_between,
-            lambda: self.waiting_blocks,
+            lambda: self._jobs.waiting_blocks,
             lambda: self._feed.active and not self._feed.failing,
         )
         self._inspections = Inspections(context.name, store, self.io, context.clock, self._examine)
@@ -179,24 +180,31 @@ class LocalTier(BlockTier):
         self._checkpoints.request()
 
     def on_step(self) -> None:
-        self._feed.tick()
+        feed = self._feed
+        recovers = feed.active
+        if recovers:
+            feed.tick()
+            recovers = feed.active
         if self._starting_over:
             self._reopen()
         if self._closing_down:
             return
-        if self.namespace is None:
+        if self._life.namespace is None:
             if self.opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
                 self._inspections.wanted = True
                 self._inspections.tick()
             return
+        now, breakers = self._clock(), self.io.breakers
         self._bad_slots.tick()
-        if self.io.breakers.state is not BreakerState.CLOSED or self._feed.failing:
+        fails = breakers.reads.state is not BreakerState.CLOSED or breakers.writes.state is not BreakerState.CLOSED
+        if fails or (recovers and feed.failing):
             self._inspections.wanted = True
-        self._inspections.tick()
+        if self._inspections.wanted or now >= self._inspections.due:
+            self._inspections.tick()
         self._growth.tick()
         # While recovery runs, the index does not have all blocks.
-        if not self._feed.active:
+        if not recovers and (self._checkpoints.running or now >= self._checkpoints.due):
             self._checkpoints.tick()
 
     def retire(self, places: Sequence[Place]) -> None:
@@ -243,6 +251,7 @@ class LocalTier(BlockTier):
         return super().shutdown(deadline)
 
     def before_close(self, deadline: float) -> None:
+        self._closing_down = True
         self._stop.set()
         self._growth.stop()
         self._bad_slots.save()
@@ -252,10 +261,6 @@ class LocalTier(BlockTier):
             self.wait(lambda: not self._inspections.running, deadline)
             self._checkpoints.begin()
             self.wait(self._checkpoints.advance, deadline)
-
-    @property
-    def _closing_down(self) -> bool:
-        return self._stop.is_set()
 
     @property
     def _in_background(self) -> bool:

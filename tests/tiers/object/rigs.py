@@ -48,7 +48,7 @@ def namespace_of(rig: TierRig) -> Namespace:
 
 def look_for_epoch(rig: TierRig) -> None:
     """Make the tier's next look for a new common epoch due now."""
-    tier_of(rig)._life._watch._due = 0.0
+    tier_of(rig)._life._watch.due = 0.0
 
 
 def block_names(fake: FakeS3) -> list[str]:

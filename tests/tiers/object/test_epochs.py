@@ -239,7 +239,7 @@ def test_a_running_machine_looks_for_a_new_common_epoch_within_a_minute(
 ) -> None:
     rig = make()
     begin_epochs(open_store())
-    assert 0 < tier_of(rig)._life._watch._due - time.monotonic() <= 60
+    assert 0 < tier_of(rig)._life._watch.due - time.monotonic() <= 60
     looked = len(fake.asked("GET", "documents/epoch-"))
     rig.wait(lambda: rig.tier.get_stats().available)
     assert len(fake.asked("GET", "documents/epoch-")) == looked

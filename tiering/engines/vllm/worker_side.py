@@ -59,7 +59,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        self._ledger.started(*ordered_loads(metadata))
+        if self._several_groups:
+            self._ledger.started(*ordered_loads(metadata))
         self._worker.start_kv_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -82,9 +83,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        sent, received = self._worker.get_finished(finished_req_ids)
-        self._ledger.ended(received)
-        return sent, received
+        return self._worker.get_finished(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
         """Return the requests whose load has ended.
@@ -95,7 +94,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         failed = set()
         if self._several_groups:
             failed = self._ledger.failed(received, self._worker.get_block_ids_with_load_errors())
-        self._ledger.ended(received)
+            self._ledger.ended(received)
         if TransferResults is None:
             raise ConfigError("this vLLM has no KVConnectorTransferResults; it should call get_finished")
         return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)

@@ -137,6 +137,7 @@ class EpochWatch:
 
     Attributes:
         doubted: True while the medium must not be used, because its common epoch may have a successor.
+        due: time from which :meth:`tick` has work, in monotonic seconds.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class EpochWatch:
         self._on_new = on_new
         self._namespace: Namespace | None = None
         self._known: CommonEpoch | None = None
-        self._due = 0.0
+        self.due = float("inf")
         self._running = False
         self._settled = 0.0
         """Time from which a look ends the doubt."""
@@ -184,7 +185,7 @@ class EpochWatch:
     def tick(self, now: float) -> None:
         """Look if it is time."""
         namespace, known = self._namespace, self._known
-        if namespace is None or known is None or self._running or now < self._due:
+        if namespace is None or known is None or self._running or now < self.due:
             return
         self._running = True
 
@@ -208,7 +209,10 @@ class EpochWatch:
         self._io.run(IoTask("epoch", lambda: find_common(self._store, namespace, known=known), ended, background=True))
 
     def _plan(self) -> None:
+        if self._namespace is None:
+            self.due = float("inf")
+            return
         now = self._clock()
-        self._due = now + LOOK_SECONDS * random.uniform(0.75, 1.0)
+        self.due = now + LOOK_SECONDS * random.uniform(0.75, 1.0)
         if self.doubted:
-            self._due = min(self._due, max(now + _ERROR_SECONDS, self._settled))
+            self.due = min(self.due, max(now + _ERROR_SECONDS, self._settled))

@@ -49,8 +49,11 @@ class EpochRecord:
         self._clock = clock
         self._stored_into = stored_into
         self._namespace: Namespace | None = None
-        self._written: Mapping[bytes, MetEpoch] | None = None
-        """The common epochs that the medium's record holds; None: not compared in this epoch."""
+        self.written: Mapping[bytes, MetEpoch] | None = None
+        """The common epochs that the medium's record holds; None: not compared in this epoch.
+
+        :meth:`tick` has work only while this is not the agreement's mapping ``met`` itself.
+        """
         self._due = 0.0
         self._running = False
         self._failing = False
@@ -59,7 +62,7 @@ class EpochRecord:
     def keep(self, namespace: Namespace | None) -> None:
         """Keep the record of the epoch of ``namespace`` from now on; None: the tier has no epoch."""
         self._namespace = namespace
-        self._written = None
+        self.written = None
 
     def admits(self, namespace: Namespace) -> bool:
         """Return True if no block in the epoch of ``namespace`` is older than a common epoch that was met."""
@@ -82,11 +85,11 @@ class EpochRecord:
     def tick(self, now: float) -> None:
         """Write the record if it lacks a common epoch."""
         namespace, met = self._namespace, self._agreement.met
-        if namespace is None or met is self._written or self._running or now < self._due:
+        if namespace is None or met is self.written or self._running or now < self._due:
             return
         recorded = self._opener.recorded
         if all(recorded.get(medium) == found.epoch for medium, found in met.items()):
-            self._written = met
+            self.written = met
             return
         self._running = True
         self._io.run(IoTask("record", lambda: self._opener.record(namespace), self._ended, background=True))

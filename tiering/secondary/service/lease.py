@@ -46,22 +46,23 @@ class Lease:
         self._io = io
         self._clock = clock
         self._document: str | None = None
-        self._due = 0.0
+        self.due = float("inf")
+        """Time from which :meth:`tick` has work, in monotonic seconds."""
         self._running = False
         self._failing = False
 
     def hold(self, namespace: Namespace | None) -> None:
         """Renew the lease of the epoch of ``namespace`` from now on, and no other lease; None: no lease."""
         self._document = None if namespace is None else lease_document(namespace)
-        self._due = self._clock()
+        self.due = float("inf") if namespace is None else self._clock()
 
     def tick(self, now: float) -> None:
         """Renew the lease if it is due."""
         document = self._document
-        if document is None or self._running or now < self._due:
+        if document is None or self._running or now < self.due:
             return
         self._running = True
-        self._due = now + RENEWAL_SECONDS * random.uniform(0.8, 1.0)
+        self.due = now + RENEWAL_SECONDS * random.uniform(0.8, 1.0)
         content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
         self._io.run(
             IoTask("lease", lambda: self._store.write_document(document, content), self._ended, background=True)
@@ -70,7 +71,7 @@ class Lease:
     def _ended(self, result: None, error: BaseException | None) -> None:
         self._running = False
         if error is not None:
-            self._due = min(self._due, self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2))
+            self.due = min(self.due, self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2))
             if not self._failing:
                 logger.warning(
                     "tier %s: the lease of its epoch could not be renewed and will be tried again: %s",

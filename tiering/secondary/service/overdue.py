@@ -17,7 +17,8 @@ class OverdueLoads:
         """Number of primary rows that overdue loads may hold."""
         self.rows = 0
         """Number of rows that overdue loads hold."""
-        self._heap: list[tuple[float, int]] = []
+        self.deadlines: list[tuple[float, int]] = []
+        """Heap of the deadlines that have not passed, with job numbers; some jobs may have ended."""
         self._running: dict[int, int] = {}
         self._overdue: dict[int, int] = {}
 
@@ -30,7 +31,7 @@ class OverdueLoads:
             rows: number of primary rows of the load.
         """
         self._running[job_id] = rows
-        heapq.heappush(self._heap, (deadline, job_id))
+        heapq.heappush(self.deadlines, (deadline, job_id))
 
     def end(self, job_id: int) -> bool:
         """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
@@ -42,8 +43,8 @@ class OverdueLoads:
     def expire(self, now: float) -> list[int]:
         """Count the loads that are overdue at ``now``, and return the rows of each newly counted load."""
         expired: list[int] = []
-        while self._heap and self._heap[0][0] <= now:
-            _, job_id = heapq.heappop(self._heap)
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, job_id = heapq.heappop(self.deadlines)
             rows = self._running.pop(job_id, 0)
             if rows:
                 self._overdue[job_id] = rows

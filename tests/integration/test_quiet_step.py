@@ -1,0 +1,49 @@
+"""The end of a step in which nothing has changed makes few calls, which every step pays for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from tiering.api.namespace import ModelIdentity
+from tiering.config.stack import open_manager
+from tiering.config.stack_file import load_stack
+from tiering.manager.waiting import wait_until_idle
+
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="quiet step")
+BLOCK_BYTES = 64 << 10
+MOST_CALLS = 32
+"""Largest number of calls at the end of a step, by the manager and one tier on a disk."""
+
+
+def calls(function: Callable[[], object]) -> Counter[str]:
+    """Return the Python functions that a call of ``function`` runs, with their numbers of calls."""
+    seen: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            seen[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+@pytest.mark.parametrize("capacity", ["64MiB", "1GiB"])
+def test_a_step_without_news_makes_few_calls(tmp_path: Path, capacity: str) -> None:
+    disk = {"type": "local", "path": str(tmp_path), "capacity": capacity}
+    stack = load_stack({"primary": {"capacity": "4MiB"}, "secondary": [disk]})
+    with open_manager(stack, BLOCK_BYTES, MODEL) as manager:
+        assert wait_until_idle(manager)
+        seen = min((calls(manager.on_schedule_end) for _ in range(20)), key=Counter.total)
+    assert seen["TieringOffloadingManager.on_schedule_end"] == 1
+    assert seen.total() <= MOST_CALLS, seen
