@@ -349,7 +349,8 @@ class Promotions:
         """Give up running promotions that are overdue at ``now``, and end reservations that have expired."""
         if now >= self._next_expiry:
             self._expire(now)
-        self.waiters.expire(now)
+        if now >= self.waiters.first_end:
+            self.waiters.expire(now)
 
     def _expire(self, now: float) -> None:
         self._next_expiry = math.inf

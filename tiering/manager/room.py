@@ -51,7 +51,7 @@ class RoomWaiters:
         self._stats = stats
         self._clock = clock
         self._waits: dict[Request, _Wait] = {}
-        self._first_end = math.inf
+        self.first_end = math.inf
         """Time before which no wait ends."""
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class RoomWaiters:
                 return False
             now = self._clock()
             wait = _Wait(now, now + (LONGEST_WAIT if limit is None else limit), key)
-            self._first_end = min(self._first_end, wait.until)
+            self.first_end = min(self.first_end, wait.until)
             self._stats.promotions_waited += 1
         self._waits[request] = _Wait(wait.began, wait.until, key)
         return True
@@ -115,12 +115,10 @@ class RoomWaiters:
 
     def expire(self, now: float) -> None:
         """End the waits that are over at ``now``; the blocks without rows are misses."""
-        if now < self._first_end:
-            return
         for request, wait in list(self._waits.items()):
             if wait.until <= now:
                 self.refuse(request, wait.key)
-        self._first_end = min((wait.until for wait in self._waits.values()), default=math.inf)
+        self.first_end = min((wait.until for wait in self._waits.values()), default=math.inf)
 
     def refuse(self, request: Request, key: OffloadKey) -> None:
         """Make ``key`` a miss for a request that goes on without it."""

@@ -169,11 +169,12 @@ class Replay:
         if not answer.pending:
             self._manager.on_schedule_end()
         else:
-            loads = self.stack.loads
+            loads = self.stack.clock.loads
             self._manager.on_schedule_end()
-            wake = self.stack.next_answer()
-            if self.stack.loads > loads:
-                wake = max(tier.io.loads.free_at for tier in self.stack.tiers)
+            if self.stack.clock.loads > loads:
+                wake = max([tier.io.loads.free_at for tier in self.stack.tiers])
+            else:
+                wake = self.stack.next_answer()
             if math.isinf(wake):
                 # The request waits for rows, or for a block that another request stores now.
                 stores = (when for when, _, other in self._events if other.stored)

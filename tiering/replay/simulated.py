@@ -24,13 +24,15 @@ SLOT_HEADER_BYTES = 4096
 
 
 class Clock:
-    """Simulated time in seconds; the replay sets :attr:`now`."""
+    """Simulated time in seconds, which all media of a replay share; the replay sets :attr:`now`."""
 
-    __slots__ = ("now", "read")
+    __slots__ = ("loads", "now", "read")
 
     def __init__(self) -> None:
         self.now = 0.0
         """The present time, in seconds."""
+        self.loads = 0
+        """Number of loads submitted to all media so far."""
         self.read: Callable[[], float] = partial(getattr, self, "now")
         """Function that returns the present time."""
 
@@ -195,6 +197,7 @@ class SimulatedIo:
         now = self._clock.now
         start = max(now, queue.free_at)
         if loads:
+            self._clock.loads += 1
             heapq.heappush(self._deadlines, job.deadline)
         if start >= job.deadline:
             overdue = OverdueError(f"the {job.kind.value} waited longer than the tier's deadline")

@@ -74,14 +74,6 @@ class SimulatedStack:
         rooms = [math.inf if tier.blocks is None else tier.blocks for tier in self.tiers]
         return self.primary_blocks + sum(rooms)
 
-    @property
-    def loads(self) -> int:
-        """Number of loads submitted to the media so far."""
-        submitted = 0
-        for tier in self.tiers:
-            submitted += tier.io.loads.jobs
-        return submitted
-
     def next_answer(self) -> float:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
         return min([tier.io.next_answer() for tier in self.tiers], default=math.inf)

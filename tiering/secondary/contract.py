@@ -81,6 +81,9 @@ class WaitingStores(NamedTuple):
     """Time since when the tier has begun no store, on the tier's clock."""
 
 
+_BLOCK_LEVEL = RequestOffloadingContext()
+
+
 class PrefixAnswer(NamedTuple):
     """Result of a lookup of a prefix."""
 
@@ -262,7 +265,7 @@ class SecondaryTierManager(ABC):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return the offloading policy for a request that begins."""
-        return RequestOffloadingContext()
+        return _BLOCK_LEVEL
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request that has ended: no job for it follows."""
