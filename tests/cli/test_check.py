@@ -133,10 +133,21 @@ def stack_findings(*tiers: dict[str, object], block: int = 4096, **words: object
     return {item.subject: item for item in machine.probe_machine(StackConfig.model_validate(words), block)}
 
 
-def test_a_tier_below_one_block(tmp_path: Path) -> None:
-    found = stack_findings({"type": "memory", "capacity": "1MiB"}, block=2 << 20)["capacity of memory"]
-    assert (found.severity, found.text) == (Severity.ERROR, "1 MiB do not hold one block of 2 MiB")
-    assert found.remedy.startswith("raise secondary[0].capacity (a unit may be missing")
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_a_tier_below_one_block_is_one_error(kind: str, write_stack: WriteStack, tmp_path: Path) -> None:
+    words = {"type": "memory", "capacity": "32KiB"} if kind == "memory" else local(tmp_path / "kv", capacity="32KiB")
+    done = kv_tiering("check", write_stack(words), "--json", "--block-bytes", BLOCK)
+    errors = [item for item in json.loads(done.out)["findings"] if item["severity"] == "error"]
+    assert [(item["tier"], item["subject"]) for item in errors] == [(kind, "capacity")]
+    assert errors[0]["remedy"].startswith("raise the capacity (a unit may be missing: 8GiB, not 8)")
+
+
+def test_a_profile_that_does_not_exist(
+    write_stack: WriteStack, bucket: RawBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check(write_stack(s3(bucket.name, "http://127.0.0.1:9", profile="nope")))
+    assert report.severity("s3", "credentials") == "error"
+    assert report.text("s3", "credentials").endswith("-> correct profile, AWS_PROFILE or ~/.aws/config")
 
 
 @pytest.mark.parametrize(("capacity", "told"), [("4MiB", True), ("8MiB", True), ("16MiB", False)])

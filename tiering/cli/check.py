@@ -15,7 +15,7 @@ from rich.text import Text
 from tiering.api.masking import mask_text
 from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
-from tiering.cli.machine import probe_machine
+from tiering.cli.machine import below_one_block, probe_machine
 from tiering.cli.output import duration, print_json, stdout
 from tiering.cli.parameters import (
     admin_of,
@@ -94,18 +94,23 @@ def check(
 
 def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
     """Yield findings about one tier; a failure of a probe is a finding, too."""
-    worst = Severity.OK
+    found: list[Finding] = []
     yield from _swapped(options)
     try:
         admin = admin_of(options, replica)
         for finding in admin.check(block_bytes):
-            worst = Severity.ERROR if finding.severity is Severity.ERROR else worst
+            found.append(finding)
             yield finding
+        told = any(finding.subject == "capacity" for finding in found)
+        if not told and options.capacity_bytes is not None and options.capacity_bytes < block_bytes:
+            found.append(below_one_block(options.capacity_bytes, block_bytes))
+            yield found[-1]
+        failed = any(finding.severity is Severity.ERROR for finding in found)
         if not round_trip:
             return
         if admin.owner() is not None:
             yield from asyncio.run(_read_some(admin))
-        elif worst is not Severity.ERROR:
+        elif not failed:
             yield from _round_trip(admin, block_bytes)
     except RegionError as error:
         yield Finding(

@@ -74,18 +74,16 @@ def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Findi
 
 
 def _probe_sizes(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
-    """Yield findings about tiers below one block, and about those smaller than a faster tier."""
+    """Yield an error about a CPU tier below one block, and warnings about tiers smaller than a faster one."""
     largest, size = "the CPU tier", stack.primary.capacity
     if size < block_bytes:
-        yield _below_one_block("capacity", "primary.capacity", size, block_bytes)
+        yield below_one_block(size, block_bytes)
     for index, options in enumerate(stack.secondary):
         capacity = options.capacity_bytes
         if capacity is None:
             continue
         where, name = f"secondary[{index}].capacity", options.tier_name
-        if capacity < block_bytes:
-            yield _below_one_block(f"capacity of {name}", where, capacity, block_bytes)
-        elif capacity <= size:
+        if block_bytes <= capacity <= size:
             yield Finding(
                 Severity.WARNING,
                 f"capacity of {name}",
@@ -97,12 +95,13 @@ def _probe_sizes(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
             largest, size = f"the tier {name}", capacity
 
 
-def _below_one_block(subject: str, word: str, capacity: int, block_bytes: int) -> Finding:
+def below_one_block(capacity: int, block_bytes: int) -> Finding:
+    """Return the finding about a tier whose capacity is below one block."""
     return Finding(
         Severity.ERROR,
-        subject,
+        "capacity",
         f"{format_bytes(capacity)} do not hold one block of {format_bytes(block_bytes)}",
-        f"raise {word} (a unit may be missing: 8GiB, not 8), or give the real size of a block with --block-bytes",
+        "raise the capacity (a unit may be missing: 8GiB, not 8), or give the real size of a block with --block-bytes",
     )
 
 

@@ -15,6 +15,7 @@ h1{font-size:1.35rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2.2em 0 .
 .tiles div{background:var(--tint);border-radius:8px;padding:12px 14px;color:var(--soft)}
 .tiles b{display:block;font-size:1.5rem;color:var(--ink)}.tiles small{display:block}
 figure{margin:0 0 1.4em;max-width:860px}figcaption{font-weight:600}svg{width:100%;height:auto;display:block}
+@media(max-width:600px){figure{overflow-x:auto}svg{min-width:560px}figcaption,.legend{position:sticky;left:0}}
 svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.axis,.tick{stroke:var(--soft)}
 .line{fill:none;stroke-width:2.2}.limit{stroke:var(--ink);stroke-width:2}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--soft);font-size:13px}

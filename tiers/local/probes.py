@@ -46,7 +46,12 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
             f"{format_bytes(options.capacity)} hold {geometry.num_slots:,} blocks of {format_bytes(block_bytes)}",
         )
     except ConfigError as error:
-        yield Finding(Severity.ERROR, "capacity", str(error), "raise capacity, or lower the size of a block")
+        yield Finding(
+            Severity.ERROR,
+            "capacity",
+            str(error),
+            "raise the capacity (a unit may be missing: 8GiB, not 8), or lower the size of a block",
+        )
         return
     existing = directory
     try:

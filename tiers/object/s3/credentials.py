@@ -107,7 +107,9 @@ class CredentialSource:
         try:
             return boto3.session.Session(profile_name=self._profile)
         except BotoCoreError as error:
-            raise PermanentStoreError(f"AWS configuration: {error}") from error
+            raise PermanentStoreError(
+                f"AWS configuration: {error}; correct profile, AWS_PROFILE or ~/.aws/config"
+            ) from error
 
     def __call__(self) -> S3Credential:
         """Return the present credentials.
@@ -190,7 +192,9 @@ class CredentialSource:
                     self._source = credentials if isinstance(credentials, RefreshableCredentials) else None
                 frozen = None if credentials is None else credentials.get_frozen_credentials()
             except BotoCoreError as error:
-                raise PermanentStoreError(f"AWS credentials: {error}") from error
+                raise PermanentStoreError(
+                    f"AWS credentials: {error}; correct the source that boto3's chain finds first"
+                ) from error
             if frozen is None or not frozen.access_key or not frozen.secret_key:
                 raise PermanentStoreError(
                     "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
