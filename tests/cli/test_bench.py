@@ -90,7 +90,7 @@ def test_a_directory_in_use_is_not_measured(write_stack: WriteStack, tmp_path: P
 def test_a_tier_that_cannot_be_used_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = kv_tiering("bench", write_stack(local(tmp_path / "file" / "kv")), *SHORT)
-    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
 
 
 @pytest.mark.parametrize(("tier", "size"), [("memory", "1TiB"), ("local", "1TiB"), ("memory", "1GiB")])

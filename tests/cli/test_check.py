@@ -17,6 +17,7 @@ from tests.cli.runner import kv_tiering, process
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, rclone_server
 from tests.tiers.local.rig import LocalRig
+from tiering.cli import check as check_module
 from tiering.cli import machine
 from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
@@ -255,6 +256,58 @@ def test_a_path_below_a_directory_that_the_user_may_not_enter(tmp_path: Path, mo
     found = local_findings(tmp_path / "kv")["directory"]
     assert (found.severity, found.text) == ("error", f"{tmp_path / 'kv'} cannot be used: Permission denied")
     assert "x on those above" in found.remedy
+
+
+def test_a_link_that_leads_nowhere_is_one_error(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "kv").symlink_to(tmp_path / "gone")
+    report = check(write_stack(local(tmp_path / "kv")))
+    assert report.code == 1
+    assert [subject for tier, subject in report.findings if tier == "local"] == ["capacity", "directory"]
+    assert "leads nowhere -> correct the link" in report.text("local", "directory")
+
+
+def test_a_path_with_too_long_a_name_is_one_error_without_talk_of_rights(
+    write_stack: WriteStack, tmp_path: Path
+) -> None:
+    report = check(write_stack(local(tmp_path / ("a" * 300))))
+    assert [subject for tier, subject in report.findings if tier == "local"] == ["capacity", "directory"]
+    assert report.text("local", "directory").endswith("File name too long -> choose another path")
+
+
+@pytest.mark.parametrize(("name", "severity"), [("lock", "error"), ("slots-69632-15-000000", "warning")])
+def test_a_directory_in_the_place_of_a_file_of_the_tier(
+    name: str, severity: str, write_stack: WriteStack, tmp_path: Path
+) -> None:
+    (tmp_path / "kv" / name).mkdir(parents=True)
+    report = check(write_stack(local(tmp_path / "kv")), "--no-round-trip")
+    assert report.severity("local", "files") == severity
+    assert f"{name} is no plain file" in report.text("local", "files")
+    assert report.code == int(severity == "error")
+
+
+def test_a_file_that_another_user_owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "lock")
+    assert "may not be read and written by user" in local_findings(tmp_path)["files"].text
+
+
+def test_files_on_a_read_only_disk_need_not_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").write_text("")
+    monkeypatch.setattr(os, "statvfs", lambda path: Room(f_flag=os.ST_RDONLY))
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    found = local_findings(tmp_path)
+    assert "files" not in found
+    assert found["writable"].severity == "error"
+
+
+def test_a_disk_without_room_for_a_scratch_place_is_a_warning(
+    write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = write_stack(local(tmp_path / "kv"))
+    monkeypatch.setattr(check_module, "_LEAST_SCRATCH", 1 << 60)
+    report = check(stack)
+    assert (report.code, report.severity("local", "round trip")) == (0, "warning")
+    assert "no block was moved: the scratch place needs" in report.text("local", "round trip")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

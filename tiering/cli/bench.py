@@ -237,6 +237,8 @@ def _sentence(found: BreakEven) -> str:
 
 
 def _print(measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
+    if not measured:
+        return
     console = stdout()
     if console.is_terminal:
         table = Table()

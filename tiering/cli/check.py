@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,7 @@ def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, r
         failed = any(finding.severity is Severity.ERROR for finding in found)
         if not round_trip:
             return
-        if admin.owner() is not None:
+        if _is_owned(admin, failed=failed):
             yield from asyncio.run(_read_some(admin))
         elif not failed:
             yield from _round_trip(admin, block_bytes)
@@ -119,15 +120,21 @@ def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, r
             str(error),
             "give the real size of a block with --block-bytes, or leave the round trip out with --no-round-trip",
         )
-    except OutOfSpaceError as error:
-        yield Finding(
-            Severity.WARNING, "round trip", f"no block was moved: {error}", "free some space, or use --no-round-trip"
-        )
     except TieringError as error:
         text, _, remedy = str(error).partition("; ")
         yield Finding(Severity.ERROR, "probe", text, remedy)
     except Exception as error:  # a custom tier may raise anything
         yield Finding(Severity.ERROR, "probe", f"{type(error).__name__}: {error}")
+
+
+def _is_owned(admin: TierAdmin, *, failed: bool) -> bool:
+    """Return True if a process owns the medium; a medium that failed may not be able to tell."""
+    try:
+        return admin.owner() is not None
+    except TieringError:
+        if failed:
+            return False
+        raise
 
 
 _ORDERED = (("retries.backoff", "retries.backoff_max"), ("breaker.probe_after", "breaker.probe_max"))
@@ -155,7 +162,13 @@ def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
     """Store blocks through the tier's own layers, and load them again."""
     count = ROUND_TRIP_BLOCKS
     keys = [scratch_key(number) for number in range(count)]
-    with admin.scratch(max(_LEAST_SCRATCH, 8 * (block_bytes + 8192))) as options:
+    with contextlib.ExitStack() as scratch:
+        try:
+            options = scratch.enter_context(admin.scratch(max(_LEAST_SCRATCH, 8 * (block_bytes + 8192))))
+        except OutOfSpaceError as full:
+            text = f"no block was moved: {full}"
+            yield Finding(Severity.WARNING, "round trip", text, "free some space, or use --no-round-trip")
+            return
         if options is None:
             yield Finding(Severity.INFO, "round trip", "the tier has no scratch place; no block was moved")
             return

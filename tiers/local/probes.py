@@ -16,7 +16,7 @@ from tiering.secondary.admin.contract import Finding, Severity
 from tiering.secondary.files import DIRECTORY_MODE, Files
 from tiers.local.direct import probe_direct
 from tiers.local.layout import REPLICA_PREFIX, used_bytes
-from tiers.local.lock import owner_of
+from tiers.local.lock import LOCK_NAME, owner_of
 from tiers.local.options import LocalOptions
 from tiers.local.segments import MAX_OPEN, Geometry
 
@@ -27,6 +27,11 @@ _USABLE = 0.95
 """Share of the free space that a capacity may take: file systems keep some for themselves."""
 _SPARE_FILES = 256
 """Open files that an engine needs besides the segments."""
+
+
+_RIGHTS = "give the engine's user rwx on the directory and x on those above it, or choose another path"
+_ROOM = "free some space, or raise the quota"
+_REMEDIES = {errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS, errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM}
 
 
 def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, files: Files) -> Iterator[Finding]:
@@ -56,19 +61,21 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
     existing = directory
     try:
         while not existing.exists():
+            if existing.is_symlink():
+                yield Finding(
+                    Severity.ERROR, "directory", f"{existing} is a symbolic link that leads nowhere", "correct the link"
+                )
+                return
             existing = existing.parent
         if existing != directory:
             yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
         yield from _probe_existing(options, directory, existing, files, geometry.least_capacity)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         yield Finding(
             Severity.ERROR,
             "directory",
             f"{existing} cannot be used: {error.strerror or error}",
-            "free some space, or raise the quota"
-            if full
-            else "give the engine's user rwx on the directory and x on those above it, or choose another path",
+            _REMEDIES.get(error.errno or 0, "choose another path"),
         )
 
 
@@ -80,6 +87,8 @@ def _probe_existing(
             Severity.ERROR, "directory", f"{existing} is not a directory", "choose another path, or remove the file"
         )
         return
+    if existing == directory:
+        yield from _probe_entries(directory)
     owner = owner_of(directory) if existing == directory else None
     if owner is not None:
         yield Finding(Severity.INFO, "owner", f"in use by {owner}; the directory was only read")
@@ -94,6 +103,35 @@ def _probe_existing(
             sorted(path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
         )
         yield Finding(Severity.INFO, "replicas", f"data-parallel replicas have subdirectories here: {names}")
+
+
+def _probe_entries(directory: Path) -> Iterator[Finding]:
+    """Yield findings about what stands in the place of the tier's files, and cannot be opened as such."""
+    for severity, effect, paths in (
+        (Severity.ERROR, "no engine can own the directory", [directory / LOCK_NAME]),
+        (Severity.WARNING, "its blocks are not used", sorted(directory.glob("slots-*"))),
+    ):
+        wrong = [(path, reason) for path in paths if (reason := _unusable(path))]
+        if wrong:
+            path, reason = wrong[0]
+            more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+            remedy = f"remove {path.name}, or give it back to the user"
+            yield Finding(severity, "files", f"{path} {reason}{more}: {effect}", remedy)
+
+
+def _unusable(path: Path) -> str:
+    """Return the reason why a file of the tier cannot be opened; empty if it can, or is absent.
+
+    On a read-only file system, files are only read.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISREG(mode):
+        return "is no plain file"
+    needed = os.R_OK if os.statvfs(path).f_flag & os.ST_RDONLY else os.R_OK | os.W_OK
+    return "" if os.access(path, needed) else f"may not be read and written by user {os.geteuid()}"
 
 
 def _probe_rights(directory: Path, existing: Path) -> Iterator[Finding]:
@@ -195,7 +233,8 @@ def _probe_open_files() -> Iterator[Finding]:
 
 def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) -> Iterator[Finding]:
     """Try O_DIRECT on a segment, or on a file in a directory that is removed again."""
-    segment = next(iter(sorted(directory.glob("slots-*"))), None) if existing == directory else None
+    found = sorted(directory.glob("slots-*")) if existing == directory else []
+    segment = next((path for path in found if not _unusable(path)), None)
     if segment is not None:
         direct = probe_direct(files, directory, segment, read_only=live)
     elif live:
