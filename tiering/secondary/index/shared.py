@@ -186,8 +186,7 @@ class SharedIndex(TierIndex):
         places: list[Place] = list(map(self._place_of, keys))
         known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
         if True not in known and not self._refused and self._writing.isdisjoint(places):
-            self._writing.update(places)
-            return StorePlan(list(range(len(keys))), places)
+            return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
         named, places = places, []
         positions: list[int] = []
         already_held: list[int] = []
@@ -197,11 +196,16 @@ class SharedIndex(TierIndex):
             elif place not in self._writing and keys[position] not in self._refused:
                 positions.append(position)
                 places.append(place)
-        self._writing.update(places)
+        return self._begin_writing(keys, StorePlan(positions, places, already_held), now)
+
+    def _begin_writing(self, keys: Sequence[OffloadKey], plan: StorePlan, now: float) -> StorePlan:
+        """Record that the places of ``plan``, a store of some of ``keys``, are being written; return ``plan``."""
+        positions = plan.positions
+        self._writing.update(plan.places)
         # Prefixes are stored from their head: where the first block is absent, so are those behind it.
         if self._on_absent is not None and positions and self._absent.get(keys[positions[0]], 0.0) > now:
-            self._on_absent(places)
-        return StorePlan(positions, places, already_held)
+            self._on_absent(plan.places)
+        return plan
 
     def end_store(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
