@@ -4,11 +4,16 @@ There are 8 requests at a time, with prompts of 100 to 600 tokens and 16 to 64 t
 model drives the connector's scheduler half and the tiering manager as vLLM does, step by step. The same engine without
 a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for 13 steps, in which
 the engine asks about the request again and again.
+
+In a last scenario, the disk hangs while 20,000 stores wait for it, of one block or of 16 each. They hold all rows. Each
+further store takes rows of waiting ones; the numbers are the CPU time of a whole ``prepare_store`` that searches rows,
+and of such a search per row that it takes.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +24,20 @@ import numpy as np
 from benchmarks.harness import Bench, Sample, timed
 from tests.connector.fakes import FakeBlocks, FakeConnectorOutput, FakeSchedulerOutput, make_spec
 from tiering.advisor.advisor import SizeAdvisor
-from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey, make_offload_key
+from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
+from tiering.block_store import BlockIO
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
-from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
+from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.index.slots import SlotIndex
+from tiering.secondary.options import BlockTierOptions
+from tiering.testing.faults import DictStore
 
 BLOCK = 16
 AT_A_TIME = 8
@@ -209,7 +220,69 @@ def scheduler_half(asked: int | None, advisor: SizeAdvisor | None = None) -> Off
     return OffloadingConnectorScheduler(spec)
 
 
+class HungStore(DictStore):
+    """A medium whose writes do not end before ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def put_one(self, block: BlockIO) -> None:
+        self.gate.wait()
+        super().put_one(block)
+
+
+def rows_of_waiting_stores(jobs: int, blocks: int, calls: int) -> tuple[float, float]:
+    """Return the CPU seconds of the longest store that searches rows, and of all searches per row taken.
+
+    Args:
+        jobs: number of stores that wait.
+        blocks: blocks of each store.
+        calls: number of further stores.
+    """
+    rows, store = jobs * blocks, HungStore()
+    view = np.zeros((rows, 64), np.uint8).data
+    namespace = Namespace.build(ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="bench"), (64,))
+    index = SlotIndex(2 * rows)
+    index.add_free(np.arange(2 * rows))
+    context = TierContext("disk", view, (64,), namespace)
+    tier = BlockTier(context, BlockTierOptions(type="bench", deadline="1h"), store, index)
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(view), [tier])
+    manager.open_tier(0, time.monotonic() + 5.0)
+    ctx = ReqContext("waiting")
+    manager.on_new_request(ctx)
+    taken: list[float] = []
+    try:
+        for number in range(jobs + calls):
+            keys = [make_offload_key(at.to_bytes(32, "big"), 0) for at in range(number * blocks, (number + 1) * blocks)]
+            before = manager.get_stats()["manager"]["cascades_withdrawn"] if number >= jobs else 0
+            begun = time.thread_time()
+            output = manager.prepare_store(keys, ctx)
+            cpu = time.thread_time() - begun
+            if number >= jobs and manager.get_stats()["manager"]["cascades_withdrawn"] > before:
+                taken.append(cpu)
+            if output is not None:
+                manager.complete_store(output.keys_to_store, ctx)
+            elif number < jobs:
+                raise RuntimeError("the manager found no room")
+            else:
+                time.sleep(0.01)  # A tier that has just begun a store keeps its rows.
+        withdrawn = manager.get_stats()["manager"]["cascades_withdrawn"]
+    finally:
+        store.gate.set()
+        manager.shutdown()
+    return max(taken, default=0.0), sum(taken) / max(withdrawn, 1)
+
+
 def run(bench: Bench) -> None:
+    jobs, calls = (500, 50) if bench.quick else (20_000, 1000)
+    measured = [(blocks, *rows_of_waiting_stores(jobs, blocks, calls)) for blocks in (1, 16)]
+    bench.table(
+        f"a store that needs rows of {jobs} waiting stores",
+        ("blocks per store", "longest, CPU ms", "CPU µs per row taken"),
+        [(str(blocks), f"{longest * 1e3:.2f}", f"{per_row * 1e6:.1f}") for blocks, longest, per_row in measured],
+    )
+    bench.target("longest search of rows, CPU", max(longest for _, longest, _ in measured) * 1e3, 2.0, "max", "ms")
     count = 20 if bench.quick else 300
     advisor = SizeAdvisor({PRIMARY_TIER: ROWS})
     engines: dict[str, Engine] = {

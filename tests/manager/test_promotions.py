@@ -34,7 +34,7 @@ class World:
         self.primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 16), np.uint8).data, enable_events=True)
         self.promotions = Promotions(self.primary, self.stats, self.clock, share, RESERVED)
         self.fast, self.slow = (
-            TierState(FakeTier(name, load_deadline=DEADLINE), rank, tier_rows, np.zeros(rows))
+            TierState.of(FakeTier(name, load_deadline=DEADLINE), rank, tier_rows, rows)
             for rank, name in enumerate(("fast", "slow"))
         )
         self.r1, self.r2 = self.request("r1"), self.request("r2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, Store
 from tiering.errors import StoreError
 from tiering.secondary.contract import TierContext
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoResult, IoTask, WaitingPart
+from tiering.secondary.io.messages import IoJob, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock, until
@@ -101,15 +101,17 @@ class FakeIo:
     def submit(self, job: IoJob) -> None:
         self.jobs.append(job)
 
-    def waiting_stores(self) -> Sequence[WaitingPart]:
-        return [WaitingPart(job, 0, len(job.keys)) for job in self.jobs if job.job_id in self.unbegun]
+    def waiting_rows(self, job_id: int) -> list[int]:
+        return [row for job in self.jobs if job.job_id == job_id in self.unbegun for row in reversed(job.rows)]
 
-    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
         """Withdraw whole jobs or none of their blocks, as far as a test has not begun them."""
-        withdrawn = [job for job in self.jobs if job.job_id in self.unbegun and set(job.rows) <= set(rows)]
-        for job in withdrawn:
-            self.finish(job.job_id, [Done.ABSENT] * len(job.keys))
-        return [(job.job_id, list(job.rows)) for job in withdrawn]
+        withdrawn: list[tuple[int, Sequence[int]]] = []
+        for job_id, wanted in rows.items():
+            waiting = self.waiting_rows(job_id)
+            if waiting and set(waiting) <= set(wanted):
+                withdrawn.append((job_id, self.finish(job_id, [Done.ABSENT] * len(waiting)).rows))
+        return withdrawn
 
     def run(self, task: IoTask) -> None:
         self.ran.append(task)

@@ -29,18 +29,23 @@ def test_blocks_of_stores_that_no_thread_has_begun_are_withdrawn_and_the_others_
         assert until(lambda: store.waiting == 1)
         host.submit(make_job(primary, IoKind.STORE, range(1, 7), job_id=2))
         host.submit(make_job(primary, IoKind.STORE, range(7, 9), job_id=3))
-        parts = [(part.job.job_id, part.start, part.stop) for part in host.waiting_stores()]
-        assert parts == [(2, 0, 6), (3, 0, 2)]
-        assert host.withdraw({0, 2, 5, 6, 7, 8}) == [(2, [2, 5, 6]), (3, [7, 8])], "row 0 is being read"
-        assert [part.job.job_id for part in host.waiting_stores()] == [2, 2]
+        host.submit(make_job(primary, IoKind.STORE, range(9, 10), job_id=4))
+        waiting = [host.waiting_rows(job_id) for job_id in range(6)]
+        assert waiting == [[], [], [6, 5, 4, 3, 2, 1], [8, 7], [9], []]
+        assert host.withdraw({1: {0}}) == [], "row 0 is being read"
+        assert host.withdraw({5: {9}}) == [], "there is no such job"
+        wanted = {2: {0, 2, 5, 6, 7}, 3: {7, 8}}
+        assert host.withdraw(wanted) == [(2, [2, 5, 6]), (3, [7, 8])], "row 7 is not that of the first job"
+        assert [host.waiting_rows(job_id) for job_id in range(6)] == [[], [], [4, 3, 1], [], [9], []]
         primary.rows[[2, 5, 6, 7, 8]] = 0xEE
         store.gate.set()
-        results = {result.job.job_id: result for result in finish(host, 3)}
+        results = {result.job.job_id: result for result in finish(host, 4)}
     assert outcome_names(results[1].outcomes) == ["DONE"]
     assert outcome_names(results[2].outcomes) == ["DONE", "ABSENT", "DONE", "DONE", "ABSENT", "ABSENT"]
     assert outcome_names(results[3].outcomes) == ["ABSENT", "ABSENT"]
     assert results[2].transfer_bytes == 3 * primary.size
-    assert sorted(place for places in store.calls for place in places[1]) == [0, 1, 3, 4]
+    stored = [place for places in store.calls for place in places[1]]
+    assert stored == [0, 1, 3, 4, 9], "what remains of a store keeps its place in the queue"
 
 
 def test_a_store_of_which_a_thread_has_begun_a_part_loses_the_other_parts() -> None:
@@ -48,11 +53,12 @@ def test_a_store_of_which_a_thread_has_begun_a_part_loses_the_other_parts() -> N
     with running_host(store, primary, threads=2) as host:
         host.submit(make_job(primary, IoKind.STORE, range(8), job_id=1))
         assert until(lambda: store.waiting == 2)
-        begun = set(range(8)) - {row for part in host.waiting_stores() for row in range(part.start, part.stop)}
-        withdrawn = [row for _, rows in host.withdraw(set(range(8))) for row in rows]
+        begun = set(range(8)).difference(host.waiting_rows(1))
+        withdrawn = [row for _, rows in host.withdraw({1: set(range(8))}) for row in rows]
         assert sorted({*withdrawn, *begun}) == list(range(8))
         assert not begun.intersection(withdrawn)
-        assert host.withdraw(set(range(8))) == []
+        assert host.withdraw({1: set(range(8))}) == []
+        assert host.waiting_rows(1) == []
         store.gate.set()
         (result,) = finish(host)
     assert [at for at, outcome in enumerate(result.outcomes) if outcome is Done.DONE] == sorted(begun)
@@ -64,7 +70,7 @@ def test_a_store_that_is_withdrawn_entirely_ends_at_the_next_poll() -> None:
         host.submit(make_job(primary, IoKind.STORE, [0], job_id=1))
         assert until(lambda: store.waiting == 1)
         host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=2))
-        assert host.withdraw({1, 2}) == [(2, [1, 2])]
+        assert host.withdraw({2: {1, 2}}) == [(2, [1, 2])]
         assert [result.job.job_id for result in host.poll()] == [2]
         store.gate.set()
         finish(host)
@@ -76,10 +82,11 @@ class _OvertakenQueue(deque[Unit]):
 
     taken: Unit | None = None
 
-    def copy(self) -> _OvertakenQueue:
-        seen = _OvertakenQueue(self)
-        self.taken = self.popleft()
-        return seen
+    def index(self, unit: Unit, *bounds: int) -> int:
+        at = super().index(unit, *bounds)
+        if self.taken is None:
+            self.taken = self.popleft()
+        return at
 
 
 def test_a_unit_that_a_thread_takes_during_the_withdrawal_is_not_given_up() -> None:
@@ -92,7 +99,7 @@ def test_a_unit_that_a_thread_takes_during_the_withdrawal_is_not_given_up() -> N
         lane = host.lanes.stores
         queue = _OvertakenQueue(lane.waiting)
         lane.waiting = queue
-        assert host.withdraw({1, 2, 3}) == [(3, [3])]
+        assert host.withdraw({2: {1, 2}, 3: {3}}) == [(3, [3])]
         assert queue.taken is not None
         lane.waiting = deque([queue.taken, *queue])
         store.gate.set()
@@ -124,6 +131,7 @@ def test_no_thread_reads_a_row_that_was_withdrawn(seed: int) -> None:
             return host.in_flight == 0
 
         owner: dict[int, int] = {}
+        job_of: dict[int, int] = {}
         for _ in range(1500):
             settle()
             if free and dice.random() < 0.7:
@@ -135,10 +143,11 @@ def test_no_thread_reads_a_row_that_was_withdrawn(seed: int) -> None:
                     primary.rows[row] = np.frombuffer(dice.randbytes(primary.rows.shape[1]), np.uint8)
                     content[block] = primary.block(row)
                     owner[row] = block
+                    job_of[block] = numbers[0]
                 host.submit(make_job(primary, IoKind.STORE, numbers, rows=taken, places=numbers, job_id=numbers[0]))
             elif dice.random() < 0.5:
                 wanted = {row for row in range(rows) if dice.random() < 0.3}
-                for _, given in host.withdraw(wanted):
+                for _, given in host.withdraw({job_of[block]: wanted for block in owner.values()}):
                     withdrawn_blocks += len(given)
                     for row in given:
                         primary.rows[row] = 0xEE
@@ -163,18 +172,17 @@ def test_no_thread_reads_a_row_that_was_withdrawn(seed: int) -> None:
 
 def test_a_tier_names_the_oldest_store_first_and_each_from_its_tail() -> None:
     rig = Rig().opened()
-    assert rig.tier.waiting_stores() is None
+    assert rig.tier.waiting_stores([]) is None
     rig.clock.advance(5.0)
     first = rig.submit_store(K[:3])
     rig.clock.advance(1.0)
     second = rig.submit_store(K[3:5])
-    assert rig.tier.waiting_stores() is None, "threads have begun all stores"
+    assert rig.tier.waiting_stores([first, second]) is None, "threads have begun all stores"
     rig.io.unbegun.update((first, second))
-    waiting = rig.tier.waiting_stores()
-    assert waiting is not None
-    assert (waiting.rows.tolist(), waiting.since) == ([2, 1, 0, 1, 0], rig.clock() - 1.0)
+    assert rig.tier.waiting_stores([first, 99, second]) == ([[2, 1, 0], (), [1, 0]], rig.clock() - 1.0)
+    assert rig.tier.waiting_stores([second]) == ([[1, 0]], rig.clock())
     rig.io.store_begun = rig.clock()
-    waiting = rig.tier.waiting_stores()
+    waiting = rig.tier.waiting_stores([first])
     assert waiting is not None
     assert waiting.since == rig.clock()
 
@@ -183,7 +191,7 @@ def test_withdrawn_blocks_are_counted_and_give_their_bytes_back_at_once() -> Non
     rig = Rig(max_queued=4 * BLOCK_BYTES).opened()
     job = rig.submit_store(K[:4])
     rig.io.unbegun.add(job)
-    assert [(number, rows.tolist()) for number, rows in rig.tier.withdraw_stores({0, 1, 2, 3})] == [(job, [0, 1, 2, 3])]
+    assert rig.tier.withdraw_stores({job: {0, 1, 2, 3}, 99: {0}}) == [(job, [0, 1, 2, 3])]
     again = rig.submit_store(K[4:8])
     assert list(rig.io.jobs[-1].keys) == K[4:8]
     assert rig.finished() == [JobResult(job, False, [], 4 * BLOCK_BYTES, 0.5)]
@@ -226,11 +234,8 @@ def test_a_store_that_waits_for_places_can_be_withdrawn() -> None:
     rig = Rig().opened()
     rig.tier.index.growing = True  # type: ignore[attr-defined]
     job = rig.submit_store(K[:40])
-    waiting = rig.tier.waiting_stores()
-    assert waiting is not None
-    assert waiting.rows.tolist() == list(reversed(range(40)))
-    ((number, rows),) = rig.tier.withdraw_stores(set(range(20, 40)))
-    assert (number, sorted(rows.tolist())) == (job, list(range(20, 40)))
+    assert rig.tier.waiting_stores([job]) == ([list(reversed(range(40)))], rig.clock())
+    assert rig.tier.withdraw_stores({job: set(range(20, 40))}) == [(job, list(range(20, 40)))]
     assert rig.tier.waiting_blocks == 20
     rig.finished()
     (order,) = rig.io.jobs
@@ -239,6 +244,6 @@ def test_a_store_that_waits_for_places_can_be_withdrawn() -> None:
     (result,) = rig.finished()
     assert (result.success, result.successful_keys) == (False, K[:20])
     second = rig.submit_store(K[40:80])
-    rig.tier.withdraw_stores(set(range(40)))
+    rig.tier.withdraw_stores({second: set(range(40))})
     assert rig.finished() == [JobResult(second, False, [])]
     assert rig.tier.get_stats().stores_withdrawn == 60

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, count
-from typing import NamedTuple
 
 import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows, as_rows
+from tiering.manager.cascades import CascadeOrder, Job
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
@@ -19,20 +19,10 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.intake import HELD_FOR
 
+_NO_ROWS: Rows = as_rows(())
+
 NOBODY = ReqContext("")
 """Context of cascades that belong to no request."""
-
-
-class _Job(NamedTuple):
-    """A job that its tier has not reported yet: a cascade or a promotion."""
-
-    state: TierState
-    rows: Rows
-    """Rows that the job reads or writes; those of a cascade are pinned."""
-    deadline: float
-    """Time by which the tier should have reported the job."""
-    promotion: Promotion | None = None
-    """The promotion; None for a cascade."""
 
 
 class TierJobs:
@@ -71,7 +61,9 @@ class TierJobs:
         self._promotions = promotions
         self._stats = stats
         self._clock = clock
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
+        self.weak = CascadeOrder()
+        """Cascades of the tiers that know which of their stores have not begun."""
         self._ids = count(1)
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}
         """Per request, the blocks that it needs and other requests are writing.
@@ -109,7 +101,9 @@ class TierJobs:
         for state in serving:
             job_id = next(self._ids)
             now = self._clock()
-            self._jobs[job_id] = _Job(state, rows, _store_deadline(state, now))
+            self._jobs[job_id] = cascade = Job(job_id, state, rows, _store_deadline(state, now))
+            if state.holds_weakly:
+                self.weak.append(cascade)
             job = TransferJob(job_id, keys, rows, False, ctx, now, is_fill)
             self._submit(state, state.tier.submit_store, job)
 
@@ -126,7 +120,7 @@ class TierJobs:
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
             job_id = next(self._ids)
             now = self._clock()
-            self._jobs[job_id] = _Job(state, rows, state.deadline(now), promotion)
+            self._jobs[job_id] = Job(job_id, state, rows, state.deadline(now), promotion)
             job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, now)
             self._submit(state, state.tier.submit_load, job)
 
@@ -139,23 +133,34 @@ class TierJobs:
         except Exception as error:
             self._tiers.retire_raising(state, submit, error)
 
-    def give_up(self, state: TierState, job_id: int, rows: Rows) -> None:
-        """Release ``rows`` of a cascade that has not begun; the tier is told of the next use of their blocks."""
-        job = self._jobs.get(job_id)
-        rows = as_rows(rows)
-        # Most of these jobs have a few rows, for which sets are much cheaper than numpy's functions of sets.
-        lost, held = frozenset(rows.tolist()), [] if job is None else job.rows.tolist()
-        twice = len(lost) < len(rows)
-        if job is None or job.state is not state or job.promotion is not None or twice or not lost.issubset(held):
-            self._stats.misreported_jobs += 1
-            self._tiers.retire(
-                state, f"it withdrew rows of job {job_id}, which is not a store of its own with these rows"
-            )
-            return
-        self._jobs[job_id] = job._replace(rows=as_rows([row for row in held if row not in lost]))
-        self._primary.unpin(rows)
-        state.settled_until[rows] = 0.0
-        self._stats.cascades_withdrawn += len(rows)
+    def give_up(self, state: TierState, given: Sequence[tuple[Job, Sequence[int]]]) -> None:
+        """Release rows of a tier's cascades that have not begun.
+
+        The tier is told of the next use of their blocks.
+
+        Args:
+            state: the tier.
+            given: the cascades, each with the rows to release; some of its own.
+        """
+        released: list[int] = []
+        for job, rows in given:
+            left: Rows = _NO_ROWS
+            if len(rows) < len(job.rows):
+                # Most of these jobs have a few rows, for which sets are much cheaper than numpy's functions of sets.
+                lost = frozenset(rows)
+                left = as_rows([row for row in job.rows.tolist() if row not in lost])
+            self.weak.shrink(job, left)
+            released += rows
+        # A block may wait in two cascades of the tier, and each of them has pinned the row.
+        rounds = [released] if len(set(released)) == len(released) else [rows for _, rows in given]
+        for rows in rounds:
+            self._primary.unpin(as_rows(rows))
+        state.settled_until[released] = 0.0
+        self._stats.cascades_withdrawn += len(released)
+
+    def count_misreport(self) -> None:
+        """Count an answer of a tier about jobs or rows that are not its own."""
+        self._stats.misreported_jobs += 1
 
     # ---------------------------------------------------------------------------------------------------------- collect
 
@@ -179,11 +184,12 @@ class TierJobs:
             self._tiers.retire(state, f"it reported job {result.job_id}, which is not one of its own in flight")
             return
         del self._jobs[result.job_id]
+        self.weak.remove(job)
         if job.promotion is not None:
             self._end_promotion(state, job.promotion, result)
             return
         if result.success and result.successful_keys is None:
-            state.settled_until[job.rows] = self._clock() + HELD_FOR
+            self._note_held(state, job.rows)
         self._primary.unpin(job.rows)
 
     def _end_promotion(self, state: TierState, promotion: Promotion, result: JobResult) -> None:
@@ -194,12 +200,16 @@ class TierJobs:
             arrived = ()
         keys, rows = self._promotions.end(promotion, arrived)
         self.note_refilled(rows)
-        state.settled_until[rows] = self._clock() + HELD_FOR
+        self._note_held(state, rows)
         if keys and not promotion.worthless:
             owner = promotion.owner
             faster = [other for other in owner.tiers if other.rank < state.rank and other.tier.fill]
             # The tiers know that a finished request has no further cascades.
             self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx, is_fill=True)
+
+    def _note_held(self, state: TierState, rows: Rows) -> None:
+        state.settled_until[rows] = self._clock() + HELD_FOR
+        state.has[rows] = True
 
     def running_promotions(self) -> list[Promotion]:
         """Return the promotions whose tier has not reported the load."""
@@ -277,7 +287,9 @@ class TierJobs:
             number = np.count_nonzero(due)
             if number and state.in_service:
                 asked = keys if number == len(keys) else list(compress(keys, due.tolist()))
-                state.settled_until[rows[due]] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
+                used = rows[due]
+                state.settled_until[used] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
+                state.has[used] = False
 
 
 def _store_deadline(state: TierState, now: float) -> float:

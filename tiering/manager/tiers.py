@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,32 @@ class TierState:
 
     The tier holds the block until then, or has decided not to take it.
     """
+    has: NDArray[np.bool_]
+    """Per primary row, True if the tier has stored or loaded its block.
+
+    The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
+    """
+    holds_weakly: bool
+    """True if the tier knows which of its stores have not begun."""
     in_service: bool = True
     """True if the manager may call the tier and submit jobs to it."""
     resetting: bool = False
     """True if the tier is out of service only until its medium has confirmed a reset."""
     loading_rows: int = 0
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
+
+    @classmethod
+    def of(cls, tier: SecondaryTierManager, rank: int, max_loading_rows: int, num_rows: int) -> Self:
+        """Return the state of a tier that is in service and holds nothing.
+
+        Args:
+            tier: the tier.
+            rank: position among the secondary tiers; 0 is the fastest.
+            max_loading_rows: largest number of primary rows that the tier's loads may hold.
+            num_rows: number of primary rows.
+        """
+        holds_weakly = type(tier).waiting_stores is not SecondaryTierManager.waiting_stores
+        return cls(tier, rank, max_loading_rows, np.zeros(num_rows), np.zeros(num_rows, np.bool_), holds_weakly)
 
     def deadline(self, now: float) -> float:
         """Return the time by which a load that is submitted at ``now`` should have ended."""
@@ -97,7 +117,7 @@ class SecondaryTiers:
             on_retired: function that is called when a tier was taken out of service until a restart.
         """
         self.states = [
-            TierState(tier, rank, max(1, int(tier.primary_share * num_rows)), np.zeros(num_rows))
+            TierState.of(tier, rank, max(1, int(tier.primary_share * num_rows)), num_rows)
             for rank, tier in enumerate(tiers)
         ]
         """All tiers, fastest first."""

@@ -9,20 +9,25 @@ A cascade that its tier has not begun holds its rows weakly. A row can be taken 
 
 The oldest cascades are given up first, each from the tail of its prefix. A block that loses its cascade is offered to
 the tier again when the block is used again.
+
+A search looks at a bounded number of rows, however many cascades wait, and takes several rows at once. Its cost per row
+is therefore bounded too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.transfer import Rows
+from tiering.manager.cascades import Job
 from tiering.manager.jobs import TierJobs
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import WaitingStores
 
 TAKE_AFTER = 0.1
 """Seconds after which a row is taken from a cascade of a tier that makes progress.
@@ -30,11 +35,28 @@ TAKE_AFTER = 0.1
 A write takes about as long.
 """
 
-PART_AT_ONCE = 16
-"""Largest quotient of the waiting rows and the rows that are taken at once.
+ROWS_AT_ONCE = 32
+"""Number of rows that a search takes at once at most, unless more are needed."""
 
-A search looks at all waiting rows, so its cost per row is bounded.
-"""
+PART_AT_ONCE = 16
+"""Largest quotient of all rows of waiting cascades and the rows taken at once, below that bound."""
+
+LOOK_AT = 256
+"""Number of rows that a search looks at; four times the needed rows if these are more."""
+
+
+class _BreachError(Exception):
+    """An answer of a tier that breaks its contract."""
+
+
+class _Waiting:
+    """Cascades that have not begun, from one look at the tiers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Job, Sequence[int]]] = []
+        """Rows of each cascade, in the order in which they are given up."""
+        self.since: list[tuple[TierState, float]] = []
+        """For each tier with such cascades, the time since when it has begun no store."""
 
 
 class WeakRows:
@@ -56,8 +78,9 @@ class WeakRows:
     ) -> None:
         self._primary = primary
         self._states = tiers.states
-        self._call = tiers.call
+        self._tiers = tiers
         self._jobs = jobs
+        self._order = jobs.weak
         self._clock = clock
 
     def make_room(self, count: int, since: float | None, least: int = 1) -> int:
@@ -69,39 +92,167 @@ class WeakRows:
             least: smallest useful number of rows; if fewer can be taken, none is. Default 1.
         """
         now = self._clock()
-        found: list[tuple[TierState, WaitingStores]] = []
-        for state in reversed(self._states):
-            waiting = self._call(state, state.tier.waiting_stores) if state.in_service else None
-            if waiting is not None:
-                found.append((state, waiting))
-        if not found:
-            return 0
-        rows, first, cascades = np.unique(
-            np.concatenate([waiting.rows for _, waiting in found]), return_index=True, return_counts=True
-        )
-        free = self._primary.readers(rows) == cascades
-        if since is None or now - since < TAKE_AFTER:
-            free &= self._expendable(rows, found, now)
-        chosen = rows[free][np.argsort(first[free])][: max(count, len(rows) // PART_AT_ONCE)]
+        wanted = max(count, min(ROWS_AT_ONCE, self._order.rows // PART_AT_ONCE))
+        chosen: list[int] = []
+        # Where rows can be taken at all, the oldest cascades nearly always suffice.
+        for limit in (wanted * (1 + len(self._states)), max(LOOK_AT, 4 * count)):
+            jobs, behind = self._order.window(limit)
+            waiting = self._look(jobs)
+            chosen = self._choose(waiting, now, patient=since is None or now - since < TAKE_AFTER)[:wanted]
+            if len(chosen) == wanted or behind is None:
+                break
+        if len(chosen) < wanted:
+            self._order.go_on(behind)
         if len(chosen) < least:
             return 0
-        before, taken = self._primary.room, frozenset(chosen.tolist())
-        for state, _ in found:
-            for job_id, withdrawn in self._call(state, state.tier.withdraw_stores, taken) or ():
-                self._jobs.give_up(state, job_id, withdrawn)
+        before = self._primary.room
+        self._withdraw(waiting, frozenset(chosen))
         return self._primary.room - before
 
-    def _expendable(
-        self, rows: Rows, found: Sequence[tuple[TierState, WaitingStores]], now: float
-    ) -> NDArray[np.bool_]:
+    def _look(self, jobs: Iterable[Job]) -> _Waiting:
+        """Ask the tiers of ``jobs`` which blocks have not begun."""
+        by_tier: dict[int, list[Job]] = {}
+        for job in jobs:
+            if job.state.in_service:
+                by_tier.setdefault(job.state.rank, []).append(job)
+            elif not job.state.resetting:
+                self._order.remove(job)  # The tier is out of service until a restart.
+        waiting = _Waiting()
+        for rank, asked in by_tier.items():
+            state = self._states[rank]
+            answer = self._tiers.call(state, state.tier.waiting_stores, [job.job_id for job in asked])
+            if answer is None:
+                continue
+            try:
+                found = _rows_of(asked, answer.rows)
+                since = float(answer.since)
+            except Exception as error:
+                self._breach(state, f"its waiting_stores returned what is not its own: {error}")
+                continue
+            if found:
+                waiting.rows += found
+                waiting.since.append((state, since))
+        if len(waiting.since) > 1:
+            waiting.rows.sort(key=_job_id)
+        return waiting
+
+    def _choose(self, waiting: _Waiting, now: float, *, patient: bool) -> list[int]:
+        """Return the rows that may be taken, in their order.
+
+        Args:
+            waiting: the cascades that have not begun.
+            now: monotonic seconds.
+            patient: True if only those rows may be taken that may be taken at once.
+        """
+        cascades = Counter([row for _, rows in waiting.rows for row in rows])
+        if not cascades:
+            return []
+        rows = np.fromiter(cascades, np.int64, len(cascades))
+        free = self._primary.readers(rows) == np.fromiter(cascades.values(), np.int64, len(cascades))
+        if patient:
+            free &= self._expendable(rows, waiting, now)
+        chosen: list[int] = rows[free].tolist()
+        return chosen
+
+    def _expendable(self, rows: Rows, waiting: _Waiting, now: float) -> NDArray[np.bool_]:
         """Return a mask of the ``rows`` whose blocks another tier has, or that wait for tiers in trouble only."""
-        waits = {state.rank: np.isin(rows, waiting.rows) for state, waiting in found}
+        waits = {
+            state.rank: np.isin(rows, [row for job, found in waiting.rows if job.state is state for row in found])
+            for state, _ in waiting.since
+        }
         expendable = np.ones(len(rows), np.bool_)
-        for state, waiting in found:
-            if now - waiting.since < TAKE_AFTER:
+        for state, since in waiting.since:
+            if not now - since >= TAKE_AFTER:
                 expendable &= ~waits[state.rank]
         for state in self._states:
             if state.in_service:
-                settled = state.settled_until[rows] > now
-                expendable |= settled & ~waits[state.rank] if state.rank in waits else settled
+                has = state.has[rows] & (state.settled_until[rows] > now)
+                expendable |= has & ~waits[state.rank] if state.rank in waits else has
         return expendable
+
+    def _withdraw(self, waiting: _Waiting, taken: frozenset[int]) -> None:
+        """Let the tiers give up the rows in ``taken``, and release what they give up."""
+        asked: dict[int, dict[int, tuple[Job, list[int]]]] = {}
+        for job, rows in waiting.rows:
+            if wanted := [row for row in rows if row in taken]:
+                asked.setdefault(job.state.rank, {})[job.job_id] = (job, wanted)
+        for rank in sorted(asked, reverse=True):
+            state, jobs = self._states[rank], asked[rank]
+            if not state.in_service:
+                continue
+            wanted_rows = {job_id: wanted for job_id, (_, wanted) in jobs.items()}
+            answer = self._tiers.call(state, state.tier.withdraw_stores, wanted_rows)
+            if answer is None:
+                continue
+            try:
+                given = _given(jobs, answer)
+            except Exception as error:
+                # Nothing is released: perhaps the tier still reads these rows.
+                self._breach(state, f"it withdrew rows that are not to be withdrawn: {error}")
+                continue
+            self._jobs.give_up(state, given)
+
+    def _breach(self, state: TierState, reason: str) -> None:
+        self._jobs.count_misreport()
+        self._tiers.retire(state, reason)
+
+
+def _job_id(entry: tuple[Job, Sequence[int]]) -> int:
+    return entry[0].job_id
+
+
+def _rows_of(jobs: Sequence[Job], answer: Sequence[Sequence[int]]) -> list[tuple[Job, Sequence[int]]]:
+    """Return the rows of each job that has some.
+
+    Args:
+        jobs: the jobs that a tier was asked about.
+        answer: the tier's answer, which may be anything.
+
+    Raises:
+        Exception: the answer is not what the contract asks for.
+    """
+    if len(answer) != len(jobs):
+        raise _BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
+    found: list[tuple[Job, Sequence[int]]] = []
+    for job, rows in zip(jobs, answer, strict=True):
+        if len(rows):
+            found.append((job, _checked(job.job_id, job.rows.tolist(), rows)))
+    return found
+
+
+def _given(
+    jobs: dict[int, tuple[Job, list[int]]], answer: Sequence[tuple[int, Sequence[int]]]
+) -> list[tuple[Job, Sequence[int]]]:
+    """Return the rows that a tier gives up.
+
+    Args:
+        jobs: the jobs, each with the rows that the tier was asked to give up.
+        answer: the tier's answer, which may be anything.
+
+    Raises:
+        Exception: the answer is not what the contract asks for.
+    """
+    if len(answer) > len(jobs):
+        raise _BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
+    given: dict[int, tuple[Job, Sequence[int]]] = {}
+    for job_id, rows in answer:
+        if job_id not in jobs or job_id in given:
+            raise _BreachError(f"job {job_id} is not a store of its own with these rows")
+        if len(rows):
+            job, wanted = jobs[job_id]
+            given[job_id] = (job, _checked(job_id, wanted, rows))
+    return list(given.values())
+
+
+def _checked(job_id: int, allowed: list[int], rows: Sequence[int]) -> list[int]:
+    """Return ``rows`` as a list, each one of ``allowed`` at most once.
+
+    Raises:
+        Exception: that is not the case.
+    """
+    if len(rows) > len(allowed):
+        raise _BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
+    checked = list(map(index, rows))
+    if checked != allowed and (len(set(checked)) < len(checked) or not set(checked).issubset(allowed)):
+        raise _BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")
+    return checked

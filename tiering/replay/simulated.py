@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, repeat
@@ -15,7 +15,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, Store
 from tiering.errors import OverdueError, StoreError
 from tiering.replay.model import MediumModel
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask, WaitingPart
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BlockTierOptions
 
@@ -276,11 +276,11 @@ class SimulatedIo:
         self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
         return end <= self._clock.now
 
-    def waiting_stores(self) -> Sequence[WaitingPart]:
+    def waiting_rows(self, job_id: int) -> list[int]:
         """Return nothing: a store's time is fixed when it is submitted."""
-        return ()
+        return []
 
-    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
         """Withdraw nothing: no store waits."""
         return ()
 

@@ -8,7 +8,7 @@ closes, and :class:`~tiering.secondary.intake.Intake` chooses the blocks to stor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,6 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.api.transfer import Rows
 from tiering.block_store import BlockStore, Place
 from tiering.errors import ConfigError
 from tiering.runtime.forks import inert_in_children
@@ -245,10 +244,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def has_pending_work(self) -> bool:
         return self._jobs.unreported
 
-    def waiting_stores(self) -> WaitingStores | None:
-        return self._jobs.waiting_stores()
+    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
+        return self._jobs.waiting_stores(job_ids)
 
-    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
         return self._jobs.withdraw(rows)
 
     # ---------------------------------------------------------------------------------------------------------- notices

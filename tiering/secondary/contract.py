@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -73,10 +73,10 @@ class JobResult:
 
 
 class WaitingStores(NamedTuple):
-    """Stores of a tier that have not begun."""
+    """Blocks of some stores that a tier has not begun."""
 
-    rows: Rows
-    """Primary rows of their blocks; those to give up first come first."""
+    rows: Sequence[Sequence[int]]
+    """Primary rows of these blocks, for each store asked about; those to give up first come first."""
     since: float
     """Time since when the tier has begun no store, on the tier's clock."""
 
@@ -210,25 +210,30 @@ class SecondaryTierManager(ABC):
     def get_finished(self) -> Iterable[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
 
-    def waiting_stores(self) -> WaitingStores | None:
-        """Return the stores that have not begun; None (default) if there are none, or the tier does not know.
+    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
+        """Return which blocks of some stores have not begun; None (default): none, or the tier does not know.
 
-        They hold their rows weakly: the manager may withdraw blocks whose rows are needed. Until then, the tier may
-        begin each of these stores at any time.
+        These blocks hold their rows weakly: the manager may withdraw them when their rows are needed. Until then, the
+        tier may begin each of them at any time. The manager asks about a bounded number of stores at once. A tier that
+        does not override this method is never asked.
+
+        Args:
+            job_ids: numbers of stores that the tier has not reported, the oldest first.
         """
         return None
 
-    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
-        """Give up the blocks in ``rows`` of stores that have not begun, and return what was given up.
+    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
+        """Give up blocks of stores that have not begun, and return what was given up.
 
         The tier does not touch a row any more that it returns. The result of the job reports the block as not
         successful. Blocks whose store has begun meanwhile are left out.
 
         Args:
-            rows: rows that :meth:`waiting_stores` returned.
+            rows: rows that :meth:`waiting_stores` returned, by the number of their job.
 
         Returns:
-            The number of each job that lost blocks, and their rows. The default gives up nothing.
+            The number of each job that lost blocks, and their rows. Any row that was not asked for is a breach of
+            contract. The default gives up nothing.
         """
         return ()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext, RequestOffloadingContext
-from tiering.api.transfer import Rows
 from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob, WaitingStores
 from tiering.secondary.stats import TierStats
 
@@ -33,11 +32,11 @@ class InertTier:
     def submit_load(self, job: TransferJob) -> None:
         """Do nothing, and report nothing."""
 
-    def waiting_stores(self) -> WaitingStores | None:
+    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
         """Return None: no store waits."""
         return None
 
-    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
+    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
         """Give up nothing."""
         return ()
 

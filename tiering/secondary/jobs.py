@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
-from tiering.api.transfer import Rows, as_rows
 from tiering.block_store import Done, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.secondary.claims import PlannedStore, StoreClaims
@@ -47,6 +45,8 @@ class RunningJob(NamedTuple):
     """The job as the manager submitted it."""
     held: list[OffloadKey]
     """Keys that need no I/O, because the medium holds them already."""
+    io: IoJob
+    """The job as it was submitted to the I/O side."""
     stored_bytes: int
     """Bytes of the job that count against the store budget; 0 for loads."""
     epochs: int
@@ -67,6 +67,12 @@ class WaitingStore:
     """Bytes that count against the store budget while the store waits."""
     until: float
     """Time in monotonic seconds at which the store stops waiting."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Primary row of each key to store."""
+        rows: list[int] = self.job.block_ids[self.positions].tolist()
+        return rows
 
 
 class TierJobs:
@@ -104,7 +110,7 @@ class TierJobs:
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
-        self._waiting: deque[WaitingStore] = deque()
+        self._waiting: dict[int, WaitingStore] = {}
         self._finished: list[JobResult] = []
         self.stored = False
         """True if a store has begun since the present epoch was entered."""
@@ -126,7 +132,7 @@ class TierJobs:
             waiting_bytes = sum(self._budget.sizes(keys))
             self._budget.used += waiting_bytes
             until = self._clock() + ROOM_WAIT_SECONDS
-            self._waiting.append(WaitingStore(job, positions, keys, waiting_bytes, until))
+            self._waiting[job.job_id] = WaitingStore(job, positions, keys, waiting_bytes, until)
         else:
             self._begin_store(job, positions, keys)
 
@@ -165,8 +171,7 @@ class TierJobs:
             self._upload(store)
 
     def _upload(self, store: PlannedStore) -> None:
-        running = RunningJob(store.job, store.held, sum(store.sizes), self._epochs)
-        self._submit(running, IoKind.STORE, store.keys, store.rows, store.places, store.sizes)
+        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
 
     def _yield(self, store: PlannedStore) -> None:
         """Give back the places of blocks that this machine does not upload."""
@@ -198,7 +203,7 @@ class TierJobs:
     @property
     def waiting_blocks(self) -> int:
         """Number of blocks of stores that wait for places."""
-        return sum([len(store.keys) for store in self._waiting]) if self._waiting else 0
+        return sum([len(store.keys) for store in self._waiting.values()]) if self._waiting else 0
 
     def begin_waiting(self) -> bool:
         """Begin the stores for which there are places now, or that have waited long enough.
@@ -208,75 +213,82 @@ class TierJobs:
         """
         self._begin_claimed()
         while self._waiting:
-            store = self._waiting[0]
+            store = next(iter(self._waiting.values()))
             keys = store.keys
             if missing := self._index.missing_places(keys):
                 if self._clock() < store.until:
                     return False
                 self._stats.stores_dropped += missing
                 keys = keys[: len(keys) - missing]
-            self._waiting.popleft()
+            del self._waiting[store.job.job_id]
             self._budget.used -= store.waiting_bytes
             self._begin_store(store.job, store.positions[: len(keys)], keys)
         return not self._claims
 
-    def waiting_stores(self) -> WaitingStores | None:
-        """Return the stores that have not begun, the oldest first, each from its tail; None if there are none."""
-        rows: list[int] = []
+    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
+        """Return which blocks of some stores have not begun, each store from its tail; None if there are none."""
+        found: list[Sequence[int]] = []
         oldest = math.inf
-        for part in self._io.waiting_stores():
-            rows += part.job.rows[part.start : part.stop][::-1]
-            oldest = min(oldest, part.job.submitted_at)
-        for store in self._waiting:
-            rows += store.job.block_ids[store.positions[::-1]].tolist()
-            oldest = min(oldest, store.job.submitted_at)
-        return WaitingStores(as_rows(rows), max(oldest, self._io.store_begun)) if rows else None
+        for job_id in job_ids:
+            rows: Sequence[int] = ()
+            if (running := self._running.get(job_id)) is not None:
+                rows, job = self._io.waiting_rows(job_id), running.job
+            elif (store := self._waiting.get(job_id)) is not None:
+                rows, job = store.rows[::-1], store.job
+            found.append(rows)
+            if rows and job.submitted_at < oldest:
+                oldest = job.submitted_at
+        return WaitingStores(found, max(oldest, self._io.store_begun)) if oldest < math.inf else None
 
-    def withdraw(self, rows: Collection[int]) -> list[tuple[int, Rows]]:
-        """Give up the blocks in ``rows`` of stores that have not begun.
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, Sequence[int]]]:
+        """Give up blocks of stores that have not begun.
+
+        Args:
+            rows: rows of the blocks, by the number of their job.
 
         Returns:
             The number of each job that lost blocks, and their rows.
         """
-        withdrawn = [(job_id, as_rows(found)) for job_id, found in self._io.withdraw(rows)]
-        for job_id, found in withdrawn:
+        withdrawn = list(self._io.withdraw(rows))
+        for job_id, lost in withdrawn:
             running = self._running[job_id]
-            lost = set(found.tolist())
-            freed = sum(
-                self._budget.sizes(
-                    [
-                        key
-                        for key, row in zip(running.job.keys, running.job.block_ids.tolist(), strict=True)
-                        if row in lost
-                    ]
-                )
-            )
+            sizes = running.io.sizes
+            if len(lost) < len(sizes):
+                gone = frozenset(lost)
+                sizes = [size for size, row in zip(sizes, running.io.rows, strict=True) if row in gone]
+            freed = sum(sizes)
             self._budget.used -= freed
             self._running[job_id] = running._replace(stored_bytes=running.stored_bytes - freed)
-        for _ in range(len(self._waiting)):
-            store = self._waiting.popleft()
-            held = store.job.block_ids[store.positions].tolist()
-            left = [at for at, row in enumerate(held) if row not in rows]
-            if len(left) == len(held):
-                self._waiting.append(store)
-                continue
-            withdrawn.append((store.job.job_id, as_rows([row for row in held if row in rows])))
-            keys = [store.keys[at] for at in left]
-            waiting_bytes = sum(self._budget.sizes(keys))
-            self._budget.used -= store.waiting_bytes - waiting_bytes
-            if left:
-                positions = [store.positions[at] for at in left]
-                self._waiting.append(WaitingStore(store.job, positions, keys, waiting_bytes, store.until))
-            else:
-                self._finish(store.job, ())
-        self._stats.stores_withdrawn += sum(len(found) for _, found in withdrawn)
+        if self._waiting:
+            waiting = [self._waiting[job_id] for job_id in rows if job_id in self._waiting]
+            given = [(store.job.job_id, self._withdraw_waiting(store, rows[store.job.job_id])) for store in waiting]
+            withdrawn += [(job_id, lost) for job_id, lost in given if lost]
+        self._stats.stores_withdrawn += sum([len(lost) for _, lost in withdrawn])
         return withdrawn
+
+    def _withdraw_waiting(self, store: WaitingStore, rows: Collection[int]) -> Sequence[int]:
+        held = store.rows
+        left = [at for at, row in enumerate(held) if row not in rows]
+        if len(left) == len(held):
+            return ()
+        keys = [store.keys[at] for at in left]
+        waiting_bytes = sum(self._budget.sizes(keys))
+        self._budget.used -= store.waiting_bytes - waiting_bytes
+        if left:
+            positions = [store.positions[at] for at in left]
+            self._waiting[store.job.job_id] = replace(
+                store, positions=positions, keys=keys, waiting_bytes=waiting_bytes
+            )
+        else:
+            del self._waiting[store.job.job_id]
+            self._finish(store.job, ())
+        return [row for row in held if row in rows]
 
     def drop_waiting(self) -> None:
         """End the stores that wait for places, or for an answer to a claim: they are dropped."""
         self._drop_claimed()
-        while self._waiting:
-            store = self._waiting.popleft()
+        waiting, self._waiting = self._waiting, {}
+        for store in waiting.values():
             self._budget.used -= store.waiting_bytes
             self._stats.stores_dropped += len(store.keys)
             self._finish(store.job, ())
@@ -306,7 +318,7 @@ class TierJobs:
             self._pace.begin(sizes)
         self.overdue.begin(job.job_id, job.submitted_at + self._load_deadline, len(known))
         self._stats.promotions_active += len(keys)
-        self._submit(RunningJob(job, [], 0, self._epochs), IoKind.LOAD, keys, rows, known, sizes)
+        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
 
     def fail_load(self, job: TransferJob) -> None:
         """End a load at once, because the tier is out of service."""
@@ -315,23 +327,23 @@ class TierJobs:
 
     def _submit(
         self,
-        running: RunningJob,
         kind: IoKind,
+        job: TransferJob,
+        held: list[OffloadKey],
         keys: Sequence[OffloadKey],
         rows: list[int],
         places: list[Place],
         sizes: list[int],
     ) -> None:
-        job = running.job
-        self._running[job.job_id] = running
         # A store may have waited for places; a request waits for a load from its submission on.
         if kind is IoKind.LOAD:
             deadline = job.submitted_at + self._load_deadline
         else:
             deadline = self._clock() + self._store_deadline
-        self._io.submit(
-            IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
-        )
+        io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
+        stored_bytes = sum(sizes) if kind is IoKind.STORE else 0
+        self._running[job.job_id] = RunningJob(job, held, io_job, stored_bytes, self._epochs)
+        self._io.submit(io_job)
 
     # ---------------------------------------------------------------------------------------------------------- results
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.api.transfer import Rows
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob, WaitingStores
 
 
@@ -75,6 +72,8 @@ class FakeTier(SecondaryTierManager):
     """Rows of each store that waits, by the job's number."""
     withdrawn: dict[int, set[OffloadKey]] = field(default_factory=dict)
     """Keys that were withdrawn from each open store, by the job's number."""
+    asked_about: list[list[int]] = field(default_factory=list)
+    """The stores that each call of :meth:`waiting_stores` has asked about, by their jobs' numbers."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
 
@@ -128,18 +127,19 @@ class FakeTier(SecondaryTierManager):
         self._enter("submit_load", job.job_id)
         self.loads.append(job)
 
-    def waiting_stores(self) -> WaitingStores | None:
-        rows = [row for waiting in self.unbegun.values() for row in reversed(waiting)]
-        return WaitingStores(np.array(rows, np.int64), self.begun_at) if rows else None
+    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
+        self.asked_about.append(list(job_ids))
+        rows = [self.unbegun.get(job_id, [])[::-1] for job_id in job_ids]
+        return WaitingStores(rows, self.begun_at) if any(rows) else None
 
-    def withdraw_stores(self, rows: Collection[int]) -> Sequence[tuple[int, Rows]]:
-        withdrawn: list[tuple[int, Rows]] = []
-        for job in [job for job in self.stores if job.job_id in self.unbegun]:
-            lost = [row for row in self.unbegun[job.job_id] if row in rows]
+    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
+        withdrawn: list[tuple[int, Sequence[int]]] = []
+        for job in [job for job in self.stores if job.job_id in self.unbegun and job.job_id in rows]:
+            lost = [row for row in self.unbegun[job.job_id] if row in rows[job.job_id]]
             if not lost:
                 continue
-            withdrawn.append((job.job_id, np.array(lost, np.int64)))
-            self.unbegun[job.job_id] = [row for row in self.unbegun[job.job_id] if row not in rows]
+            withdrawn.append((job.job_id, lost))
+            self.unbegun[job.job_id] = [row for row in self.unbegun[job.job_id] if row not in lost]
             keys = {key for key, row in zip(job.keys, job.block_ids.tolist(), strict=True) if row in lost}
             self.withdrawn.setdefault(job.job_id, set()).update(keys)
             if not self.unbegun[job.job_id]:

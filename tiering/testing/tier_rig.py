@@ -8,7 +8,8 @@ from __future__ import annotations
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import index
 
 import numpy as np
 
@@ -120,8 +121,37 @@ class TierRig:
         self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST))
         return self._jobs
 
-    def withdraw(self, rows: Collection[int]) -> list[tuple[int, OffloadKey]]:
-        """Withdraw ``rows`` from stores that have not begun, and overwrite those that the tier gives up.
+    def waiting(self, job_ids: Sequence[int] | None = None) -> dict[int, list[int]]:
+        """Return the rows of stores that have not begun, by the id of their job, in the order of the tier.
+
+        Args:
+            job_ids: The jobs to ask about (default: all stores so far).
+
+        Raises:
+            AssertionError: The tier's answer breaks its contract.
+        """
+        asked = list(self._stores) if job_ids is None else list(job_ids)
+        answer = self.tier.waiting_stores(asked)
+        if answer is None:
+            return {}
+        if len(answer.rows) != len(asked):
+            raise AssertionError(f"the tier gave {len(answer.rows)} answers for {len(asked)} jobs")
+        if not answer.since <= self.context.clock():
+            raise AssertionError(f"the tier has begun a store at {answer.since}, which is no time before now")
+        waiting: dict[int, list[int]] = {}
+        for job_id, found in zip(asked, answer.rows, strict=True):
+            rows = list(map(index, found))
+            if len(set(rows)) < len(rows) or not set(rows).issubset(self._stores.get(job_id, ())):
+                raise AssertionError(f"the tier named rows {rows} for job {job_id}, which is no store with these rows")
+            if rows:
+                waiting[job_id] = rows
+        return waiting
+
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, OffloadKey]]:
+        """Withdraw rows from stores that have not begun, and overwrite those that the tier gives up.
+
+        Args:
+            rows: The rows, by the id of their job.
 
         Returns:
             Each block that was given up: the id of its job, and its key.
@@ -130,13 +160,23 @@ class TierRig:
             AssertionError: The tier gave up a row that was not asked for, or that is not a row of that job's store.
         """
         given: list[tuple[int, OffloadKey]] = []
+        seen: set[int] = set()
         for job_id, found in self.tier.withdraw_stores(rows):
-            self.rows[found] = OTHER_BYTES
-            for row in found.tolist():
-                if row not in rows or row not in self._stores.get(job_id, ()):
+            if job_id in seen:
+                raise AssertionError(f"the tier named job {job_id} twice")
+            seen.add(job_id)
+            for row in map(index, found):
+                if row not in rows.get(job_id, ()) or row not in self._stores.get(job_id, ()):
                     raise AssertionError(f"the tier gave up row {row} for job {job_id}")
+                self.rows[row] = OTHER_BYTES
                 given.append((job_id, self._stores[job_id][row]))
+        if len(set(given)) < len(given):
+            raise AssertionError("the tier gave up a row twice")
         return given
+
+    def withdraw_all(self) -> list[tuple[int, OffloadKey]]:
+        """Withdraw all rows of all stores so far, as far as they have not begun."""
+        return self.withdraw({job_id: list(rows) for job_id, rows in self._stores.items()})
 
     def wait(self, predicate: Callable[[], object]) -> None:
         """Run steps until ``predicate()`` holds.

@@ -112,14 +112,6 @@ class TierTests(ABC):
 
     # --------------------------------------------------------------------------------------- stores that have not begun
 
-    @staticmethod
-    def _waiting_rows(rig: TierRig) -> list[int]:
-        waiting = rig.tier.waiting_stores()
-        if waiting is None:
-            return []
-        assert waiting.since <= time.monotonic()
-        return [int(row) for row in waiting.rows]
-
     def _holds_no_withdrawn_row(self, rig: TierRig) -> None:
         for place in self.raw_places():
             assert bytes([OTHER_BYTES]) * 64 not in (self.raw_read(place) or b""), "WRONG KV: a withdrawn row was read"
@@ -132,7 +124,7 @@ class TierTests(ABC):
         for first in range(0, len(K), 4):
             keys = K[first : first + 4]
             jobs[rig.submit_store(keys, first_row=first)] = set(keys)
-            for job_id, key in rig.withdraw(set(self._waiting_rows(rig)[::2])):
+            for job_id, key in rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()}):
                 assert key not in withdrawn
                 withdrawn.add(key)
                 jobs[job_id].remove(key)
@@ -154,9 +146,10 @@ class TierTests(ABC):
 
     def test_a_store_that_is_withdrawn_as_a_whole_is_reported_once_as_failed(self, rig: TierRig) -> None:
         job_id = rig.submit_store(K)
-        withdrawn = {key for _, key in rig.withdraw(range(len(K)))}
-        given_up = [row for row, key in enumerate(K) if key in withdrawn]
-        assert rig.withdraw(given_up) == [], "a block is given up once"
+        withdrawn = {key for _, key in rig.withdraw_all()}
+        given_up = {row for row, key in enumerate(K) if key in withdrawn}
+        assert rig.withdraw({job_id: given_up}) == [], "a block is given up once"
+        assert not given_up.intersection(rig.waiting().get(job_id, ())), "a block that was given up does not wait"
         assert rig.stored(job_id) == [key for key in K if key not in withdrawn]
         assert rig.result(job_id).success == (not withdrawn)
         rig.wait(lambda: not rig.tier.has_pending_work())
@@ -165,31 +158,33 @@ class TierTests(ABC):
 
     def test_rows_that_do_not_wait_for_a_store_are_not_given_up(self, rig: TierRig) -> None:
         everything = range(len(rig.rows))
-        assert rig.withdraw(everything) == []
+        assert rig.waiting([]) == {}
+        assert rig.withdraw({}) == []
+        assert rig.waiting([1, 999]) == {}, "there are no such jobs"
+        assert rig.withdraw({1: everything, 999: everything}) == []
         rig.store(K[:8])
-        assert self._waiting_rows(rig) == []
-        assert rig.withdraw(everything) == []
+        assert rig.waiting() == {}
+        assert rig.withdraw_all() == []
         job_id = rig.submit_load(K[:8])
-        assert self._waiting_rows(rig) == [], "loads are not to be withdrawn"
-        assert rig.withdraw(everything) == []
+        assert rig.waiting([job_id]) == {}, "loads are not to be withdrawn"
+        assert rig.withdraw({job_id: everything}) == []
         assert rig.result(job_id).success
-        rig.submit_store(K[8:16])
-        assert set(self._waiting_rows(rig)) <= set(range(8))
-        assert rig.withdraw(range(8, len(rig.rows))) == [], "these rows are not those of the store"
+        store = rig.submit_store(K[8:16])
+        assert rig.withdraw({store: range(8, len(rig.rows)), 999: range(8)}) == [], "none of these rows waits"
 
     def test_a_store_that_lost_blocks_is_reported_once_by_a_reset_and_a_shutdown(self, rig: TierRig) -> None:
         jobs = [rig.submit_store(K[:8])]
-        lost = rig.withdraw(set(self._waiting_rows(rig)[::2]))
+        lost = rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()})
         assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
         jobs.append(rig.submit_store(K[8:16], first_row=8))
-        lost += rig.withdraw(set(self._waiting_rows(rig)[::2]))
+        lost += rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()})
         assert rig.close()
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
         for job_id, key in lost:
             assert key not in rig.stored(job_id)
-        assert self._waiting_rows(rig) == []
-        assert rig.withdraw(range(len(rig.rows))) == []
+        assert rig.waiting() == {}
+        assert rig.withdraw_all() == []
 
     # ------------------------------------------------------------------------------------ media altered behind its back
 

@@ -16,8 +16,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from tiering.block_store import BlockStore, Done, Outcome
@@ -26,9 +27,9 @@ from tiering.runtime.daemons import DaemonThreads
 from tiering.runtime.news import News
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.depth import DepthBounds
-from tiering.secondary.io.lanes import JobState, Lanes, Unit, take
+from tiering.secondary.io.lanes import JobState, Lanes, Unit, take, take_unit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask, WaitingPart
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
 from tiering.secondary.io.threads import IoThreads
 
@@ -44,6 +45,7 @@ LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
 _LONGEST_WAIT = 0.05
+_START = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class IoHost:
         self._news = threading.Event()
         self._announce = (news or News()).announce
         self._lock = threading.Lock()
+        self._stores: dict[int, JobState] = {}
         self._submitted = 0
         self._reported = 0
         self._finished = 0
@@ -145,6 +148,9 @@ class IoHost:
         elif (refusal := self._refusal()) is not None:
             self._fail(unit, refusal)
         else:
+            if job.kind is IoKind.STORE:
+                self._stores[job.job_id] = unit.state
+                unit.state.waiting.add(unit)
             self.lanes.of(job.kind).waiting.append(unit)
             if self.lanes.has_work:
                 self._wake()
@@ -166,38 +172,68 @@ class IoHost:
         if refusal is not None:
             self._end(_TaskDone(task, None, refusal))
 
-    def waiting_stores(self) -> list[WaitingPart]:
-        """Return the parts of stores that no thread has begun, the oldest first."""
-        # A copy of a deque is one operation: threads that take units meanwhile do not disturb it.
-        return [WaitingPart(unit.state.job, unit.start, unit.stop) for unit in self.lanes.stores.waiting.copy()]
+    def waiting_rows(self, job_id: int) -> list[int]:
+        """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
+        state = self._stores.get(job_id)
+        if state is None or not state.waiting:
+            return []
+        rows = state.job.rows
+        # A list of a set is made in one operation: threads that take units meanwhile do not disturb it.
+        units = list(state.waiting)
+        if len(units) > 1:
+            units.sort(key=_START, reverse=True)
+        return [row for unit in units for row in reversed(rows[unit.start : unit.stop])]
 
-    def withdraw(self, rows: Collection[int]) -> list[tuple[int, list[int]]]:
-        """Take back the blocks in ``rows`` from stores that no thread has begun.
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, list[int]]]:
+        """Take back blocks from stores, as far as no thread has begun them.
 
         A unit belongs to the thread that removes it from the queue. A unit that this thread removes is therefore not
-        begun by any other; the blocks that remain are queued again in units of their own.
+        begun by any other; the blocks that remain are queued again, at the same place, in units of their own.
+
+        Args:
+            rows: rows of the blocks, by the number of their job.
 
         Returns:
-            The number of each store that lost blocks, and the rows of these blocks.
+            The number of each job that lost blocks, and their rows.
         """
         withdrawn: list[tuple[int, list[int]]] = []
-        queue = self.lanes.stores.waiting
-        for unit in queue.copy():
-            job = unit.state.job
-            chosen = [position for position in range(unit.start, unit.stop) if job.rows[position] in rows]
-            if not chosen:
-                continue
-            try:
-                queue.remove(unit)
-            except (ValueError, IndexError):
-                continue  # a thread has begun the unit
-            self._put_back(unit, chosen)
-            self._end_unit(unit, chosen, [Done.ABSENT] * len(chosen), self._clock())
-            withdrawn.append((job.job_id, [job.rows[position] for position in chosen]))
+        now, ended = self._clock(), False
+        for job_id, wanted in rows.items():
+            state = self._stores.get(job_id)
+            lost: list[int] = []
+            for unit in () if state is None else sorted(state.waiting, key=_START):
+                chosen = self._take_back(unit, wanted)
+                if chosen:
+                    result = self._end_unit(unit, chosen, [Done.ABSENT] * len(chosen), now)
+                    if result is not None:
+                        self._ended.append(result)
+                        ended = True
+                    lost += [unit.state.job.rows[position] for position in chosen]
+            if lost:
+                withdrawn.append((job_id, lost))
+        if ended:
+            self._tell()
         return withdrawn
 
-    def _put_back(self, unit: Unit, without: Sequence[int]) -> None:
-        """Queue a unit again ``without`` some positions, at the head of the queue."""
+    def _take_back(self, unit: Unit, rows: Collection[int]) -> list[int]:
+        """Remove the blocks in ``rows`` from a unit that waits, and return their positions."""
+        held, queue = unit.state.job.rows, self.lanes.stores.waiting
+        chosen = [position for position in range(unit.start, unit.stop) if held[position] in rows]
+        if not chosen:
+            return []
+        try:
+            # The oldest stores are withdrawn first, so the unit is near the head of the queue.
+            at = queue.index(unit)
+            queue.remove(unit)
+        except (ValueError, IndexError):
+            return []  # a thread has begun the unit
+        unit.state.waiting.discard(unit)
+        if len(chosen) < unit.stop - unit.start:
+            self._put_back(unit, chosen, at)
+        return chosen
+
+    def _put_back(self, unit: Unit, without: Sequence[int], at: int) -> None:
+        """Queue a unit again ``without`` some positions, at position ``at`` of the queue."""
         kept: list[Unit] = []
         start = unit.start
         for position in (*without, unit.stop):
@@ -206,8 +242,10 @@ class IoHost:
             start = position + 1
         with self._lock:
             unit.state.unfinished += len(kept)
-        self.lanes.stores.waiting.extendleft(reversed(kept))
-        if kept and self.lanes.has_work:
+        unit.state.waiting.update(kept)
+        for part in reversed(kept):
+            self.lanes.stores.waiting.insert(at, part)
+        if self.lanes.has_work:
             self._wake()
 
     def poll(self) -> list[IoResult]:
@@ -218,6 +256,7 @@ class IoHost:
         while self._ended:
             item = self._ended.popleft()
             if isinstance(item, IoResult):
+                self._stores.pop(item.job.job_id, None)
                 results.append(item)
                 continue
             try:
@@ -317,7 +356,7 @@ class IoHost:
         for kind in IoKind:
             queue = self.lanes.of(kind).waiting
             if queue and not self.breakers.allows(kind):
-                while (unit := take(queue)) is not None:
+                while (unit := take_unit(queue)) is not None:
                     self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
             while (unit := self._take_overdue(queue, now)) is not None:
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
@@ -332,6 +371,7 @@ class IoHost:
         except IndexError:
             return None
         if unit.state.job.deadline <= now:
+            unit.state.waiting.discard(unit)
             return unit
         # Another thread took the overdue unit in between: put this one back, and wake the thread that found the queue
         # empty meanwhile.
@@ -372,6 +412,8 @@ class IoHost:
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         with self._lock:
             unit.state.unfinished += len(units) - 1
+        if job.kind is IoKind.STORE:
+            unit.state.waiting.update(units[1:])
         lane.waiting.extendleft(units[:0:-1])
         return units[0]
 
@@ -400,7 +442,7 @@ class IoHost:
             ordered, outcomes = positions, [failure] * len(positions)
         moved = [job.sizes[at] for at, outcome in zip(ordered, outcomes, strict=True) if outcome is Done.DONE]
         self.lanes.end(job.kind, sum(moved), failed=len(moved) < len(positions))
-        self._end_unit(unit, ordered, outcomes, begun)
+        self._report(self._end_unit(unit, ordered, outcomes, begun))
 
     def _run_lookup(self, task: IoTask) -> None:
         if self.stopping.is_set() or self._clock() >= task.expires:
@@ -423,9 +465,13 @@ class IoHost:
     def _fail(self, unit: Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
         positions = range(unit.start, unit.stop)
-        self._end_unit(unit, positions, [error] * len(positions) if error is not None else [], self._clock())
+        outcomes = [error] * len(positions) if error is not None else []
+        self._report(self._end_unit(unit, positions, outcomes, self._clock()))
 
-    def _end_unit(self, unit: Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float) -> None:
+    def _end_unit(
+        self, unit: Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float
+    ) -> IoResult | None:
+        """Note the outcomes of a unit, and return the result of its job if the unit was the last one."""
         state = unit.state
         with self._lock:
             for position, outcome in zip(positions, outcomes, strict=True):
@@ -433,14 +479,21 @@ class IoHost:
             state.begun = min(state.begun, begun)
             state.unfinished -= 1
             if state.unfinished:
-                return
+                return None
             self._finished += 1
         job = state.job
         moved = sum([size for size, outcome in zip(job.sizes, state.outcomes, strict=False) if outcome is Done.DONE])
-        self._end(IoResult(job, state.outcomes, moved, self._clock() - state.begun))
+        return IoResult(job, state.outcomes, moved, self._clock() - state.begun)
+
+    def _report(self, result: IoResult | None) -> None:
+        if result is not None:
+            self._end(result)
 
     def _end(self, item: IoResult | _TaskDone) -> None:
         self._ended.append(item)
+        self._tell()
+
+    def _tell(self) -> None:
         self._news.set()
         self._announce()
 

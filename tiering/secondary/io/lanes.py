@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tiering.block_store import Outcome
@@ -31,6 +31,11 @@ class JobState:
     """Number of units that have not ended."""
     begun: float = float("inf")
     """Time at which the first unit began, in monotonic seconds."""
+    waiting: set[Unit] = field(default_factory=set)
+    """Units that no thread has begun.
+
+    A unit may be in the set a moment longer than in its queue, never shorter.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,8 +133,8 @@ class Lanes:
 
     def take_any(self) -> Unit | None:
         """Return and remove a unit that no thread has begun; None if none waits. Any thread may call."""
-        load: Unit | None = take(self.loads.waiting)
-        return take(self.stores.waiting) if load is None else load
+        load = take_unit(self.loads.waiting)
+        return take_unit(self.stores.waiting) if load is None else load
 
     def begin(self) -> Unit | None:
         """Take the most urgent unit for which there is a place; the calling thread runs the unit from now on."""
@@ -138,7 +143,7 @@ class Lanes:
                 return None
             now = self._clock()
             for lane in (self.loads, self.stores):
-                if lane.waiting and lane.active(now) < lane.finder.depth and (unit := take(lane.waiting)) is not None:
+                if lane.waiting and lane.active(now) < lane.finder.depth and (unit := take_unit(lane.waiting)):
                     lane.running[threading.current_thread()] = unit.state.job.deadline
                     return unit
         return None
@@ -171,3 +176,11 @@ def take(queue: deque[_Item]) -> _Item | None:
         return queue.popleft()
     except IndexError:
         return None
+
+
+def take_unit(queue: deque[Unit]) -> Unit | None:
+    """Return and remove the head of a lane's queue; None if it is empty. The caller owns the unit."""
+    unit = take(queue)
+    if unit is not None:
+        unit.state.waiting.discard(unit)
+    return unit

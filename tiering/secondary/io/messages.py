@@ -64,17 +64,6 @@ class IoResult(NamedTuple):
         return all(outcome is Done.DONE for outcome in self.outcomes)
 
 
-class WaitingPart(NamedTuple):
-    """Part of a job that no thread has begun."""
-
-    job: IoJob
-    """The job."""
-    start: int
-    """Position of the first block."""
-    stop: int
-    """Position behind the last block."""
-
-
 class IoTask(NamedTuple):
     """Work on the I/O side other than jobs: probes, epochs, recovery."""
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from tiering.block_store import BlockStore
 from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoResult, IoTask, WaitingPart
+from tiering.secondary.io.messages import IoJob, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
 
 
@@ -46,16 +46,19 @@ class IoSide(Protocol):
     def run(self, task: IoTask) -> None:
         """Submit a task; :meth:`poll` calls its ``on_done``."""
 
-    def waiting_stores(self) -> Sequence[WaitingPart]:
-        """Return the parts of stores that no thread has begun, the oldest first."""
+    def waiting_rows(self, job_id: int) -> list[int]:
+        """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
 
-    def withdraw(self, rows: Collection[int]) -> Sequence[tuple[int, list[int]]]:
-        """Take back the blocks in ``rows`` from stores that no thread has begun.
+    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
+        """Take back blocks from stores, as far as no thread has begun them.
 
         No thread reads a withdrawn row for its store any more. The outcome of its block is ABSENT.
 
+        Args:
+            rows: rows of the blocks, by the number of their job.
+
         Returns:
-            The number of each store that lost blocks, and the rows of these blocks.
+            The number of each job that lost blocks, and their rows.
         """
 
     @property
