@@ -13,11 +13,14 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place, StoreProbe
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.claims import LeftBlocks
 from tiering.secondary.contract import PrefixAnswer, TransferJob
 from tiering.secondary.coordination import CLAIM_SECONDS, Claim, Coordination, Heard, Inbox
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.clock import FakeClock
+
+LAPSE = 10.0
 
 
 class FakeCoordination(Coordination):
@@ -38,6 +41,10 @@ class FakeCoordination(Coordination):
     @property
     def ready(self) -> bool:
         return self.answers
+
+    @property
+    def lapse_seconds(self) -> float:
+        return LAPSE
 
     def enter(self, place_prefix: str) -> None:
         self.prefixes.append(place_prefix)
@@ -175,6 +182,7 @@ def test_a_reset_drops_the_stores_that_wait_and_an_answer_comes_too_late() -> No
     rig = Rig()
     job = rig.submit(K[:2])
     rig.tier.reset(rig.clock())
+    assert rig.fleet.claims[0].dropped == set(rig.fleet.claims[0].places), "whoever grants the claim gives it up"
     rig.fleet.claims[0].granted = [True, True]
     assert rig.finished() == [(job, [])]
     assert (rig.io.jobs, rig.fleet.told) == ([], [])
@@ -187,10 +195,134 @@ def test_a_block_that_was_stored_before_a_reset_is_not_told_in_the_new_epoch() -
     job = rig.submit(K[:2])
     rig.fleet.claims[0].granted = [True, True]
     rig.finished()
+    places = rig.io.jobs[0].places
     rig.tier.reset(rig.clock())
+    assert rig.fleet.given_up == places, "others may upload at once, should the upload not succeed"
     rig.io.finish(job)
     rig.finished()
-    assert (rig.fleet.told, rig.fleet.given_up) == ([], [])
+    assert (rig.fleet.told, rig.fleet.given_up) == ([], places)
+
+
+def test_the_granted_claims_of_stores_that_a_reset_drops_are_given_up() -> None:
+    rig = Rig()
+    job = rig.submit(K[:3])
+    claim = rig.fleet.claims[0]
+    claim.granted = [True, False, True]
+    rig.tier.reset(rig.clock())
+    assert rig.fleet.given_up == [claim.places[0], claim.places[2]]
+    assert rig.finished() == [(job, [])]
+
+
+def test_rows_of_a_store_that_waits_for_an_answer_can_be_taken() -> None:
+    rig = Rig()
+    job, other = rig.submit(K[:4]), rig.submit(K[4:6])
+    assert rig.tier.waiting_stores([job, other]) == ([[3, 2, 1, 0], [1, 0]], rig.clock())
+    assert rig.tier.withdraw_stores({job: {1, 3, 7}}) == [(job, [1, 3])]
+    claim = rig.fleet.claims[0]
+    assert (claim.dropped, rig.fleet.given_up) == ({claim.places[1], claim.places[3]}, [])
+    assert rig.tier.waiting_stores([job]) == ([[2, 0]], rig.clock())
+    claim.granted = [True, True, False, True]
+    rig.finished()
+    (upload,) = rig.io.jobs
+    assert (upload.keys, upload.rows, upload.places) == ([K[0]], [0], [claim.places[0]])
+    assert rig.fleet.watched == [K[2]]
+    rig.io.finish(job)
+    assert rig.finished() == [(job, [K[0]])]
+    rig.fleet.claims[1].granted = [True, True]
+    rig.finished()
+    assert [list(upload.rows) for upload in rig.io.jobs] == [[0, 1]]
+    assert rig.tier.get_stats().cascades_active == 2
+
+
+def test_the_claim_of_a_store_that_is_withdrawn_as_a_whole_is_given_up_whenever_it_is_granted() -> None:
+    rig = Rig()
+    early, late = rig.submit(K[:2]), rig.submit(K[2:4])
+    rig.fleet.claims[0].granted = [True, False]
+    assert rig.tier.withdraw_stores({early: {0, 1}, late: {0, 1}}) == [(early, [0, 1]), (late, [0, 1])]
+    assert rig.fleet.given_up == rig.fleet.claims[0].places[:1]
+    assert rig.fleet.claims[1].dropped == set(rig.fleet.claims[1].places)
+    assert rig.finished() == [(early, []), (late, [])]
+    assert (rig.io.jobs, rig.tier.has_pending_work(), rig.tier.get_stats().cascades_active) == ([], False, 0)
+    assert rig.tier.waiting_stores([early, late]) is None
+    again = rig.submit(K[:2])
+    rig.fleet.claims[2].granted = [True, True]
+    rig.finished()
+    assert [upload.job_id for upload in rig.io.jobs] == [again], "the places of the blocks are free again"
+
+
+def test_an_upload_that_is_withdrawn_gives_its_claim_up_at_once() -> None:
+    rig = Rig()
+    job = rig.submit(K[:2])
+    rig.fleet.claims[0].granted = [True, True]
+    rig.finished()
+    rig.io.unbegun.add(job)
+    rig.tier.withdraw_stores({job: {0, 1}})
+    assert rig.fleet.given_up == rig.fleet.claims[0].places
+    rig.finished()
+    assert rig.fleet.given_up == rig.fleet.claims[0].places, "another machine may hold the claim by now"
+
+
+def left_to_others(rig: Rig, keys: Sequence[OffloadKey]) -> None:
+    """Submit a store whose blocks another machine has claimed."""
+    rig.submit(keys)
+    rig.fleet.claims[-1].granted = [False] * len(keys)
+    rig.finished()
+
+
+def wanted(rig: Rig) -> list[OffloadKey]:
+    """Return the keys that the tier asks for after a step; probes are answered."""
+    rig.finished()
+    rig.io.run_tasks("probe")
+    rig.finished()
+    return list(rig.tier.take_wanted_keys())
+
+
+def test_blocks_whose_claim_has_lapsed_are_asked_for_once_more() -> None:
+    rig = Rig()
+    left_to_others(rig, K[:4])
+    rig.clock.advance(LAPSE)
+    assert wanted(rig) == [], "machines do not ask at the same time"
+    rig.clock.advance(LAPSE)
+    assert wanted(rig) == K[:4]
+    left_to_others(rig, K[:4])
+    rig.clock.advance(2 * LAPSE)
+    assert wanted(rig) == [], "nobody asks for the same blocks again and again"
+
+
+def test_blocks_that_the_other_machine_has_stored_are_not_asked_for() -> None:
+    rig = Rig()
+    left_to_others(rig, K[:4])
+    rig.fleet.inbox.stored.extend(K[:3])
+    rig.finished()
+    rig.clock.advance(2 * LAPSE)
+    assert wanted(rig) == K[3:4]
+
+
+def test_blocks_that_the_other_machine_has_stored_without_a_notice_are_not_asked_for() -> None:
+    rig = Rig()
+    left_to_others(rig, K[:2])
+    rig.store.held.update(rig.fleet.claims[0].places)
+    rig.clock.advance(2 * LAPSE)
+    assert wanted(rig) == []
+
+
+def test_blocks_that_were_left_before_a_reset_are_not_asked_for() -> None:
+    rig = Rig()
+    left_to_others(rig, K[:2])
+    rig.tier.reset(rig.clock() + 10)
+    rig.clock.advance(2 * LAPSE)
+    assert wanted(rig) == []
+
+
+def test_the_blocks_that_are_remembered_as_left_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.secondary.claims.MAX_LEFT", 3)
+    left = LeftBlocks(LAPSE, lambda: 0.0)
+    left.add(K[:2], 0.0)
+    left.add(K[2:4], 0.0)
+    left.add(K[4:5], 0.0)
+    assert [left.take_lapsed(LAPSE), left.take_lapsed(LAPSE), left.take_lapsed(LAPSE)] == [K[:2], K[4:5], []]
+    left.add(K[2:4], 0.0)
+    assert left.take_lapsed(LAPSE) == K[2:4]
 
 
 def test_the_end_reports_the_stores_that_wait() -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -76,6 +77,8 @@ def _step(manager: TieringOffloadingManager, busy: Callable[[], bool]) -> None:
 def main() -> None:
     path, work, count = sys.argv[1:]
     with open_manager(load_stack(path), BLOCK_BYTES, MODEL) as manager:
+        if "coordination" in Path(path).read_text():
+            _step(manager, lambda: not any(tier["coordinated"] for tier in manager.get_stats()["tiers"].values()))
         print({"store": store, "load": load}[work](manager, int(count)), flush=True)
         sys.stdin.read()
 

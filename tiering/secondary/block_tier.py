@@ -215,10 +215,15 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def _hear(self, coordination: Coordination) -> None:
         """Process the notices of the other machines."""
-        heard = coordination.take()
+        heard, left = coordination.take(), self._jobs.left
         if heard is not None:
             self.index.learn(heard.stored, self._clock())
             self._intake.admission.want(heard.touched)
+        if left is not None:
+            if heard is not None:
+                left.stored(heard.stored)
+            if lapsed := left.take_lapsed(self._clock()):
+                self._offer(lapsed)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -262,6 +267,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         if self.options.admission == "none":
             return math.inf
+        return self._offer(keys)
+
+    def _offer(self, keys: Sequence[OffloadKey]) -> float:
+        """Let the manager store those of ``keys`` again that the tier lacks, as :meth:`used` does."""
         if not self._life.storing:
             return 0.0
         now = self._clock()

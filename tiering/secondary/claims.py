@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.coordination import CLAIM_SECONDS, Claim, Coordination
+
+MAX_LEFT = 1 << 14
+"""Maximum number of blocks left to other machines that are remembered."""
+
+LAPSE_JITTER = 0.5
+"""Largest share of a claim's life by which machines wait longer before they offer a block again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class PlannedStore:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     store: PlannedStore
     claim: Claim
@@ -63,7 +71,7 @@ class StoreClaims:
     def __init__(self, coordination: Coordination, clock: Callable[[], float]) -> None:
         self._coordination = coordination
         self._clock = clock
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[int, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -74,8 +82,24 @@ class StoreClaims:
             return False
         claim = Claim(store.places)
         self._coordination.claim(claim)
-        self._waiting.append(_Waiting(store, claim, self._clock() + CLAIM_SECONDS))
+        self._waiting[store.job.job_id] = _Waiting(store, claim, self._clock() + CLAIM_SECONDS)
         return True
+
+    def get(self, job_id: int) -> PlannedStore | None:
+        """Return the store of a job that waits; None if there is none."""
+        waiting = self._waiting.get(job_id)
+        return None if waiting is None else waiting.store
+
+    def withdraw(self, job_id: int, rows: Collection[int]) -> PlannedStore:
+        """Take the blocks in ``rows`` from a store that waits, and return this part; its claims are given up."""
+        waiting = self._waiting[job_id]
+        lost, kept = waiting.store.split([row in rows for row in waiting.store.rows])
+        self._give_up(waiting.claim, lost.places)
+        if kept.keys:
+            waiting.store = kept
+        else:
+            del self._waiting[job_id]
+        return lost
 
     def take_decided(self) -> list[tuple[PlannedStore, Sequence[bool] | None]]:
         """Return the stores that need not wait any longer, each with the answer to its claim.
@@ -84,16 +108,71 @@ class StoreClaims:
         """
         decided: list[tuple[PlannedStore, Sequence[bool] | None]] = []
         while self._waiting:
-            first = self._waiting[0]
+            first = next(iter(self._waiting.values()))
             granted = first.claim.granted
             if granted is None and self._coordination.ready and self._clock() < first.until:
                 break
-            self._waiting.popleft()
-            decided.append((first.store, granted))
+            store = first.store
+            del self._waiting[store.job.job_id]
+            if granted is not None and len(store.places) < len(first.claim.places):
+                answers = dict(zip(first.claim.places, granted, strict=True))
+                granted = [answers[place] for place in store.places]
+            decided.append((store, granted))
         return decided
 
     def take_all(self) -> list[PlannedStore]:
-        """Return all stores, because the tier leaves its epoch or shuts down."""
-        stores = [waiting.store for waiting in self._waiting]
-        self._waiting.clear()
-        return stores
+        """Return all stores, because the tier leaves its epoch or shuts down; their claims are given up."""
+        waiting, self._waiting = self._waiting, {}
+        for one in waiting.values():
+            self._give_up(one.claim, one.store.places)
+        return [one.store for one in waiting.values()]
+
+    def _give_up(self, claim: Claim, places: Sequence[Place]) -> None:
+        claim.dropped.update(places)
+        # An answer that comes from here on finds the places dropped.
+        if claim.granted is not None:
+            granted = set(compress(claim.places, claim.granted))
+            self._coordination.released([place for place in places if place in granted])
+
+
+class LeftBlocks:
+    """Blocks that were left to other machines, until these have stored them or their claims have lapsed.
+
+    A machine may die before it has stored the blocks that it has claimed. Each block is looked at once more, at a time
+    that differs between machines.
+
+    Args:
+        lapse: seconds after which a claim has lapsed.
+        jitter: returns a number from 0 to 1.
+    """
+
+    def __init__(self, lapse: float, jitter: Callable[[], float] = random.random) -> None:
+        self._lapse = lapse
+        self._jitter = jitter
+        self._batches: deque[tuple[float, Sequence[OffloadKey]]] = deque()
+        self._left: dict[OffloadKey, None] = {}
+
+    def add(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Remember blocks of a prefix, in its order; beyond :data:`MAX_LEFT` they are forgotten."""
+        if len(self._left) + len(keys) <= MAX_LEFT:
+            self._left.update(dict.fromkeys(keys))
+            self._batches.append((now + self._lapse * (1 + LAPSE_JITTER * self._jitter()), keys))
+
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget blocks that another machine has stored."""
+        for key in keys:
+            self._left.pop(key, None)
+
+    def take_lapsed(self, now: float) -> list[OffloadKey]:
+        """Return the blocks of one store whose claims have lapsed at ``now`` and that no machine has stored."""
+        while self._batches and self._batches[0][0] <= now:
+            keys = [key for key in self._batches.popleft()[1] if key in self._left]
+            self.stored(keys)
+            if keys:
+                return keys
+        return []
+
+    def clear(self) -> None:
+        """Forget all blocks, because the tier leaves its epoch."""
+        self._batches.clear()
+        self._left.clear()

@@ -30,6 +30,11 @@ class Claim:
 
     Any thread may set it.
     """
+    dropped: set[Place] = field(default_factory=set)
+    """Places whose blocks will not be uploaded. The scheduler's thread adds to it.
+
+    A thread that grants one of them gives that claim up; it sets ``granted`` before it looks.
+    """
 
 
 class Heard(NamedTuple):
@@ -53,13 +58,18 @@ class Coordination(ABC):
     def ready(self) -> bool:
         """True while the service answers."""
 
+    @property
+    @abstractmethod
+    def lapse_seconds(self) -> float:
+        """Seconds after which the claim of a machine that has died is open to others."""
+
     @abstractmethod
     def enter(self, place_prefix: str) -> None:
         """Speak of the blocks below ``place_prefix`` (a namespace and epoch) from now on, and of no others."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Speak of no blocks until :meth:`enter`."""
+        """Speak of no new blocks until :meth:`enter`; what was said before is still sent."""
 
     @abstractmethod
     def ask(self, probe: Callable[[Sequence[Place]], StoreProbe], places: Sequence[Place]) -> StoreProbe:
@@ -80,7 +90,7 @@ class Coordination(ABC):
 
     @abstractmethod
     def released(self, places: Sequence[Place]) -> None:
-        """Give up claims on blocks that could not be uploaded."""
+        """Give up claims on blocks that are not uploaded after all."""
 
     @abstractmethod
     def watch(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:

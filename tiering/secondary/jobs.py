@@ -20,7 +20,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
-from tiering.secondary.claims import PlannedStore, StoreClaims
+from tiering.secondary.claims import LeftBlocks, PlannedStore, StoreClaims
 from tiering.secondary.contract import JobResult, TransferJob, WaitingStores
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
@@ -106,6 +106,8 @@ class TierJobs:
         self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
         self._coordination = parts.coordination
         self._claims = None if parts.coordination is None else StoreClaims(parts.coordination, context.clock)
+        self.left = None if parts.coordination is None else LeftBlocks(parts.coordination.lapse_seconds)
+        """Blocks left to other machines; None without coordination."""
         self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
         self._fingerprint = b""
         self._epochs = 0
@@ -189,6 +191,8 @@ class TierJobs:
                 self._yield(others)
                 self._stats.stores_left += len(others.keys)
                 self._coordination.watch(others.keys, others.places)
+                if self.left is not None:
+                    self.left.add(others.keys, self._clock())
             if store.keys:
                 self._upload(store)
             else:
@@ -235,6 +239,8 @@ class TierJobs:
                 rows, job = self._io.waiting_rows(job_id), running.job
             elif (store := self._waiting.get(job_id)) is not None:
                 rows, job = store.rows[::-1], store.job
+            elif self._claims and (planned := self._claims.get(job_id)) is not None:
+                rows, job = planned.rows[::-1], planned.job
             found.append(rows)
             if rows and job.submitted_at < oldest:
                 oldest = job.submitted_at
@@ -258,13 +264,35 @@ class TierJobs:
                 sizes = [size for size, row in zip(sizes, running.io.rows, strict=True) if row in gone]
             freed = sum(sizes)
             self._budget.used -= freed
+            self._release(running.io, lost)
             self._running[job_id] = running._replace(stored_bytes=running.stored_bytes - freed)
         if self._waiting:
             waiting = [self._waiting[job_id] for job_id in rows if job_id in self._waiting]
             given = [(store.job.job_id, self._withdraw_waiting(store, rows[store.job.job_id])) for store in waiting]
             withdrawn += [(job_id, lost) for job_id, lost in given if lost]
+        if self._claims:
+            claimed = [job_id for job_id in rows if self._claims.get(job_id) is not None]
+            withdrawn += [
+                (job_id, lost) for job_id in claimed if (lost := self._withdraw_claimed(job_id, rows[job_id]))
+            ]
         self._stats.stores_withdrawn += sum([len(lost) for _, lost in withdrawn])
         return withdrawn
+
+    def _release(self, io_job: IoJob, rows: Sequence[int]) -> None:
+        """Give up the claims on blocks of a store that will not be uploaded."""
+        if self._coordination is not None and self._index.holds_epoch(io_job.places):
+            lost = frozenset(rows)
+            places = [place for place, row in zip(io_job.places, io_job.rows, strict=True) if row in lost]
+            self._coordination.released(places)
+
+    def _withdraw_claimed(self, job_id: int, rows: Collection[int]) -> Sequence[int]:
+        if self._claims is None:
+            return ()
+        lost = self._claims.withdraw(job_id, rows)
+        self._yield(lost)
+        if self._claims.get(job_id) is None:
+            self._finish(lost.job, lost.held)
+        return lost.rows
 
     def _withdraw_waiting(self, store: WaitingStore, rows: Collection[int]) -> Sequence[int]:
         held = store.rows
@@ -395,6 +423,11 @@ class TierJobs:
 
     def leave(self) -> None:
         """Leave the present epoch: from now on no result counts, not even those of running jobs."""
+        for running in self._running.values():
+            if running.io.kind is IoKind.STORE:
+                self._release(running.io, running.io.rows)
+        if self.left is not None:
+            self.left.clear()
         self._epochs += 1
         self._fingerprint = b""
         self.stored = False
@@ -457,7 +490,11 @@ class TierJobs:
         if self._coordination is not None and self._index.holds_epoch(io_job.places):
             self._coordination.stored(list(compress(io_job.places, arrived)))
             if len(stored) < len(io_job.keys):
-                failed = [not good for good in arrived]
+                # The claims on withdrawn blocks, which are absent, were given up at once.
+                failed = [
+                    not good and outcome is not Done.ABSENT
+                    for good, outcome in zip(arrived, result.outcomes, strict=True)
+                ]
                 self._coordination.released(list(compress(io_job.places, failed)))
         self._stats.cascades += len(stored)
         if len(stored) < len(io_job.keys):

@@ -6,12 +6,14 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place, StoreProbe
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.secondary.coordination import Claim, Coordination, Heard
+from tiers.coordination import directory
 from tiers.coordination.directory import Directory, digests_of, load_scripts
 from tiers.coordination.filling import Filling
 from tiers.coordination.scope import Scope
@@ -69,6 +71,8 @@ class ValkeyCoordination(Coordination):
         )
         self._filling = Filling(name, listing, self._client)
         self._scope: Scope | None = None
+        self._left: deque[Scope] = deque()
+        """Scopes of epochs that were left, with words that still have to be said."""
         self._ready = False
         self._told = False
         self._failures = 0
@@ -86,13 +90,20 @@ class ValkeyCoordination(Coordination):
     def ready(self) -> bool:
         return self._ready
 
+    @property
+    def lapse_seconds(self) -> float:
+        return directory.LEASE_MS / 1000
+
     def enter(self, place_prefix: str) -> None:
         self._scope = Scope(Directory(self._client, self._location, place_prefix), self._announce, self._on_absent)
         self._wake.set()
         self._start()
 
     def leave(self) -> None:
-        self._scope = None
+        scope, self._scope = self._scope, None
+        if scope is not None and self._ready:
+            self._left.append(scope)
+            self._wake.set()
 
     def claim(self, claim: Claim) -> None:
         scope = self._scope
@@ -193,6 +204,7 @@ class ValkeyCoordination(Coordination):
         while not self._stop.is_set():
             self._wake.wait(_IDLE_SECONDS)
             self._wake.clear()
+            self._finish_left()
             scope = self._scope
             if scope is None:
                 continue
@@ -206,9 +218,17 @@ class ValkeyCoordination(Coordination):
                 logger.exception("tier %s: coordination failed unexpectedly", self._name)
                 self._lost(TemporaryStoreError(f"{type(error).__name__}: {error}"))
         scope = self._scope
-        if self._ready and scope is not None:
+        if scope is not None:
+            self._left.append(scope)
+        self._finish_left()
+
+    def _finish_left(self) -> None:
+        """Say what waits in the epochs that were left, above all which claims are given up."""
+        while self._left:
+            scope = self._left.popleft()
             try:
-                self._send(scope)
+                while self._ready and scope.queue.waiting():
+                    scope.say(self._client)
             except StoreError as error:
                 logger.debug("tier %s: the last notices could not be sent: %s", self._name, error)
 

@@ -138,7 +138,8 @@ class Scope:
         """
         queue, directory = self.queue, self.directory
         stored, released = list(islice(queue.stored, MAX_BATCH)), list(islice(queue.released, MAX_BATCH))
-        claims, declined = list(islice(queue.claims, _MAX_CLAIMS)), list(islice(queue.declined, MAX_BATCH))
+        taken, declined = list(islice(queue.claims, _MAX_CLAIMS)), list(islice(queue.declined, MAX_BATCH))
+        claims = [claim for claim in taken if not claim.dropped.issuperset(claim.places)]
         watched = self._watch()
         commands: list[tuple[Word, ...]] = []
         if stored:
@@ -167,7 +168,7 @@ class Scope:
             self._grant(claim, next(replies), next(replies))
         _forget(queue.stored, len(stored))
         _forget(queue.released, len(released))
-        _forget(queue.claims, len(claims))
+        _forget(queue.claims, len(taken))
         _forget(queue.declined, len(declined))
 
     def _watch(self) -> list[bytes]:
@@ -192,6 +193,10 @@ class Scope:
         else:
             self.incomplete = True
         claim.granted = granted
+        # The scheduler's thread drops places first and looks at the answer then, so one of both gives each claim up.
+        self.queue.released.extend(
+            place for place, grant in zip(claim.places, granted, strict=True) if grant and place in claim.dropped
+        )
         self.announce()
 
     def _report_held(self, digests: Sequence[bytes], held: Sequence[bool]) -> None:

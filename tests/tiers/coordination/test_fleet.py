@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.fake_s3 import Trouble
+from tests.tiers import pool_machine
 from tests.tiers.coordination.fleet import Fleet, find, ready
+from tests.tiers.machines import ROOT
+from tiering import load_stack, open_manager
+from tiering.secondary.coordination import Claim
 from tiering.secondary.index.places import place_prefix
 from tiering.testing.clock import FakeClock
 from tiering.testing.tier_tests import K
@@ -227,6 +236,76 @@ class TestWrongHints:
         assert three.lookup(K[:2]) == 0
         assert three.store(K[:2]) == K[:2]
         assert fleet.uploads() == 6
+
+    def test_the_claims_of_blocks_that_are_dropped_are_not_kept(self, fleet: Fleet, client: ValkeyClient) -> None:
+        """A block may be dropped before its claim is sent, or before the answer is processed."""
+        shared = Directory(client, "s3://bucket", "namespace/epoch/")
+        client.call_all(directory.load_scripts())
+        seen = scope.Scope(shared, lambda: None, lambda places: None)
+        unsent, sent = Claim(["a", "b"]), Claim(["c", "d"])
+        unsent.dropped.update(["a", "b"])
+        seen.queue.claims.append(unsent)
+        seen.say(client)
+        assert not seen.queue.waiting()
+        sent.dropped.add("c")
+        seen.queue.claims.append(sent)
+        seen.say(client)
+        assert (unsent.granted, sent.granted) == (None, [True, True])
+        assert len(client.call("KEYS", "*:lease:*")) == 2
+        while seen.queue.waiting():
+            seen.say(client)
+        (lease,) = client.call("KEYS", "*:lease:*")
+        assert lease.endswith(digests_of(["d"]))
+
+    def test_a_machine_that_leaves_its_epoch_gives_its_claims_back(self, fleet: Fleet, client: ValkeyClient) -> None:
+        one, two = fleet.machine(), fleet.machine()
+        fleet.bucket.fail(Trouble.HANG, method="PUT", part="/blocks/", times=4)
+        one.submit_store(K[:4])
+        one.wait(lambda: fleet.uploads() == 4)
+        fleet.bucket.heal()
+        assert len(client.call("KEYS", "*:lease:*")) == 4
+        one.tier.reset(one.context.clock())
+        assert until(lambda: not client.call("KEYS", "*:lease:*"))
+        assert two.store(K[:4]) == K[:4]
+        fleet.bucket.closing.set()
+
+    def test_blocks_of_a_machine_that_is_killed_while_it_uploads_are_uploaded_by_one_that_has_them(
+        self, fleet: Fleet, client: ValkeyClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other engine was refused, and offers the blocks again although no request uses them."""
+        tier = {
+            "type": "s3",
+            "bucket": fleet.bucket.bucket,
+            "endpoint_url": fleet.bucket.endpoint,
+            "prefix": "prod",
+            "coordination": fleet.server.url,
+        }
+        stack = {"primary": {"capacity": "8MiB"}, "secondary": [tier]}
+        path = tmp_path / "stack.yaml"
+        path.write_text(yaml.safe_dump(stack))
+        fleet.bucket.fail(Trouble.HANG, method="PUT", part="/blocks/", times=4)
+        command = [sys.executable, "-m", "tests.tiers.pool_machine", str(path), "store", "4"]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert until(lambda: fleet.uploads() == 4, timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+        assert len(client.call("KEYS", "*:lease:*")) == 4
+        monkeypatch.setattr(directory, "LEASE_MS", 500)
+        with open_manager(load_stack(stack), pool_machine.BLOCK_BYTES, pool_machine.MODEL) as manager:
+
+            def stat(name: str) -> int:
+                manager.on_schedule_end()
+                (stats,) = manager.get_stats()["tiers"].values()
+                return int(stats[name])
+
+            assert until(lambda: stat("coordinated") == 1)
+            pool_machine.store(manager, 4)
+            assert stat("stores_left") == 4
+            assert until(lambda: stat("cascades") == 4)
+        assert len(set(fleet.bucket.objects)) >= 4
+        assert fleet.uploads() == 8
 
     def test_a_failed_upload_gives_its_claim_back(self, fleet: Fleet, client: ValkeyClient) -> None:
         one, two = fleet.machine(retries={"attempts": 1}), fleet.machine()
