@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tiering import ModelIdentity, ReqContext, load_stack, open_manager
 from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor
-from tiering.advisor.shards import HASHES, Shards
+from tiering.advisor.shards import HASH_BITS, HASHES, Shards
 from tiering.offload.metrics import METRICS
 from tiering.offload.stats import Increments
 from tiering.replay.generate import generate
@@ -191,3 +192,20 @@ def test_the_estimates_are_gauges_and_metrics() -> None:
         "cpu": {"hits": 2, "estimated_hit_ratio_x2": 0.25}
     }
     assert set(FIELDS.values()) <= {metric.field for metric in METRICS}
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_too_few_sampled_keys_of_hot_prompts_do_not_count_as_hits_of_small_tiers(seed: int) -> None:
+    rnd = random.Random(seed)
+    hot = [[rnd.getrandbits(HASH_BITS) for _ in range(400)] for _ in range(5)]
+    sizes = [1000, 2000, 4000, 16000]
+    exact, sampled = Shards(sizes, sample=1 << 20), Shards(sizes, sample=2048)
+    for number in range(600):
+        for prompt in ([rnd.getrandbits(HASH_BITS) for _ in range(100)], hot[number % 5]):
+            for shards in (exact, sampled):
+                shards.accesses += len(prompt)
+                shards.access([key for key in prompt if key < shards.threshold])
+    assert sampled.weight < 0.995 * sampled.accesses
+    rates = [exact.hit_rate(size) for size in sizes]
+    assert rates == pytest.approx([0.0, 0.0, 0.79, 0.79], abs=0.01)
+    assert [sampled.hit_rate(size) for size in sizes] == pytest.approx(rates, abs=0.005)

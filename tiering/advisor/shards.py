@@ -1,10 +1,11 @@
 """Fixed-size SHARDS: the LRU hit rate at many capacities, from a sample of the accesses.
 
 The algorithm is that of Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015),
-with its correction of the sampled number of accesses. A key is sampled if its hash is below a threshold, so either all
-accesses of a key are seen or none. The stack distance of an access is the number of distinct keys since the last access
-of its key. The distance among the sampled keys, divided by the sampling rate, estimates the distance among all keys.
-When the sample exceeds its size, the threshold falls to the largest sampled hash, and the keys there leave the sample.
+with another correction of the sampled number of accesses (:meth:`Shards.hit_rate`). A key is sampled if its hash is
+below a threshold, so either all accesses of a key are seen or none. The stack distance of an access is the number of
+distinct keys since the last access of its key. The distance among the sampled keys, divided by the sampling rate,
+estimates the distance among all keys. When the sample exceeds its size, the threshold falls to the largest sampled
+hash, and the keys there leave the sample.
 """
 
 from __future__ import annotations
@@ -157,10 +158,11 @@ class Shards:
         Args:
             capacity: one of the capacities given at the start; for others, the next smaller one counts.
         """
-        total = float(self.accesses or self.weight)
-        if not total:
+        total, misses = float(self.accesses or self.weight), self._weights[-1]
+        if self.weight <= misses:
             return 0.0
+        # Hot keys make the sample stand for too many or too few accesses, so the difference belongs to the hits. The
+        # paper counts it as hits at the shortest distance (SHARDS-adj). The hot keys of prompts, however, come again as
+        # late as others, after whole prompts, so all hits take their part of the difference.
         hits = sum(self._weights[: bisect_right(self._capacities, capacity)])
-        # SHARDS-adj: hot keys make the sample too large or too small; the difference are hits at the shortest distance.
-        hits += total - self.weight
-        return min(1.0, max(0.0, hits / total))
+        return min(1.0, max(0.0, hits * (total - misses) / (self.weight - misses) / total))
