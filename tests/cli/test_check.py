@@ -295,6 +295,7 @@ def test_files_on_a_read_only_disk_need_not_be_writable(tmp_path: Path, monkeypa
     (tmp_path / "lock").write_text("")
     monkeypatch.setattr(os, "statvfs", lambda path: Room(f_flag=os.ST_RDONLY))
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr(Files, "size_of_disk", lambda self, path: 1 << 40)
     found = local_findings(tmp_path)
     assert "files" not in found
     assert found["writable"].severity == "error"
