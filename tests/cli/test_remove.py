@@ -56,6 +56,23 @@ def test_clear_in_a_process_of_its_own_removes_one_namespace(disk: Path, make_lo
     assert make_local().held(K) == []
 
 
+def test_clear_all_also_removes_blocks_of_epochs_that_nothing_names_any_more(disk: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    assert kv_tiering("epoch", "new", disk, "--all", "--yes").code == 0
+    dry = kv_tiering("clear", disk, "--all")
+    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (0, "local\twould remove 32 of 32 blocks", 32)
+    done = kv_tiering("clear", disk, "--all", "--yes")
+    assert (done.code, done.out.partition(",")[0], held(disk)) == (0, "local\tremoved 32 of 32 blocks", 0)
+
+
+def test_clear_all_counts_each_block_once(disk: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    dry = kv_tiering("clear", disk, "--all")
+    assert (dry.code, dry.out.partition(",")[0]) == (0, "local\twould remove 32 of 32 blocks")
+    done = kv_tiering("clear", disk, "--all", "--yes")
+    assert (done.code, done.out.partition(",")[0], held(disk)) == (0, "local\tremoved 32 of 32 blocks", 0)
+
+
 def test_epoch_new_in_a_process_of_its_own_makes_the_next_start_empty(disk: Path, make_local: MakeLocal) -> None:
     name = filled(make_local)
     dry = process("epoch", "new", disk, "--namespace", name)

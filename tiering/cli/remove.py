@@ -91,7 +91,7 @@ def gc(
 @click.command()
 @stack_argument
 @click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
-@click.option("--all", "everything", is_flag=True, help="Clear all namespaces.")
+@click.option("--all", "everything", is_flag=True, help="Clear all namespaces, and abandoned epochs.")
 @yes_option
 @dry_run_option
 @tier_options
@@ -125,6 +125,9 @@ def clear(
         done: list[Collected] = [
             await admin.clear(found.name, dry_run=dry_run) for found in await named_namespaces(admin, namespace)
         ]
+        if everything:
+            # Blocks of abandoned epochs may belong to no namespace that the medium still names.
+            done.append(await admin.collect(Limits(abandoned=True, grace=0.0), dry_run=dry_run))
         return Collected(
             max((one.blocks for one in done), default=0),
             max((one.nbytes for one in done), default=0),
