@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place, StoreProbe
@@ -44,6 +45,7 @@ class ValkeyCoordination(Coordination):
         address: the server.
         location: the medium, the same text on all machines.
         listing: lists the places of all blocks below a prefix, in batches; blocks, and raises StoreError.
+        ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
         announce: wakes up callers that wait for news; any thread calls it.
         on_absent: receives the places of granted blocks that a complete directory denies, so that an upload need not
             ask first; default: nothing.
@@ -59,6 +61,7 @@ class ValkeyCoordination(Coordination):
         location: str,
         listing: Callable[[str], Iterator[Sequence[Place]]],
         *,
+        ca_file: Path | None = None,
         announce: Callable[[], object] = lambda: None,
         on_absent: Callable[[Sequence[Place]], object] = lambda places: None,
     ) -> None:
@@ -67,7 +70,11 @@ class ValkeyCoordination(Coordination):
         self._announce = announce
         self._on_absent = on_absent
         self._client = ValkeyClient(
-            address, connect_timeout=TIMEOUT_SECONDS, timeout=TIMEOUT_SECONDS, name="kv-tiering-fleet"
+            address,
+            connect_timeout=TIMEOUT_SECONDS,
+            timeout=TIMEOUT_SECONDS,
+            ca_file=ca_file,
+            name="kv-tiering-fleet",
         )
         self._filling = Filling(name, listing, self._client)
         self._scope: Scope | None = None

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, StoreError, TemporaryStoreError
@@ -45,14 +46,17 @@ PROBE_SECONDS = 5.0
 _WITHOUT = "the tier works without it, with more requests"
 
 
-def probe_coordination(address: ServerAddress) -> Iterator[Finding]:
+def probe_coordination(address: ServerAddress, ca_file: Path | None = None) -> Iterator[Finding]:
     """Yield findings about the server that coordinates a tier.
 
     Args:
         address: the server.
+        ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
     """
     try:
-        client = ValkeyClient(address, connect_timeout=PROBE_SECONDS, timeout=PROBE_SECONDS, name="kv-tiering-check")
+        client = ValkeyClient(
+            address, connect_timeout=PROBE_SECONDS, timeout=PROBE_SECONDS, ca_file=ca_file, name="kv-tiering-check"
+        )
     except ConfigError as error:
         yield Finding(Severity.ERROR, SERVER, str(error), "install the extra, or remove the word coordination")
         return
@@ -75,7 +79,7 @@ def _remedy(address: ServerAddress, error: StoreError) -> str:
         return "start the server, and look at the address, the port and the network between it and this machine"
     return (
         f"put the password into the environment variable {address.password_variable}, and look at the user, "
-        "the access list and the certificate"
+        "the access list and the certificate, whose authority coordination_ca_file names"
     )
 
 
@@ -131,7 +135,8 @@ def version_findings(facts: dict[str, str]) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             VERSION,
-            f"the server is a node of a cluster; {_WITHOUT}",
+            "the server is a node of a cluster, and coordination speaks to one server and follows no redirection; "
+            f"{_WITHOUT}",
             "name a server without cluster mode",
         )
     else:

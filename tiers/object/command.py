@@ -79,7 +79,9 @@ class ObjectAdmin(TierAdmin):
     def check(self, block_bytes: int) -> Iterator[Finding]:
         yield from probe_bucket(self.options, block_bytes)
         if self.options.coordination is not None:
-            yield from probe_coordination(ServerAddress.parse(self.options.coordination))
+            yield from probe_coordination(
+                ServerAddress.parse(self.options.coordination), self.options.coordination_ca_file
+            )
 
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:

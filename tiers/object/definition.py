@@ -156,6 +156,7 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
         ServerAddress.parse(options.coordination),
         options.location,
         store.list_places,
+        ca_file=options.coordination_ca_file,
         announce=context.news.announce,
         on_absent=store.expect_absent,
     )

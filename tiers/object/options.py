@@ -94,6 +94,12 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     more requests.
     """
 
+    coordination_ca_file: FilePath | None = None
+    """PEM file of the authorities that may sign the certificate of that server; default: the system's.
+
+    The address must begin with ``valkeys://`` or ``rediss://``.
+    """
+
     renew_after: Duration | None = None
     """Age in seconds at which a block in use is renewed; default: half of ``ttl``, if any.
 
@@ -131,6 +137,14 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         return address
+
+    @model_validator(mode="after")
+    def _check_authority(self) -> Self:
+        if self.coordination_ca_file is not None and (
+            self.coordination is None or not ServerAddress.parse(self.coordination).tls
+        ):
+            raise ValueError("coordination_ca_file needs a word coordination that begins with valkeys:// or rediss://")
+        return self
 
     @field_validator("ttl")
     @classmethod

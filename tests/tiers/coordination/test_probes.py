@@ -11,7 +11,10 @@ import yaml
 from examples.valkey_server import ValkeyServer
 from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3
+from tests.tiers.coordination.fleet import Fleet, ready
+from tests.tiers.valkey.tls import tls_in_front_of
 from tiering.secondary.admin.contract import Finding, Severity
+from tiering.testing.tier_tests import K
 from tiers.coordination import coordination
 from tiers.coordination.probes import (
     GRANTS,
@@ -24,6 +27,7 @@ from tiers.coordination.probes import (
     probe_coordination,
     version_findings,
 )
+from tiers.object.options import S3Options
 from tiers.valkey.client import ServerAddress, ValkeyClient
 
 FLEET_DOC = Path(__file__).parents[3] / "docs" / "fleet.md"
@@ -48,6 +52,33 @@ def test_a_server_in_order_is_found_in_order_and_keeps_no_key(server: ValkeyServ
         (SERVER, VERSION, MEMORY, PERMISSIONS), Severity.OK
     )
     assert client.call("KEYS", "*") == []
+
+
+def test_a_server_whose_certificate_an_authority_of_ones_own_has_signed_is_reached_with_its_file(
+    fleet: Fleet, server: ValkeyServer, tmp_path: Path
+) -> None:
+    with tls_in_front_of(server.port, tmp_path) as (port, ca_file):
+        address = f"valkeys://localhost:{port}"
+        (refused,) = probe_coordination(ServerAddress.parse(address))
+        assert (refused.subject, refused.severity) == (SERVER, Severity.WARNING)
+        assert "coordination_ca_file" in (refused.remedy or "")
+        accepted = next(probe_coordination(ServerAddress.parse(address), ca_file))
+        assert accepted.severity is Severity.OK
+        trusting = fleet.machine(whole=False, coordination=address, coordination_ca_file=str(ca_file))
+        trusting.wait(lambda: ready(trusting))
+        doubting = fleet.machine(whole=False, coordination=address)
+        assert doubting.store(K[:2]) == K[:2]
+        assert not ready(doubting)
+        for machine in (trusting, doubting):
+            assert machine.close()
+
+
+def test_an_authority_without_tls_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text("")
+    for address in (None, "valkey://host"):
+        with pytest.raises(ValueError, match="coordination_ca_file needs"):
+            S3Options.model_validate({"bucket": "kv-cache", "coordination": address, "coordination_ca_file": str(path)})
 
 
 def test_the_command_reports_the_server_and_a_stack_without_it_still_passes(

@@ -33,14 +33,22 @@ def tls_in_front_of(port: int, directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _serve(listener: socket.socket, context: ssl.SSLContext, port: int) -> None:
-    """Serve one connection after the other until the listener is shut down."""
+    """Serve connections until the listener is shut down and all of them are closed."""
+
+    def serve(plain: socket.socket) -> None:
+        with plain, contextlib.suppress(OSError), context.wrap_socket(plain, server_side=True) as inner:
+            _relay(inner, port)
+
+    threads: list[threading.Thread] = []
     while True:
         try:
             plain, _ = listener.accept()
         except OSError:
-            return
-        with plain, contextlib.suppress(OSError), context.wrap_socket(plain, server_side=True) as inner:
-            _relay(inner, port)
+            break
+        threads.append(threading.Thread(target=serve, args=(plain,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
 
 
 def _relay(inner: ssl.SSLSocket, port: int) -> None:
