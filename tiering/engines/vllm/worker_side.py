@@ -83,7 +83,10 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        return self._worker.get_finished(finished_req_ids)
+        sent, received = self._worker.get_finished(finished_req_ids)
+        if self._several_groups:
+            self._ledger.ended(received)
+        return sent, received
 
     def get_transfer_results(self, finished_req_ids: Collection[str]) -> Any:
         """Return the requests whose load has ended.
