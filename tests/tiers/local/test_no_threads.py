@@ -136,6 +136,7 @@ from pathlib import Path
 from tests.tiers.local.rig import LocalRig
 from tiering.testing.frames import key_of
 import logging, concurrent.futures, tiering.secondary.service.service
+print("ready", flush=True)
 hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 os.setgroups([])
 os.setgid(65534)
@@ -163,13 +164,15 @@ def test_the_limit_of_the_kernel(tmp_path: Path) -> None:
     for path in (directory, *list(tmp_path.parents)[: len(tmp_path.parents) - 2], tmp_path):
         path.chmod(path.stat().st_mode | 0o011)
     os.chown(directory, 65534, 65534)
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ},
-    )
-    assert done.stdout.strip() == "done", done.stderr
-    assert "ulimit -u" in done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            # The imports take most of the child's time, without a bytecode cache on a busy machine even a minute.
+            assert child.stdout.readline() == "ready\n"
+            said, errors = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert said.strip() == "done", errors
+    assert "ulimit -u" in errors
