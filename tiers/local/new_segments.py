@@ -9,11 +9,11 @@ import errno
 import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Collection
 
 from tiering.errors import OutOfSpaceError
+from tiering.runtime.flag import Flag
 from tiering.secondary.files import store_error
 from tiers.local.layout import FRESH, used_bytes_of_few
 from tiers.local.marks import WrittenMarks
@@ -46,7 +46,7 @@ class Pace:
     def __init__(self, share: float = 0.5, pieces: int | None = None) -> None:
         self._share = share
         self._pieces = pieces
-        self._hurry = threading.Event()
+        self._hurry = Flag()
         self.abandoned = False
         """True if the segment is not needed any more."""
         self._began: float | None = None

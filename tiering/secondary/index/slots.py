@@ -18,6 +18,7 @@ their content. Slots that hold no block of this tier are in :mod:`tiering.second
 
 from __future__ import annotations
 
+import random
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -317,9 +318,8 @@ class SlotIndex(TierIndex):
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         if not self._readable:
             return []
-        slots = np.random.default_rng().integers(0, self.num_slots, 16 * count).tolist()
         found: list[tuple[OffloadKey, Place]] = []
-        for slot in slots:
+        for slot in random.choices(range(self.num_slots), k=16 * count):
             key = self._table.keys[slot]
             if key is not None and self._readable.get(key) == slot and len(found) < count:
                 found.append((key, slot))
