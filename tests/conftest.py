@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.thread_limit import ThreadLimit
 from tiering.api import masking
+from tiering.runtime.launch import STARTER_NAME
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ SLOW_TIMEOUT = 1200
 
 _SHM = Path("/dev/shm")
 _PREFIX = "kv"
-_FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet")
+_FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet", STARTER_NAME)
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 settings.register_profile(

@@ -36,3 +36,33 @@ class ThreadLimit:
     def leave(self) -> None:
         """Refuse no thread any more."""
         self.refuse = lambda name: False
+
+
+class HeldStarts:
+    """Starts of threads that take until the test releases them, except those on the test's own thread.
+
+    Attributes:
+        own: names of the threads that the thread of the test started itself.
+        held: names of the threads whose start began to wait.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.own: list[str] = []
+        self.held: list[str] = []
+        self._released = threading.Event()
+        test = threading.current_thread()
+        start = threading.Thread.start
+
+        def slow(thread: threading.Thread) -> None:
+            if threading.current_thread() is test:
+                self.own.append(thread.name)
+            else:
+                self.held.append(thread.name)
+                self._released.wait()
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", slow)
+
+    def release(self) -> None:
+        """Let all starts go on."""
+        self._released.set()

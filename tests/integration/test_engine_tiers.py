@@ -107,7 +107,7 @@ def test_an_engine_that_restarts_with_its_first_weights_finds_nothing_of_later_o
 @pytest.mark.parametrize("steps", [1, 3, 5, 8])
 def test_nothing_old_is_served_after_a_reset_in_the_middle(steps: int, tmp_path: Path) -> None:
     new = replace(SMALL, seed=1)
-    with Engine(options(num_blocks=30, stack=stack("memory", tmp_path))) as engine:
+    with Engine(options(num_blocks=30, stack=stack("memory", tmp_path, reset_deadline="60s"))) as engine:
         ask_all(engine, PROMPTS, "old")
         running = [Request(f"running {number}", tokens, 8) for number, tokens in enumerate(PROMPTS[:3])]
         for request in running:

@@ -37,8 +37,8 @@ WALK = {
 }
 """The functions of the walk, by file."""
 
-ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close", "start_one"}
-"""Names of functions that run with or without blocks, or that end a request or start a thread."""
+ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close", "_wake"}
+"""Names of functions that run with or without blocks, or that end a request or wake a thread."""
 
 FROM_THE_MANAGER = ("tiering/manager", "tiering/primary", "tiering/table", "tiering/secondary", "tiers/")
 MOST_FROM_THE_MANAGER = 17

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +13,20 @@ from tests.thread_limit import ThreadLimit
 from tiering.runtime import daemons
 from tiering.runtime.daemons import DaemonThreads
 from tiering.testing.clock import until
+
+
+class Pieces:
+    """Work for threads; ``refused`` counts the pieces that no thread runs."""
+
+    def __init__(self, threads: DaemonThreads) -> None:
+        self.refused = 0
+        self._threads = threads
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._threads.run(work, self._refuse)
+
+    def _refuse(self) -> None:
+        self.refused += 1
 
 
 def test_as_many_threads_start_as_there_is_work_at_once_and_no_more_than_the_bound() -> None:
@@ -23,7 +38,7 @@ def test_as_many_threads_start_as_there_is_work_at_once_and_no_more_than_the_bou
 
     assert threads.running() == []
     for _ in range(5):
-        assert threads.run(work)
+        Pieces(threads).run(work)
     for _ in range(3):
         assert running.acquire(timeout=10)
     assert len(threads.running()) == 3
@@ -38,7 +53,7 @@ def test_as_many_threads_start_as_there_is_work_at_once_and_no_more_than_the_bou
 def test_a_free_thread_is_used_before_another_one_starts() -> None:
     threads, done = DaemonThreads("t", 8), threading.Semaphore(0)
     for _ in range(5):
-        threads.run(done.release)
+        Pieces(threads).run(done.release)
         assert done.acquire(timeout=10)
         assert until(lambda: threads.idle == 1)
     assert len(threads.running()) == 1
@@ -48,11 +63,14 @@ def test_a_free_thread_is_used_before_another_one_starts() -> None:
 def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
     threads, gate = DaemonThreads("t", 1), threading.Event()
     done: list[int] = []
-    threads.run(gate.wait)
+    pieces = Pieces(threads)
+    pieces.run(gate.wait)
     for number in range(3):
-        threads.run(lambda number=number: done.append(number))  # type: ignore[misc]
+        pieces.run(lambda number=number: done.append(number))  # type: ignore[misc]
     threads.stop()
-    assert not threads.run(lambda: done.append(9))
+    assert pieces.refused == 0
+    pieces.run(lambda: done.append(9))
+    assert pieces.refused == 1
     gate.set()
     assert until(lambda: not threads.running())
     assert done == [0, 1, 2]
@@ -60,8 +78,8 @@ def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
 
 def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:
     threads, done = DaemonThreads("t", 1), threading.Event()
-    threads.run(lambda: 1 // 0)
-    threads.run(done.set)
+    Pieces(threads).run(lambda: 1 // 0)
+    Pieces(threads).run(done.set)
     assert done.wait(10)
     threads.stop()
 
@@ -69,21 +87,24 @@ def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:
 def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "IDLE_SECONDS", 0.01)
     threads, done = DaemonThreads("t", 1), threading.Event()
-    threads.run(done.set)
+    Pieces(threads).run(done.set)
     assert until(lambda: not threads.running())
     done.clear()
-    assert threads.run(done.set)
+    Pieces(threads).run(done.set)
     assert done.wait(10)
     threads.stop()
 
 
 def test_work_that_no_thread_can_run_is_refused(thread_limit: ThreadLimit) -> None:
     threads, done = DaemonThreads("t", 2), threading.Event()
+    pieces = Pieces(threads)
     thread_limit.reach()
-    assert not threads.run(done.set)
+    pieces.run(done.set)
+    assert until(lambda: pieces.refused == 1)
     thread_limit.leave()
-    assert threads.run(done.set)
+    pieces.run(done.set)
     assert done.wait(10)
+    assert pieces.refused == 1
     threads.stop()
 
 
@@ -92,7 +113,7 @@ def test_work_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
         "import threading\n"
         "from tiering.runtime.daemons import DaemonThreads\n"
         "begun = threading.Event()\n"
-        "DaemonThreads('t', 1).run(lambda: (begun.set(), threading.Event().wait()))\n"
+        "DaemonThreads('t', 1).run(lambda: (begun.set(), threading.Event().wait()), print)\n"
         "begun.wait()\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -25,7 +25,7 @@ def test_a_background_task_without_a_thread_ends_with_a_temporary_error(thread_l
         thread_limit.reach()
         host.run(task)
         assert seen == []
-        host.poll()
+        assert until(lambda: host.poll() or seen)
         ((result, error),) = seen
         assert result is None
         assert isinstance(error, TemporaryStoreError)
@@ -43,7 +43,8 @@ def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(
         for job_id in range(20):
             host.submit(make_job(primary, IoKind.STORE, range(4), job_id=job_id))
         host.run(IoTask("probe", lambda: 1, lambda result, error: failed.append(error)))
-        assert [outcome_names(result.outcomes) for result in host.poll()] == [["TemporaryStoreError"] * 4] * 20
+        assert [outcome_names(result.outcomes) for result in finish(host, 20)] == [["TemporaryStoreError"] * 4] * 20
+        assert until(lambda: host.poll() or failed)
         assert isinstance(failed[0], TemporaryStoreError)
         assert len(thread_limit.refused) == 1, "one attempt in so short a time, however many jobs there are"
         thread_limit.leave()
@@ -65,7 +66,7 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
     with running_host(Gated(), primary, threads=4, clock=clock, release=gate.set) as host:
         thread_limit.reach("io-1", "io-2", "io-3")
         host.submit(make_job(primary, IoKind.STORE, range(8)))
-        assert until(lambda: Gated.waiting == 1)
+        assert until(lambda: Gated.waiting == 1 and bool(thread_limit.refused))
         assert host.poll() == []
         thread_limit.leave()
         clock.advance(THREAD_RETRY_SECONDS)
@@ -85,7 +86,7 @@ def test_the_log_tells_of_the_limit_once_in_a_while(
             clock.advance(0.1)
             host.run(IoTask("open", lambda: None, lambda result, error: None, background=True))
             host.poll()
-    assert len(thread_limit.refused) == 500
+        assert until(lambda: len(thread_limit.refused) == 500)
     assert 1 <= len(caplog.records) <= 2
 
 

@@ -26,8 +26,8 @@ from tiering.api.keys import OffloadKey
 from tiering.replay.readers import header_line, request_line
 from tiering.replay.trace import Hashes, TraceRequest
 from tiering.replay.trace_files import TraceFiles
-from tiering.runtime.daemons import DaemonThreads
 from tiering.runtime.forks import inert_in_children
+from tiering.runtime.launch import Launch
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.trace")
@@ -82,16 +82,15 @@ class TraceRecorder:
         self._handed_blocks = self._taken_blocks = 0
         self._refused = self._failed = 0
         self._warn = LimitedWarning(logger, time.monotonic)
-        self._threads = DaemonThreads("kv-tiering-trace", 1)
-        self._accepts = self._threads.run(self._serve)
-        if not self._accepts:
-            logger.warning("record_trace: no thread can be started, so no requests are recorded")
+        self._accepts, self._unserved = True, False
+        self._thread = Launch("kv-tiering-trace", self._serve, self._unstarted)
+        self._thread.begin()
         inert_in_children(self, _InertRecorder)
 
     @property
     def dropped(self) -> int:
-        """Number of requests that were not written: the queue was full, or the disk failed."""
-        return self._refused + self._failed
+        """Number of requests that were not written: the queue was full, or the disk or the thread failed."""
+        return self._refused + self._failed + (len(self._queue) if self._unserved else 0)
 
     def record(self, arrived: float, input_tokens: int, output_tokens: int, keys: Sequence[OffloadKey]) -> None:
         """Hand a finished request over to the recorder's thread.
@@ -112,7 +111,6 @@ class TraceRecorder:
         """Accept no more requests, and let the thread end once it has written those that wait."""
         self._accepts = False
         self._stopped.set()
-        self._threads.stop()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after :meth:`stop`.
@@ -120,9 +118,12 @@ class TraceRecorder:
         Args:
             timeout: longest wait in seconds; a disk that hangs then keeps the thread, which does not keep the process.
         """
-        deadline = time.monotonic() + timeout
-        for thread in self._threads.running():
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(timeout)
+
+    def _unstarted(self, error: BaseException | None) -> None:
+        """Accept no requests, because the thread cannot be started."""
+        self._accepts, self._unserved = False, True
+        logger.warning("record_trace: no thread can be started, so no requests are recorded: %s", error)
 
     def _serve(self) -> None:
         is_last = False

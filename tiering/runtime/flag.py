@@ -11,7 +11,10 @@ from queue import Empty, SimpleQueue
 
 
 class Flag:
-    """A flag with the methods of ``threading.Event``. Any thread may call them; only one thread may wait at a time."""
+    """A flag with the methods of ``threading.Event``.
+
+    Any thread may call them; only one thread may wait at a time.
+    """
 
     def __init__(self) -> None:
         self._is_set = False

@@ -8,11 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place, StoreProbe
 from tiering.errors import StoreError, TemporaryStoreError
+from tiering.runtime.flag import Flag
+from tiering.runtime.launch import Launch
 from tiering.secondary.coordination import Claim, Coordination, Heard
 from tiers.coordination import directory
 from tiers.coordination.directory import Directory, digests_of, load_scripts
@@ -86,9 +89,9 @@ class ValkeyCoordination(Coordination):
         self._due = 0.0
         self._connections = 0
         """Number of times that the server was reached; the listening thread subscribes anew each time."""
-        self._wake = threading.Event()
+        self._wake = Flag()
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Launch] = []
         self._random = random.Random()
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
@@ -151,6 +154,8 @@ class ValkeyCoordination(Coordination):
         self._stop.set()
         self._wake.set()
         self._filling.stop()
+        for thread in self._threads:
+            thread.cancel()
         end = time.monotonic() + max(timeout, 0.0)
         for thread in (*self._threads, *self._filling.threads()):
             thread.join(max(end - time.monotonic(), 0.0))
@@ -166,13 +171,13 @@ class ValkeyCoordination(Coordination):
         for name, work in ((f"kv-{self._name}-tells", self._tell), (f"kv-{self._name}-hears", self._hear)):
             if name in running or self._stop.is_set():
                 continue
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                logger.warning("tier %s: coordination needs a thread, and none can be started: %s", self._name, error)
-                return
+            thread = Launch(name, work, self._unstarted)
             self._threads.append(thread)
+            thread.begin()
+
+    def _unstarted(self, error: BaseException | None) -> None:
+        if error is not None:
+            logger.warning("tier %s: coordination needs a thread, and none can be started: %s", self._name, error)
 
     # --------------------------------------------------------------------------------------------------- lookup threads
 
@@ -282,9 +287,8 @@ class ValkeyCoordination(Coordination):
         if scope.incomplete:
             scope.incomplete = False
             complete, _ = directory.answers(b"")
-            claimed = not complete and self._client.call(*directory.claim_fill()) is not None
-            if claimed and not self._filling.start(directory):
-                scope.incomplete = True
+            if not complete and self._client.call(*directory.claim_fill()) is not None:
+                self._filling.start(directory, partial(setattr, scope, "incomplete", True))
         if scope.unheard:
             scope.unheard = False
             scope.look_again()

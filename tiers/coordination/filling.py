@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from tiering.block_store import Place
 from tiering.errors import StoreError
+from tiering.runtime.launch import Launch
 from tiers.coordination.directory import Directory, digests_of
 from tiers.valkey.client import ValkeyClient
 
@@ -32,7 +34,7 @@ class Filling:
         self._name = name
         self._listing = listing
         self._client = client
-        self._thread: threading.Thread | None = None
+        self._thread: Launch | None = None
         self._stop = threading.Event()
 
     @property
@@ -40,26 +42,34 @@ class Filling:
         """True while a directory is being filled."""
         return self._thread is not None and self._thread.is_alive()
 
-    def threads(self) -> list[threading.Thread]:
+    def threads(self) -> list[Launch]:
         """Return the thread, if there is one."""
         return [] if self._thread is None else [self._thread]
 
     def stop(self) -> None:
         """End the fill soon; the directory stays incomplete."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.cancel()
 
-    def start(self, directory: Directory) -> bool:
-        """Begin to fill ``directory``; return False if no thread can be started, or one runs."""
+    def start(self, directory: Directory, refused: Callable[[], object]) -> None:
+        """Begin to fill ``directory``.
+
+        Args:
+            directory: the directory.
+            refused: called instead, by any thread, if no thread can be started, or one runs.
+        """
+
+        def unstarted(error: BaseException | None) -> None:
+            if error is not None:
+                logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
+            refused()
+
         if self.running or self._stop.is_set():
-            return False
-        thread = threading.Thread(target=self._fill, args=(directory,), name=f"kv-{self._name}-fills", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
-            return False
-        self._thread = thread
-        return True
+            refused()
+            return
+        self._thread = Launch(f"kv-{self._name}-fills", partial(self._fill, directory), unstarted)
+        self._thread.begin()
 
     def _fill(self, directory: Directory) -> None:
         try:

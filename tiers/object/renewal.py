@@ -86,14 +86,17 @@ class Renewal:
                     self._waiting[name] = None
             begins = bool(self._waiting) and not self._works
             self._works = self._works or begins
-        if begins and not self._threads.run(self._work):
-            with self._lock:
-                self._works = False
+        if begins:
+            self._threads.run(self._work, self._refused)
 
     def stop(self) -> None:
         """End the work after the object in hand."""
         self._stopped.set()
         self._threads.stop()
+
+    def _refused(self) -> None:
+        with self._lock:
+            self._works = False
 
     def _work(self) -> None:
         while (name := self._next()) is not None:

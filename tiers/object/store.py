@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -205,7 +205,8 @@ class ObjectStore(BlockStore):
         """Probe several places at once: the first on this thread, the others on threads for probes."""
         names = [self._name(place) for place in places]
         answers: list[bool | None] = [None] * len(names)
-        ended = threading.Semaphore(0)
+        ended: SimpleQueue[int | None] = SimpleQueue()
+        """None for each place that was asked about, and the position of each one that no thread asks about."""
 
         def ask(at: int) -> None:
             try:
@@ -213,15 +214,19 @@ class ObjectStore(BlockStore):
             except StoreError as error:
                 logger.debug("%s", error)
             finally:
-                ended.release()
+                ended.put(None)
 
         for at in range(1, len(names)):
-            if not self._probers.run(partial(ask, at)):
-                ask(at)
+            self._probers.run(partial(ask, at), partial(ended.put, at))
         if names:
             ask(0)
-        for _ in names:
-            ended.acquire()
+        left = len(names)
+        while left:
+            unasked = ended.get()
+            if unasked is None:
+                left -= 1
+            else:
+                ask(unasked)
         return StoreProbe(tuple(answers))
 
     # --------------------------------------------------------------------------------------------- small documents

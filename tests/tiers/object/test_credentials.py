@@ -133,7 +133,12 @@ def test_a_slow_chain_delays_no_request_once_there_are_credentials(fake: FakeS3)
     slow.set()
     clock.advance(FIXED_SECONDS)
     assert [source()["access_key_id"] for _ in range(3)] == ["AKIDFAKE0123456789AB"] * 3
-    (renewal,) = [thread for thread in threading.enumerate() if thread.name == "s3-credentials"]
+
+    def renewals() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "s3-credentials"]
+
+    assert until(renewals)
+    (renewal,) = renewals()
     assert renewal.daemon
     released.set()
     renewal.join()

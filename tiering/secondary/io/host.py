@@ -6,7 +6,7 @@ prefix first. Inside a unit, blocks are ordered by slot, so that a store finds n
 loads, and loads before stores. The depth of each direction (:mod:`tiering.secondary.io.depth`) bounds the units that
 run at once.
 
-As long as no thread runs (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
+If no thread runs and none can be started (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
 """
 
@@ -18,12 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from tiering.block_store import BlockStore, Done, Outcome
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.runtime.daemons import DaemonThreads
+from tiering.runtime.launch import Launch
 from tiering.runtime.news import News
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.depth import DepthBounds
@@ -102,9 +104,10 @@ class IoHost:
             name,
             depth.most,
             work=self._work,
+            room=lambda: len(self._tasks) + lanes.room,
             stuck=lanes.stuck,
             abandon=self._abandon,
-            refused=lanes.refused,
+            refused=self._refused,
             stopping=self.stopping,
             clock=clock,
         )
@@ -145,8 +148,8 @@ class IoHost:
         unit = Unit(JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
         if not job.keys:
             self._fail(unit, None)
-        elif (refusal := self._refusal()) is not None:
-            self._fail(unit, refusal)
+        elif (closed := self._closed_error()) is not None:
+            self._fail(unit, closed)
         else:
             if job.kind is IoKind.STORE:
                 self._stores[job.job_id] = unit.state
@@ -160,17 +163,15 @@ class IoHost:
 
         :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
         """
-        if task.lookup:
-            refusal = self._closed_error()
-            if refusal is None and not self._lookups.run(lambda: self._run_lookup(task)):
-                refusal = TemporaryStoreError(f"tier {self.name}: no thread for lookups can be started at present")
+        if (closed := self._closed_error()) is not None:
+            self._refuse(task, closed)
+        elif task.lookup:
+            self._lookups.run(partial(self._run_lookup, task), partial(self._refuse_lookup, task))
         elif task.background:
-            refusal = self._closed_error() or self._threads.run_alone(task.name, lambda: self._run_task(task))
-        elif (refusal := self._refusal()) is None:
+            self._threads.run_alone(task.name, partial(self._run_task, task), partial(self._refuse, task))
+        else:
             self._tasks.append(task)
             self._wake()
-        if refusal is not None:
-            self._end(_TaskDone(task, None, refusal))
 
     def waiting_rows(self, job_id: int) -> list[int]:
         """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
@@ -323,29 +324,16 @@ class IoHost:
         for thread in self._running():
             thread.join()
 
-    def _running(self) -> list[threading.Thread]:
+    def _running(self) -> list[Launch]:
         return [*self._threads.running(), *self._lookups.running()]
 
     def _closed_error(self) -> StoreError | None:
         return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
 
-    def _refusal(self) -> StoreError | None:
-        """Return the reason why no work can be submitted now, after trying to start threads; None if it can.
-
-        The host is closed, or it has no thread at all.
-        """
-        if (closed := self._closed_error()) is not None:
-            return closed
-        if self._threads.alive or self._threads.ensure():
-            return None
-        return TemporaryStoreError(f"tier {self.name}: no I/O thread can be started at present")
-
-    def _wake(self, *, patient: bool = False) -> None:
+    def _wake(self) -> None:
         """Make a thread look for an item; a thread is started for it if no other is free."""
-        threads = self._threads
-        threads.tokens.put(None)
-        if threads.tokens.qsize() > threads.idle:
-            threads.start_one(patient=patient)
+        if not self._threads.wake():
+            self._give_up()
 
     def _sweep(self) -> None:
         """Fail the jobs that wait in vain, and start substitutes for threads that hang.
@@ -360,8 +348,8 @@ class IoHost:
                     self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
             while (unit := self._take_overdue(queue, now)) is not None:
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        if self.lanes.has_work:
-            self._threads.replace_stuck()
+        if self.lanes.has_work and not self._threads.replace_stuck():
+            self._give_up()
 
     def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:
         try:
@@ -380,10 +368,7 @@ class IoHost:
         return None
 
     def _abandon(self) -> None:
-        while (unit := self.lanes.take_any()) is not None:
-            self._fail(unit, TemporaryStoreError(f"tier {self.name} is closing"))
-        while (task := take(self._tasks)) is not None:
-            self._end(_TaskDone(task, None, TemporaryStoreError(f"tier {self.name} is closing")))
+        self._fail_waiting(f"tier {self.name} is closing")
 
     # -------------------------------------------------------------------------------------------------- the I/O threads
 
@@ -397,7 +382,7 @@ class IoHost:
         if unit.whole:
             unit = self._cut(unit)
         if self.lanes.has_work:
-            self._wake(patient=True)
+            self._wake()
         self._run_unit(unit)
         return True
 
@@ -461,6 +446,32 @@ class IoHost:
         self._end(_TaskDone(task, result, failure))
 
     # ------------------------------------------------------------------------------------------------------- any thread
+
+    def _refused(self, threads: int) -> None:
+        """Record that no more than ``threads`` threads can be started now."""
+        self.lanes.refused(threads)
+        if not threads:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Fail all that waits, because no thread runs.
+
+        A thread that cannot be started frees its seat first, and work is queued before its caller looks at the seats.
+        One of the two therefore finds the work.
+        """
+        self._fail_waiting(f"tier {self.name}: no I/O thread can be started at present")
+
+    def _fail_waiting(self, reason: str) -> None:
+        while (unit := self.lanes.take_any()) is not None:
+            self._fail(unit, TemporaryStoreError(reason))
+        while (task := take(self._tasks)) is not None:
+            self._refuse(task, TemporaryStoreError(reason))
+
+    def _refuse(self, task: IoTask, error: StoreError) -> None:
+        self._end(_TaskDone(task, None, error))
+
+    def _refuse_lookup(self, task: IoTask) -> None:
+        self._refuse(task, TemporaryStoreError(f"tier {self.name}: no thread for lookups can be started at present"))
 
     def _fail(self, unit: Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""

@@ -122,6 +122,13 @@ class Lanes:
             return True
         return bool(stores.waiting) and store_units < stores.finder.depth
 
+    @property
+    def room(self) -> int:
+        """Number of waiting units for which there may be a place."""
+        now, loads, stores = self._clock(), self.loads, self.stores
+        places = max(loads.finder.depth, stores.finder.depth) - loads.active(now) - stores.active(now)
+        return min(places, len(loads.waiting) + len(stores.waiting))
+
     def refused(self, threads: int) -> None:
         """Record that no more than ``threads`` threads can be started now; any thread may call."""
         self.startable = max(1, threads)

@@ -4,8 +4,9 @@ Threads are daemons: a thread that hangs in a medium delays neither other thread
 threads are stuck in work after its deadline, substitute threads run, at most as many again. They end when the stuck
 threads return.
 
-A worker starts when work waits that no other worker is free for. A thread that cannot be started (the process or its
-container has reached a limit) is tried again later. A failure to start a thread is a return value, never an exception.
+A worker starts when work waits that no other worker is free for. No caller waits for the start
+(:mod:`tiering.runtime.launch`). A thread that cannot be started (the process or its container has reached a limit) is
+tried again later. The failure reaches a callback, and is never an exception.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from tiering.errors import TemporaryStoreError
+from tiering.runtime.launch import Launch, Seats
 from tiering.runtime.ratelimit import RateLimit
 
 _log = logging.getLogger("kv_tiering.io")
@@ -28,15 +31,15 @@ _HANG_LOG_PERIOD = 10.0
 
 
 class IoThreads:
-    """Threads of one tier.
+    """Threads of one tier. Any thread may call all methods; none of them waits.
 
-    Any thread may call :meth:`start_one`, and does so if it has put more tokens than threads are idle. The scheduler's
-    thread calls all other methods. No thread starts before the first call of :meth:`ensure`.
+    No thread starts before the first call of :meth:`wake`.
 
     Args:
         name: name of the tier.
         most: largest number of threads that share the work, substitutes left out.
         work: function that runs one waiting item and returns True, or returns False if there is none to run.
+        room: function that returns the number of items that could have a thread each now.
         stuck: function that returns the number of threads that are stuck in work after its deadline.
         abandon: function that a thread calls once the tier is closing, before the thread ends.
         refused: function that receives the number of threads that run when a further one cannot be started.
@@ -50,118 +53,137 @@ class IoThreads:
         most: int,
         *,
         work: Callable[[], bool],
+        room: Callable[[], int],
         stuck: Callable[[], int],
         abandon: Callable[[], None],
         refused: Callable[[int], None],
         stopping: threading.Event,
         clock: Callable[[], float],
     ) -> None:
-        self.alive = 0
-        """Number of threads that share the work and run, substitutes included."""
         self.idle = 0
         """Number of threads that wait for a token."""
-        self.tokens: SimpleQueue[None] = SimpleQueue()
-        """Queue from which a thread without work takes a token before it looks for an item.
-
-        Any thread may put one.
-        """
         self._name = name
         self._most = most
         self._work = work
+        self._room = room
         self._stuck = stuck
         self._abandon = abandon
         self._refused = refused
         self._stopping = stopping
         self._clock = clock
         self._tokens: SimpleQueue[None] = SimpleQueue()
+        """Queue from which a thread without work takes a token before it looks for an item."""
         self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._sharing: list[threading.Thread] = []
-        self._background: list[threading.Thread] = []
-        self._started = 0
+        """Guards :attr:`idle`, and the number of threads that end; only the threads take it."""
+        self._seats = Seats()
         self._start_due = float("-inf")
         self._unstarted = RateLimit(_LOG_PERIOD, clock)
         self._hanging = RateLimit(_HANG_LOG_PERIOD, clock)
 
-    def ensure(self) -> bool:
-        """Start a thread unless one runs, and return True if at least one runs."""
-        if not self.alive:
-            self.start_one()
+    @property
+    def alive(self) -> int:
+        """Number of threads that share the work and run or are about to start, substitutes included."""
+        return len(self._seats.taken)
+
+    def wake(self) -> bool:
+        """Make a thread look for an item; a thread is started for it if no other is free.
+
+        Returns:
+            False if no thread runs and none is about to start.
+        """
+        taken = self._seats.taken
+        if taken:
+            self._tokens.put(None)
+        if self._tokens.qsize() > self.idle or not taken:
+            self._start_one()
+        return bool(taken)
+
+    def replace_stuck(self) -> bool:
+        """Wake a thread for waiting items, with a substitute if all threads hang.
+
+        Repeated calls while nothing changes leave no more tokens.
+
+        Returns:
+            False if no thread runs and none is about to start.
+        """
+        alive = self.alive
+        if not alive or self._tokens.qsize() <= self.idle:
+            self.wake()
+        else:
+            self._start_one()
+        if self.alive > alive and (stuck := self._stuck()) and (count := self._hanging.admit(stuck)):
+            _log.warning("tier %s: %d I/O thread(s) hang in the medium, others are started", self._name, count)
         return self.alive > 0
 
-    def replace_stuck(self) -> None:
-        """Wake a thread for waiting items, with a substitute if all threads hang."""
-        if not self.alive or self._stopping.is_set():
-            return
-        alive = self.alive
-        self.tokens.put(None)
-        if self.tokens.qsize() > self.idle:
-            self.start_one()
-        if self.alive > alive and (stuck := self._stuck()) and (count := self._hanging.admit(stuck)):
-            _log.warning("tier %s: %d I/O thread(s) hang in the medium, others were started", self._name, count)
-
-    def run_alone(self, name: str, target: Callable[[], object]) -> TemporaryStoreError | None:
-        """Run ``target`` in a thread of its own called ``name``, and return the error if none can be started."""
-        self._background = [thread for thread in self._background if thread.is_alive()]
-        started = self._start(f"kv-{self._name}-{name}", target)
-        if isinstance(started, TemporaryStoreError):
-            return started
-        self._background.append(started)
-        return None
-
-    def stop(self) -> None:
-        """Make all threads look at the event that the tier closes."""
-        for _ in range(self.alive):
-            self.tokens.put(None)
-
-    def running(self) -> list[threading.Thread]:
-        """Return the threads that run."""
-        return [thread for thread in [*self._sharing, *self._background] if thread.is_alive()]
-
-    def start_one(self, *, patient: bool = False) -> None:
-        """Start one more thread, unless there are enough or none can be started now.
+    def run_alone(
+        self, name: str, target: Callable[[], object], refused: Callable[[TemporaryStoreError], object]
+    ) -> None:
+        """Run ``target`` in a thread of its own.
 
         Args:
-            patient: True to wait while another thread starts one; default False. I/O threads wait, because a thread
-                that begins an item must wake the next one.
+            name: end of the thread's name.
+            target: function that the thread runs.
+            refused: called instead, by any thread, with the reason why the thread cannot be started.
         """
-        if self._stopping.is_set() or self._clock() < self._start_due or self.alive >= self._most + self._stuck():
-            return
-        if not self._starting.acquire(blocking=patient):
-            return
-        try:
-            with self._lock:
-                self.alive += 1
-            started = self._start(f"kv-{self._name}-io-{self._started}", self._run)
-            if isinstance(started, TemporaryStoreError):
-                with self._lock:
-                    self.alive -= 1
-                self._start_due = self._clock() + THREAD_RETRY_SECONDS
-                self._refused(self.alive)
-            else:
-                self._started += 1
-                self._sharing = [*(thread for thread in self._sharing if thread.is_alive()), started]
-        finally:
-            self._starting.release()
 
-    def _start(self, name: str, target: Callable[[], object]) -> threading.Thread | TemporaryStoreError:
-        """Return a started thread, or the reason why it cannot be started now."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:
-            failure = TemporaryStoreError(
-                f"thread {name} cannot be started ({error}); "
-                "raise the limit on processes (ulimit -u, docker: --pids-limit)"
-            )
-            if count := self._unstarted.admit():
-                _log.error("tier %s: %s; it is tried again (%d such failure(s))", self._name, failure, count)
-            return failure
-        return thread
+        def unstarted(error: BaseException | None) -> None:
+            if error is None:
+                refused(TemporaryStoreError(f"tier {self._name} is closing"))
+            else:
+                refused(self._failure(launch.name, error))
+
+        launch = Launch(f"kv-{self._name}-{name}", target, unstarted)
+        self._seats.begin(launch)
+
+    def stop(self) -> None:
+        """Make all threads look at the event that the tier closes; give up those whose start has not begun."""
+        self._seats.cancel()
+        for _ in range(self.alive):
+            self._tokens.put(None)
+
+    def running(self) -> list[Launch]:
+        """Return the threads that run or are about to start."""
+        return self._seats.running()
+
+    def _start_one(self) -> None:
+        """Request one more thread, unless there are enough or none can be started now."""
+        seats = self._seats
+        if self._stopping.is_set() or self._clock() < self._start_due:
+            return
+        limit = self._most + self._stuck()
+        if len(seats.taken) < limit and (not seats.taken or len(seats.starting) < self._room()):
+            seats.take(limit, self._launch)
+            if self._stopping.is_set():
+                seats.cancel()  # the tier may have looked at its threads before the seat was taken
+
+    def _launch(self, seat: int) -> Launch:
+        name = f"kv-{self._name}-io-{seat}"
+        return Launch(name, partial(self._run, seat), partial(self._give_up, seat, name))
+
+    def _give_up(self, seat: int, name: str, error: BaseException | None) -> None:
+        """Free the seat of a thread that cannot be started for ``error``, or was cancelled."""
+        if error is None:
+            self._seats.leave(seat)
+            return
+        self._start_due = self._clock() + THREAD_RETRY_SECONDS
+        self._seats.leave(seat)
+        self._seats.cancel_seats()
+        self._failure(name, error)
+        self._refused(self.alive)
+
+    def _failure(self, name: str, error: BaseException) -> TemporaryStoreError:
+        """Log why the thread ``name`` cannot be started now, and return it as an error."""
+        failure = TemporaryStoreError(
+            f"thread {name} cannot be started ({error}); raise the limit on processes (ulimit -u, docker: --pids-limit)"
+        )
+        if count := self._unstarted.admit():
+            _log.error("tier %s: %s; it is tried again (%d such failure(s))", self._name, failure, count)
+        return failure
 
     # -------------------------------------------------------------------------------------------------- in the threads
 
-    def _run(self) -> None:
+    def _run(self, seat: int) -> None:
+        self._seats.begun(seat)
         while not self._stopping.is_set():
             try:
                 while self._work():
@@ -171,19 +193,19 @@ class IoThreads:
                 _log.exception("tier %s: an I/O thread met an error outside a job", self._name)
             if self._stopping.is_set():
                 break
-            if self.alive > self._most and self._leave():
+            if self.alive > self._most and self._leave(seat):
                 return
             with self._lock:
                 self.idle += 1
-            self.tokens.get()
+            self._tokens.get()
             with self._lock:
                 self.idle -= 1
         self._abandon()
 
-    def _leave(self) -> bool:
+    def _leave(self, seat: int) -> bool:
         """Return True if the calling thread is surplus and must end."""
         with self._lock:
             if self.alive <= self._most + self._stuck():
                 return False
-            self.alive -= 1
+            self._seats.leave(seat)
             return True

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiering.errors import ConfigError, PermanentStoreError, StoreError
+from tiering.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -70,6 +71,10 @@ class _Keys:
         )
 
 
+def _renewed_later(error: BaseException | None) -> None:
+    logger.debug("credentials are renewed later: no thread can be started: %s", error)
+
+
 class CredentialSource:
     """A credential provider for obstore on top of boto3's chain. Any thread may call it.
 
@@ -88,7 +93,7 @@ class CredentialSource:
         """Guards the lookup; a thread may hold it for as long as the chain takes."""
         self._source: Any = None
         self._known: _Keys | None = None
-        self._renewal: threading.Thread | None = None
+        self._renewal: Launch | None = None
         self.region: str | None = None
         """The chain's region; None before the first call."""
 
@@ -154,15 +159,9 @@ class CredentialSource:
 
     def _renew(self) -> None:
         """Look for newer credentials in a thread that delays neither requests nor the end of the process."""
-        if self._renewal is not None and self._renewal.is_alive():
-            return
-        thread = threading.Thread(target=self._renew_now, name="s3-credentials", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:
-            logger.debug("credentials are renewed later: no thread can be started: %s", error)
-            return
-        self._renewal = thread
+        if self._renewal is None or not self._renewal.is_alive():
+            self._renewal = Launch("s3-credentials", self._renew_now, _renewed_later)
+            self._renewal.begin()
 
     def _renew_now(self) -> None:
         try:

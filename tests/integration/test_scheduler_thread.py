@@ -1,0 +1,218 @@
+"""The scheduler's thread of an engine neither starts threads, nor waits, nor does I/O."""
+
+from __future__ import annotations
+
+import _thread
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+from examples.mini_engine import Engine
+from examples.valkey_server import ValkeyServer, serving
+from tests.fake_s3 import FakeS3, fake_s3
+from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_answers
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.runtime.launch import STARTER_NAME
+from tiering.testing.clock import until
+from tiers.local import LocalTier, inspections, new_segments
+from tiers.object.definition import ObjectTier
+
+PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]
+FAST = {"probe_after": "5ms", "probe_max": "10ms"}
+
+FAMILIES = ("memory-io", "local-io", "s3-io", "lookup", "inspect", "checkpoint", "segment", "health")
+"""Parts of the names of threads that the steps of the test need."""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with fake_s3() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        yield running
+
+
+@pytest.fixture
+def server() -> Iterator[ValkeyServer]:
+    with serving() as running:
+        yield running
+
+
+class Starts:
+    """Threads that are started, by the name of the thread that starts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by: dict[str, list[str]] = {}
+        start, start_low = threading.Thread.start, _thread.start_new_thread
+
+        def noted(thread: threading.Thread) -> None:
+            self.by.setdefault(threading.current_thread().name, []).append(thread.name)
+            start(thread)
+
+        def noted_low(*arguments: object) -> int:
+            self.by.setdefault(threading.current_thread().name, []).append(str(arguments))
+            return start_low(*arguments)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(threading.Thread, "start", noted)
+        monkeypatch.setattr(_thread, "start_new_thread", noted_low)
+
+    def has(self, part: str) -> bool:
+        return any(part in name for name in self.by.get(STARTER_NAME, ()))
+
+
+BLOCKING = (
+    "lock.__enter__",
+    "lock.__exit__",
+    "lock.acquire",
+    "RLock.__enter__",
+    "RLock.__exit__",
+    "SimpleQueue.get",
+    "sleep",
+    "urandom",
+    "open",
+    "open_code",
+    "acquire_lock",
+)
+"""Names of functions that may wait or do I/O; those of ``posix`` and of sockets are added."""
+
+HARMLESS = {"fspath", "getpid", "get_blocking", "sched_yield"}
+"""Names of functions of ``posix`` that do no I/O."""
+
+ALLOWED = {
+    # These acquire a lock without a wait.
+    "threading.py:_wait_for_tstate_lock",
+    "tiering/runtime/launch.py:refuse",
+    # The logging module has a lock of its own, and writes; each line is rate-limited.
+    "logging/__init__.py",
+    # The breaker's state is changed under a lock when a probe of a medium in trouble begins or ends.
+    "tiering/secondary/io/layers/breaker.py",
+    # A checkpoint takes one sequence number, under a lock that I/O threads take once for each unit.
+    "tiering/secondary/io/frame.py:take",
+}
+"""Callers that may call them, as a file with or without a function."""
+
+
+class Calls:
+    """Calls of functions that may wait or do I/O, from the methods of a scheduler half."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.total = 0
+        self._methods = {
+            method.__code__
+            for name, method in vars(OffloadingConnectorScheduler).items()
+            if isinstance(method, FunctionType) and name not in {"__init__", "shutdown", "reset_cache"}
+        }
+
+    def __call__(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or not self._on_a_step(frame):
+            return
+        self.total += 1
+        name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
+        if name in BLOCKING or (module == "posix" and name not in HARMLESS) or "socket" in f"{module} {name}":
+            file = re.sub(r".*/(?=tiering/|tiers/|python3[^/]*/)", "", frame.f_code.co_filename)
+            file = re.sub(r"^python3[^/]*/", "", file)
+            if not {file, f"{file}:{frame.f_code.co_name}"} & ALLOWED:
+                self.seen.add(f"{name} in {file}:{frame.f_code.co_name}, from {self._from(frame)}")
+
+    def _on_a_step(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code in self._methods:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _from(self, frame: FrameType | None) -> str:
+        while frame is not None:
+            if "/tiering/" in frame.f_code.co_filename or "/tiers/" in frame.f_code.co_filename:
+                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "?"
+
+
+@contextmanager
+def profiled(calls: Calls) -> Iterator[None]:
+    sys.setprofile(calls)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, bucket: FakeS3, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine with a tier of each kind of index, coordination, and a recorder."""
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
+    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
+    shared = {"bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "coordination": server.url, "breaker": FAST}
+    stack = {
+        "primary": {"capacity": 40 * one_row()},
+        "secondary": [
+            {"type": "memory", "capacity": "1MiB"},
+            {
+                "type": "local",
+                "path": str(tmp_path / "kv"),
+                "capacity": "16MiB",
+                "segment_size": "1MiB",
+                "breaker": FAST,
+            },
+            {"type": "s3", **shared},
+        ],
+        "record_trace": {"path": str(tmp_path / "traces")},
+    }
+    with Engine(options(num_blocks=30, stack=stack)) as running:
+        yield running
+
+
+def exercise(engine: Engine, seen: Callable[[str], bool] = lambda part: True) -> None:
+    """Make the tiers store, load, grow, inspect, write a checkpoint and probe a medium in trouble.
+
+    Args:
+        engine: the engine.
+        seen: function that returns True once a thread with this part in its name was started; default: always.
+    """
+    assert engine.tiers is not None
+    manager = engine.tiers.scheduler_half.manager
+    assert isinstance(manager, TieringOffloadingManager)
+    _, local, s3 = manager.secondary_tiers
+    assert isinstance(local, LocalTier)
+    assert isinstance(s3, ObjectTier)
+
+    def stepped(done: Callable[[], object]) -> bool:
+        engine.step()
+        return bool(done())
+
+    for turn in range(2):
+        assert wrong_answers(ask_all(engine, PROMPTS, f"turn {turn}"), PROMPTS) == []
+        assert engine.settle()
+    local.request_checkpoint()
+    assert until(lambda: stepped(lambda: seen("checkpoint") and not local.checkpoint_pending))
+    for tier in (local, s3):
+        tier.io.breakers.trip("test")
+        assert until(lambda tier=tier: stepped(lambda: seen(f"{tier.name}-health") and tier.get_stats().writable))  # type: ignore[misc]
+    ask_all(engine, PROMPTS, "after", max_tokens=2)
+    assert engine.settle()
+
+
+def test_no_step_starts_a_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(monkeypatch)
+    exercise(engine, starts.has)
+    monkeypatch.undo()
+    assert [part for part in FAMILIES if not starts.has(part)] == []
+    assert threading.current_thread().name not in starts.by, starts.by
+
+
+def test_no_step_waits_or_does_io(engine: Engine) -> None:
+    calls = Calls()
+    with profiled(calls):
+        exercise(engine)
+    assert calls.total > 1000
+    assert sorted(calls.seen) == []
