@@ -234,7 +234,11 @@ def test_ctrl_c_ends_the_screen_of_a_terminal(endpoint: Endpoint) -> None:
         (lambda endpoint: setattr(endpoint, "text", "# nothing\n"), 1, "hold none that begin with kv_tiering_"),
         (lambda endpoint: setattr(endpoint, "text", "<html>"), 1, "not in Prometheus' text format"),
         (lambda endpoint: setattr(endpoint, "url", f"{endpoint.url}/other"), 1, "answers 404"),
-        (lambda endpoint: setattr(endpoint, "url", "http://127.0.0.1:9"), 1, "does not answer"),
+        (
+            lambda endpoint: setattr(endpoint, "url", "http://127.0.0.1:9"),
+            1,
+            "does not answer (Connection refused); start",
+        ),
     ],
 )
 def test_an_endpoint_that_is_none_is_one_line(

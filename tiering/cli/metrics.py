@@ -76,7 +76,10 @@ def fetch(url: str, timeout: float) -> str:
         ) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise TemporaryStoreError(f"{mask_text(url)} does not answer: {reason}") from error
+        text = getattr(reason, "strerror", None) or reason
+        raise TemporaryStoreError(
+            f"{mask_text(url)} does not answer ({text}); start the engine, or give the address of its server"
+        ) from error
 
 
 def parse(text: str, at: float) -> Sample:
