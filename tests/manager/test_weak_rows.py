@@ -456,6 +456,8 @@ def test_cascades_of_a_tier_that_is_out_of_service_are_not_looked_at_again() -> 
     while not store(rig, keys_of(5000)):
         refused += 1
         assert refused <= 4
+    jobs = rig.manager._jobs
+    assert jobs.weak.rows <= 600 < len(jobs), "none of the broken tier's 300 jobs is left in the order"
     broken.asked_about.clear()
     for number in range(5001, 5200):
         assert store(rig, keys_of(number)), "the first search has passed over the broken tier's rows for good"
