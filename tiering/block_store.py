@@ -98,6 +98,11 @@ class StoreTraits:
 
     A store with batches receives units of up to 8 MiB, other stores units of up to 1 MiB.
     """
+    forgets: bool = False
+    """True if the medium may lose all documents at once; default False.
+
+    A server that keeps them in memory does so at a restart.
+    """
 
     def __post_init__(self) -> None:
         if self.header_bytes < 128:

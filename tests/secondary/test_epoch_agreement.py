@@ -12,9 +12,16 @@ from tiering.api.namespace import Namespace
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement, MetEpoch, medium_id
 from tiering.secondary.contract import PrefixAnswer
-from tiering.secondary.service.common_epoch import LOOK_SECONDS, SETTLE_SECONDS, begin_common
+from tiering.secondary.service.common_epoch import (
+    CommonEpoch,
+    begin_common,
+    ensure_common,
+    find_common,
+    new_invalidation,
+)
 from tiering.secondary.service.epoch import MAX_COMMON, EpochDocument
 from tiering.secondary.service.epoch_record import RETRY_SECONDS
+from tiering.secondary.service.epoch_watch import LOOK_SECONDS
 
 
 class Machine:
@@ -171,29 +178,87 @@ class TestAtTheStart:
 
 
 class TestSeveralSharedTiers:
-    def test_one_new_epoch_drops_the_disk_and_doubts_the_other_medium(self) -> None:
+    def test_one_new_epoch_drops_the_disk_and_begins_on_the_other_medium_too(self) -> None:
         machine = Machine(first=FakeStore(), second=FakeStore())
         with_blocks(machine)
         engine = machine.start()
-        begin(machine.media["second"], engine.disk.context.namespace)
+        namespace = engine.disk.context.namespace
+        begin(machine.media["second"], namespace)
         engine.open()
         assert engine.superseded() == ["second"]
+        old = engine.shared["first"].epoch
         engine.follow()
         assert [serving(rig) for rig in engine.shared.values()] == [0, 1]
-        engine.step(SETTLE_SECONDS)
+        engine.step()
         assert [serving(rig) for rig in engine.shared.values()] == [1, 1]
+        assert engine.shared["first"].epoch != old
+        marks = {find_common(store, namespace).invalidations for store in machine.media.values()}
+        assert len(marks) == 1
 
-    def test_a_medium_that_opens_right_after_another_ones_epoch_began_is_doubted_too(self) -> None:
+    def test_a_medium_that_opens_after_another_ones_epoch_began_begins_it_too(self) -> None:
         machine = Machine(first=FakeStore(), second=FakeStore())
-        with_blocks(machine)
+        old = with_blocks(machine).shared["first"].epoch
         engine = machine.start()
         begin(machine.media["second"], engine.disk.context.namespace)
         engine.open(engine.disk, engine.shared["second"])
         engine.follow()
         engine.open(engine.shared["first"])
-        assert serving(engine.shared["first"]) == 0
-        engine.step(SETTLE_SECONDS)
-        assert serving(engine.shared["first"]) == 1
+        assert (engine.superseded(), serving(engine.shared["first"])) == ([], 1)
+        assert engine.shared["first"].epoch != old
+
+    @pytest.mark.parametrize("used", [False, True])
+    def test_rows_and_a_medium_without_the_epoch_never_meet_the_other_medium(self, used: bool) -> None:
+        machine = Machine(first=FakeStore(), second=FakeStore())
+        engine = machine.start(used=used)
+        first, second = engine.shared.values()
+        begin(machine.media["second"], engine.disk.context.namespace)
+        engine.open(engine.disk, first)
+        old = first.epoch
+        engine.open(second)
+        # With rows in use, blocks of the first medium may be in them.
+        assert (engine.superseded(), serving(second)) == ((["second"], 0) if used else ([], 1))
+        assert serving(first) == (1 if used else 0)
+        if used:
+            engine.follow()
+            assert (serving(first), serving(second)) == (0, 1)
+        engine.step()
+        assert (serving(first), serving(second), first.epoch != old) == (1, 1, True)
+
+    def test_two_new_epochs_that_cross_end_in_media_that_have_both(self) -> None:
+        machine = Machine(first=FakeStore(), second=FakeStore())
+        engine = machine.start(used=True).open()
+        namespace = engine.disk.context.namespace
+        marks = [new_invalidation(), new_invalidation()]
+        for mark, store in zip(marks, machine.media.values(), strict=True):
+            begin_common(store, namespace, mark)
+        engine.step(LOOK_SECONDS)
+        assert engine.superseded() == ["first", "second"]
+        engine.follow()
+        assert engine.superseded() == []
+        engine.step()
+        engine.step()
+        assert [serving(rig) for rig in engine.shared.values()] == [1, 1]
+        for store, rig in zip(machine.media.values(), engine.shared.values(), strict=True):
+            found = find_common(store, namespace)
+            assert (set(found.invalidations), found.epoch) == (set(marks), rig.epoch)
+
+    def test_an_epoch_that_came_with_another_medium_does_not_drop_the_disk_twice(self) -> None:
+        machine = Machine(first=FakeStore(), second=FakeStore())
+        engine = with_blocks(machine)
+        namespace, mark = engine.disk.context.namespace, new_invalidation()
+        begin_common(machine.media["first"], namespace, mark)
+        engine.step(LOOK_SECONDS)
+        assert engine.superseded() == ["first"]
+        begin_common(machine.media["second"], namespace, mark)
+        engine.follow()
+        engine.step()
+        engine.disk.store_blocks(K[:2])
+        epoch = engine.disk.epoch
+        engine.step(LOOK_SECONDS)
+        assert (engine.superseded(), engine.disk.epoch) == ([], epoch)
+        engine.end()
+        later = machine.start().open()
+        assert (later.superseded(), later.disk.epoch) == ([], epoch)
 
     def test_a_medium_that_was_down_at_the_drop_is_compared_with_what_was_known_of_it(self) -> None:
         for moved in (False, True):
@@ -209,7 +274,7 @@ class TestSeveralSharedTiers:
             engine.open(engine.disk, engine.shared["second"])
             engine.follow()
             engine.disk.store_blocks(K[:2])
-            engine.step(SETTLE_SECONDS)
+            engine.step(10.0)
             if moved:
                 begin(first, namespace)
             engine.open(engine.shared["first"])
@@ -220,7 +285,7 @@ class TestSeveralSharedTiers:
             machine = Machine(first=FakeStore())
             engine = with_blocks(machine)
             machine.media["second"] = FakeStore()
-            begin(machine.media["second"], engine.disk.context.namespace)
+            ensure_common(machine.media["second"], engine.disk.context.namespace, ())
             if moved:
                 begin(machine.media["second"], engine.disk.context.namespace)
             assert machine.start().open().superseded() == (["second"] if moved else [])
@@ -284,6 +349,95 @@ class TestLate:
         document = EpochDocument.parse(engine.disk.store.documents[engine.disk.document])
         assert document is not None
         assert (document.private, document.epoch) == (True, engine.disk.epoch)
+
+
+class TestOlderCopies:
+    """Media return to a copy from before a new epoch."""
+
+    def moved(self, **media: FakeStore) -> tuple[Machine, Engine, dict[str, dict[str, bytes]]]:
+        """Return a machine whose engine has followed a new epoch of all media, and the documents from before."""
+        machine = Machine(**media)
+        engine = with_blocks(machine)
+        copies = {name: dict(store.documents) for name, store in machine.media.items()}
+        copies["disk"] = dict(machine.disk.documents)
+        mark = new_invalidation()
+        for store in machine.media.values():
+            begin_common(store, engine.disk.context.namespace, mark)
+        engine.step(LOOK_SECONDS)
+        engine.follow()
+        engine.step()
+        engine.disk.store_blocks(K[:4])
+        engine.end()
+        return machine, engine, copies
+
+    def test_a_disk_remembers_the_epoch_that_its_bucket_has_lost(self, bucket: FakeStore) -> None:
+        machine, _, copies = self.moved(bucket=bucket)
+        old = common(machine, copies["bucket"]).epoch
+        bucket.documents = dict(copies["bucket"])
+        later = machine.start().open()
+        assert later.superseded() == ["bucket"], "the bucket may have lost a still newer epoch as well"
+        later.follow()
+        assert (serving(later.shared["bucket"]), later.shared["bucket"].epoch != old) == (1, True)
+        assert find_common(bucket, later.disk.context.namespace).invalidations == later.agreement.known != ()
+
+    def test_an_engine_that_runs_takes_its_bucket_forward_again(self, bucket: FakeStore) -> None:
+        machine, engine, copies = self.moved(bucket=bucket)
+        epoch = engine.shared["bucket"].epoch
+        bucket.documents = dict(copies["bucket"])
+        engine.step(LOOK_SECONDS)
+        assert (engine.superseded(), engine.shared["bucket"].epoch) == ([], epoch)
+        assert machine.start().open().shared["bucket"].epoch == epoch
+
+    def test_one_of_two_media_takes_the_other_forward(self) -> None:
+        machine, engine, copies = self.moved(first=FakeStore(), second=FakeStore())
+        old = common(machine, copies["first"]).epoch
+        machine.media["first"].documents = dict(copies["first"])
+        machine.disk = FakeStore()
+        later = machine.start().open()
+        later.step()
+        assert [serving(rig) for rig in later.shared.values()] == [1, 1]
+        assert later.shared["first"].epoch not in {old, engine.shared["first"].epoch}
+
+    def test_a_disk_of_before_is_emptied(self, bucket: FakeStore) -> None:
+        machine, _, copies = self.moved(bucket=bucket)
+        machine.disk.documents = dict(copies["disk"])
+        assert machine.start().open().superseded() == ["bucket"]
+
+    def test_a_second_disk_of_before_is_emptied_without_any_bucket(self, bucket: FakeStore) -> None:
+        machine, _, copies = self.moved(bucket=bucket)
+        machine.media = {}
+        for first in (True, False):
+            engine = machine.start()
+            store = FakeStore()
+            store.documents = dict(copies["disk"])
+            other = Rig(store=store, agreement=engine.agreement, name="other")
+            old = EpochDocument.parse(store.documents[other.document])
+            assert old is not None
+            engine.open(*([engine.disk, other] if first else [other, engine.disk]))
+            other.finished()
+            other.io.run_tasks()
+            other.finished()
+            assert (serving(other), other.epoch != old.epoch) == (1, True)
+
+    def test_a_disk_that_comes_late_with_an_epoch_drops_the_rows(self, bucket: FakeStore) -> None:
+        machine, _, copies = self.moved(bucket=bucket)
+        bucket.documents = dict(copies["bucket"])
+        engine = machine.start(used=True)
+        engine.open(engine.shared["bucket"])
+        old = engine.shared["bucket"].epoch
+        assert old == common(machine, copies["bucket"]).epoch
+        engine.open(engine.disk)
+        assert (engine.superseded(), serving(engine.shared["bucket"])) == (["bucket"], 0)
+        engine.follow()
+        engine.step()
+        assert (serving(engine.shared["bucket"]), engine.shared["bucket"].epoch != old) == (1, True)
+
+
+def common(machine: Machine, documents: dict[str, bytes]) -> CommonEpoch:
+    """Return the common epoch in a medium's documents."""
+    store = FakeStore()
+    store.documents = documents
+    return find_common(store, machine.start().disk.context.namespace)
 
 
 class TestTheRecord:
@@ -369,8 +523,12 @@ def test_the_last_common_epochs_are_kept() -> None:
     assert EpochDocument.parse(document.pack()) == document
 
 
-def test_an_epoch_that_was_met_is_not_compared_again_and_another_one_is_refused() -> None:
+def test_an_epoch_that_was_met_is_not_compared_again_and_a_later_invalidation_is_refused() -> None:
     agreement = EpochAgreement()
-    assert agreement.meet("bucket", MetEpoch(b"1" * 16))
-    assert agreement.meet("bucket", MetEpoch(b"1" * 16))
-    assert not agreement.meet("bucket", MetEpoch(b"2" * 16, never_moved=True))
+    met = MetEpoch(b"1" * 16, (b"a" * 16,))
+    for _ in range(2):
+        assert agreement.admits("bucket", met)
+        agreement.enter("bucket", met)
+    assert agreement.admits("bucket", MetEpoch(b"2" * 16, met.invalidations)), "it was begun anew, and nothing is older"
+    assert not agreement.admits("bucket", MetEpoch(b"3" * 16, (*met.invalidations, b"b" * 16)))
+    assert not agreement.admits("bucket", MetEpoch(b"2" * 16, met.invalidations, unexplained=True))

@@ -6,8 +6,10 @@ import pytest
 
 from tests.secondary.rig import CTX, K, Rig
 from tiering.errors import TemporaryStoreError
+from tiering.secondary.agreement import EpochAgreement, MetEpoch
 from tiering.secondary.contract import PrefixAnswer
-from tiering.secondary.service.common_epoch import LOOK_SECONDS, SETTLE_SECONDS, begin_common
+from tiering.secondary.service.common_epoch import begin_common, ensure_common, find_common, new_invalidation
+from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 
 
 def begin(rig: Rig) -> bytes:
@@ -100,45 +102,154 @@ def test_a_medium_of_its_own_is_reset_without_a_wait() -> None:
 
 
 class TestAnotherSharedTier:
-    """One shared tier of the stack has a new common epoch; this one has not noticed any."""
+    """One shared tier of the stack has a new common epoch; the medium of this one lacks it."""
 
-    def test_is_used_again_in_its_epoch_when_a_later_look_finds_no_successor(self) -> None:
-        rig = Rig(shared=True).opened()
+    @pytest.fixture
+    def rig(self) -> Rig:
+        rig = Rig(shared=True, agreement=EpochAgreement()).opened()
         rig.store_blocks(K[:2])
-        old = rig.epoch
-        assert rig.tier.follow(rig.clock())
+        return rig
+
+    def learn(self, rig: Rig, *, dropped: bool = True) -> bytes:
+        mark = new_invalidation()
+        rig.context.agreement.learn([mark], dropped=dropped)
+        return mark
+
+    def test_begins_the_epoch_on_its_medium_before_it_is_used_again(self, rig: Rig) -> None:
+        old, mark = rig.epoch, self.learn(rig)
         assert available(rig) == (0, 0)
-        look(rig, SETTLE_SECONDS / 2)
-        assert available(rig) == (0, 0), "the operator may still begin an epoch here"
-        look(rig, SETTLE_SECONDS / 2)
-        assert (available(rig), rig.epoch) == ((1, 1), old)
-        assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(2, False)
+        assert not rig.tier.superseded()
+        look(rig, 0.0)
+        assert (available(rig), rig.epoch != old) == ((1, 1), True)
+        assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, True)
+        assert find_common(rig.store, rig.context.namespace).invalidations == (mark,)
 
-    def test_serves_nothing_older_if_its_epoch_begins_a_little_later(self) -> None:
-        rig = Rig(shared=True).opened()
-        rig.tier.follow(rig.clock())
-        new = begin(rig)
-        look(rig, SETTLE_SECONDS)
-        assert (rig.tier.superseded(), available(rig)) == (True, (0, 0))
-        rig.tier.follow(rig.clock())
-        assert (rig.epoch, available(rig)) == (new, (1, 1))
+    def test_enters_the_epoch_that_the_operator_has_begun_meanwhile(self, rig: Rig) -> None:
+        mark = self.learn(rig)
+        begun = begin_common(rig.store, rig.context.namespace, mark)
+        look(rig, 0.0)
+        assert (rig.epoch, available(rig)) == (begun.epoch, (1, 1))
 
-    def test_is_not_used_while_its_medium_does_not_answer(self) -> None:
-        rig = Rig(shared=True).opened()
-        rig.tier.follow(rig.clock())
+    def test_is_not_used_while_its_medium_does_not_answer(self, rig: Rig) -> None:
         rig.store.failure = TemporaryStoreError("no")
-        look(rig, SETTLE_SECONDS)
-        assert available(rig) == (0, 0)
+        self.learn(rig)
+        for _ in range(3):
+            look(rig)
+            assert available(rig) == (0, 0)
         rig.store.failure = None
-        look(rig, SETTLE_SECONDS)
+        look(rig)
+        look(rig)
         assert available(rig) == (1, 1)
 
-    def test_a_look_that_began_before_says_nothing(self) -> None:
-        rig = Rig(shared=True).opened()
-        rig.clock.advance(LOOK_SECONDS)
-        rig.finished()
-        rig.tier.follow(rig.clock())
-        rig.clock.advance(SETTLE_SECONDS)
+    def test_is_not_used_before_the_rows_are_empty(self, rig: Rig) -> None:
+        rig.context.agreement.in_use = lambda: True
+        old = rig.epoch
+        self.learn(rig, dropped=False)
+        assert (rig.tier.superseded(), available(rig), rig.epoch) == (True, (0, 0), old)
+        assert rig.tier.follow(rig.clock())
+        look(rig, 0.0)
+        assert (rig.tier.superseded(), available(rig), rig.epoch != old) == (False, (1, 1), True)
+
+    def test_that_stores_nothing_waits_for_an_engine_that_begins_the_epoch(self) -> None:
+        store = Rig(shared=True).opened().store
+        reader = Rig(shared=True, store=store, agreement=EpochAgreement(), admission="none").opened()
+        mark = self.learn(reader)
+        for _ in range(3):
+            look(reader)
+            assert available(reader) == (0, 0)
+        begun = begin_common(store, reader.context.namespace, mark)
+        look(reader, 10 * LOOK_SECONDS)
+        look(reader, 0.0)
+        assert (reader.epoch, available(reader)[0]) == (begun.epoch, 1)
+
+    def test_learns_while_it_opens_and_opens_again(self) -> None:
+        rig = Rig(shared=True, agreement=EpochAgreement())
+        rig.tier.open(rig.clock())
         rig.io.run_tasks()
+        mark = self.learn(rig)
         rig.finished()
         assert available(rig) == (0, 0)
+        look(rig, 0.0)
+        assert available(rig) == (1, 1)
+        assert find_common(rig.store, rig.context.namespace).invalidations == (mark,)
+
+    def test_in_an_epoch_of_its_own_goes_on(self, rig: Rig) -> None:
+        rig.tier.reset(rig.clock())
+        own = rig.epoch
+        self.learn(rig)
+        assert (rig.epoch, available(rig)) == (own, (1, 1))
+
+
+class TestLostDocuments:
+    """The medium loses the documents of its common epoch, or returns to older ones."""
+
+    @pytest.fixture
+    def rig(self) -> Rig:
+        rig = Rig(shared=True, agreement=EpochAgreement()).opened()
+        begin(rig)
+        look(rig)
+        rig.tier.follow(rig.clock())
+        rig.store_blocks(K[:2])
+        return rig
+
+    @pytest.mark.parametrize("left", [0, 1], ids=["all", "the last one"])
+    def test_are_written_again_if_they_were_seen_a_moment_ago(self, rig: Rig, left: int) -> None:
+        before = {name: data for name, data in rig.store.documents.items() if name.startswith(("epoch", "namespace"))}
+        for name in list(before)[left:]:
+            del rig.store.documents[name]
+        look(rig)
+        assert (rig.tier.superseded(), available(rig)) == (False, (1, 1))
+        assert before.items() <= rig.store.documents.items()
+        assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(2, False)
+
+    def lose_unseen(self, rig: Rig) -> None:
+        rig.store.failure = TemporaryStoreError("unreachable")
+        look(rig)
+        look(rig, SURE_SECONDS)
+        rig.store.failure = None
+        rig.store.documents.clear()
+        look(rig)
+
+    def test_count_as_a_new_epoch_after_a_time_in_which_nothing_was_seen(self, rig: Rig) -> None:
+        old = rig.epoch
+        known = rig.context.agreement.known
+        self.lose_unseen(rig)
+        assert rig.tier.superseded(), "an epoch that began meanwhile may be lost too"
+        rig.tier.follow(rig.clock())
+        look(rig, 0.0)
+        assert (rig.tier.superseded(), available(rig), rig.epoch != old) == (False, (1, 1), True)
+        assert find_common(rig.store, rig.context.namespace).invalidations == known, "what is known is written again"
+        look(rig)
+        assert not rig.tier.superseded(), "the blocks are dropped once"
+
+    def test_cost_nothing_if_a_bucket_vouches(self, rig: Rig) -> None:
+        met = MetEpoch(b"b" * 16, rig.context.agreement.known, durable=True)
+        rig.context.agreement.enter("bucket", met)
+        self.lose_unseen(rig)
+        assert (rig.tier.superseded(), available(rig)) == (False, (1, 1))
+        assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(2, False)
+
+    def test_an_epoch_begun_by_another_engine_after_the_loss_is_entered_without_dropping(self, rig: Rig) -> None:
+        known = rig.context.agreement.known
+        rig.store.documents.clear()
+        other = ensure_common(rig.store, rig.context.namespace, known)
+        look(rig)
+        assert (rig.tier.superseded(), rig.epoch, available(rig)) == (False, other.epoch, (1, 1))
+
+    def test_an_engine_that_knows_less_does_not_take_the_others_back(self, rig: Rig) -> None:
+        rig.store.documents.clear()
+        late = ensure_common(rig.store, rig.context.namespace, ())
+        look(rig)
+        assert rig.epoch != late.epoch
+        assert find_common(rig.store, rig.context.namespace).covers(rig.context.agreement.known)
+        assert not rig.tier.superseded()
+
+    def test_a_damaged_document_is_replaced_by_an_engine_that_starts(self, rig: Rig) -> None:
+        (last,) = [name for name in rig.store.documents if name.startswith("epoch") and name.endswith("-1")]
+        rig.store.documents[last] = b"damaged"
+        look(rig)
+        assert (rig.tier.superseded(), available(rig)) == (False, (1, 1)), "another engine may be able to read it"
+        later = Rig(shared=True, store=rig.store).opened()
+        assert later.epoch != rig.epoch
+        look(rig)
+        assert rig.tier.superseded()

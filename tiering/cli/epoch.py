@@ -1,16 +1,33 @@
-"""``epoch new``: the beginning of a new common epoch, in which a tier is empty."""
+"""``epoch new``: the beginning of a new common epoch, in which the tiers are empty."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
-from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
-from tiering.secondary.admin.contract import TierAdmin
-from tiering.secondary.options import SharedOptions
+from tiering.cli.tiers import agreed, choose_namespaces, for_each_tier, note
+from tiering.secondary.admin.contract import KnownNamespace, TierAdmin
+from tiering.secondary.options import SharedOptions, TierOptions
+from tiering.secondary.service.common_epoch import new_invalidation
 
 _CPU_TIER = "it has no epochs; reset the caches of the engine, or restart the engine"
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Namespaces on one tier's medium."""
+
+    place: str
+    namespaces: list[KnownNamespace]
+    watch_seconds: float
+
+
+async def _content(admin: TierAdmin) -> _Content:
+    return _Content(admin.place, await admin.namespaces(), admin.watch_seconds)
 
 
 @click.group(invoke_without_command=True)
@@ -20,7 +37,7 @@ def epoch(context: click.Context) -> None:
 
     \b
     Example:
-      kv-tiering epoch new stack.yaml --tier s3 --namespace 5f0c2d1e
+      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -42,36 +59,44 @@ def new(
     tiers: tuple[str, ...],
     replica: str | None,
 ) -> int:
-    """Begin a new epoch of a namespace: blocks stored before are not served from the tier any more.
+    """Begin a new epoch of a namespace: blocks stored before are not served any more.
 
-    In a bucket, engines that run follow within a minute, and empty their CPU tiers and disks as well. Engines in an
-    epoch of their own (after reset_cache, or with a revision) stay there: give them another revision. Engines that do
-    not run do the same at their next start. On a local disk, no engine may use the directory. The old blocks remain
-    until kv-tiering gc removes them.
+    A new epoch concerns all shared tiers of the stack (buckets, pools): --tier leaves none of them out. Engines that
+    run follow within a minute, and empty their CPU tiers and disks as well. Engines that do not run do the same at
+    their next start. Engines in an epoch of their own (after reset_cache, or with a revision) stay there: give them
+    another revision. On a local disk, no engine may use the directory. The old blocks remain until kv-tiering gc
+    removes them.
+
+    A pool is watched for a minute, because its server may lose its memory. If a shared tier cannot be reached, engines
+    of the stack begin the epoch there as soon as they reach it. The command may be repeated at any time.
 
     \b
     Example:
-      kv-tiering epoch new stack.yaml --tier s3 --namespace 5f0c2d1e
+      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
     """
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
     if yes and dry_run:
         raise click.UsageError("give either --yes or --dry-run")
-    config, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
-
-    async def find(admin: TierAdmin) -> list[str]:
-        found = await named_namespaces(admin, namespace)
-        return [f"{item.name[:8]} ({item.label})" for item in found]
-
-    async def begin(admin: TierAdmin) -> list[tuple[str, str]]:
-        found = await named_namespaces(admin, namespace)
-        return [(item.name[:8], await admin.begin_epoch(item.name)) for item in found]
-
-    results, code = for_each_tier(chosen, replica, find)
-    for tier, names in results.items():
-        click.echo(f"{tier}\t{', '.join(names) or 'no namespace'}")
-    going = [options for options in chosen if results.get(options.tier_name)]
-    stay = [] if config.revision is None else [options for options in going if isinstance(options, SharedOptions)]
+    config, named = secondary_tiers(stack, tiers, _CPU_TIER)
+    shared = [options for options in config.secondary if isinstance(options, SharedOptions)]
+    # Without the epoch, one shared tier would bring older blocks back into the others.
+    every = config.revision is None and any(options in shared for options in named)
+    chosen = [options for options in config.secondary if options in named or (every and options in shared)]
+    contents, code = for_each_tier(chosen, replica, _content)
+    if not contents:
+        return code
+    known = {item.name: item for content in contents.values() for item in content.namespaces}
+    places = ", ".join(content.place for content in contents.values())
+    names = {item.name for item in choose_namespaces(list(known.values()), namespace, places)}
+    going: list[TierOptions] = []
+    for options in chosen:
+        if content := contents.get(options.tier_name):
+            found = [f"{item.name[:8]} ({item.label})" for item in content.namespaces if item.name in names]
+            click.echo(f"{options.tier_name}\t{', '.join(found) or 'no namespace'}")
+            if found:
+                going.append(options)
+    stay = [] if config.revision is None else [options for options in going if options in shared]
     for options in stay:
         note(
             options.tier_name,
@@ -80,8 +105,35 @@ def new(
         )
     if not going or dry_run or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
         return code or int(bool(stay))
-    begun, failed = for_each_tier(going, replica, begin)
-    for tier, sentences in begun.items():
-        for name, sentence in sentences:
-            click.echo(f"{tier}\t{name}: a new epoch has begun; {sentence}")
+    # Buckets keep the epoch, so they come first. A pool may lose it, and is watched last.
+    going.sort(key=lambda options: (contents[options.tier_name].watch_seconds, options not in shared))
+    begun, failed = _begin(going, replica, names)
+    if every and begun:
+        for options in shared:
+            if options.tier_name not in begun and (options in going or options.tier_name not in contents):
+                note(
+                    options.tier_name,
+                    "has no new epoch yet: engines of the stack begin it there as soon as they reach this tier and one "
+                    "that has it; if none runs, repeat the command",
+                )
     return code or failed or int(bool(stay))
+
+
+def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -> tuple[dict[str, None], int]:
+    """Begin the epochs on the media of ``going``; return the tiers that succeeded, and the exit code."""
+    invalidation = new_invalidation()
+
+    async def begin(admin: TierAdmin) -> None:
+        found = [item.name for item in await admin.namespaces() if item.name in names]
+        for name in found:
+            sentence = await admin.begin_epoch(name, invalidation)
+            click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
+        if found and admin.watch_seconds:
+            note(
+                admin.name,
+                f"watches over the new epoch for {admin.watch_seconds:.0f} s, because the server may lose its memory "
+                "before all engines have noticed",
+            )
+            await admin.watch_epochs(found, invalidation)
+
+    return for_each_tier(going, replica, begin)

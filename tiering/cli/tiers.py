@@ -80,12 +80,25 @@ async def named_namespaces(admin: TierAdmin, name: str | None) -> list[KnownName
     Raises:
         ConfigError: no namespace, or more than one, begins with ``name``.
     """
-    known = await admin.namespaces()
+    return choose_namespaces(await admin.namespaces(), name, admin.place)
+
+
+def choose_namespaces(known: Sequence[KnownNamespace], name: str | None, place: str) -> list[KnownNamespace]:
+    """Return those of the ``known`` namespaces whose names begin with ``name``; None: all.
+
+    Args:
+        known: the namespaces.
+        name: beginning of a name, or None.
+        place: place that holds the namespaces, for the error.
+
+    Raises:
+        ConfigError: no namespace, or more than one, begins with ``name``.
+    """
     if name is None:
-        return known
+        return list(known)
     found = [namespace for namespace in known if namespace.name.startswith(name.lower())]
     if len(name) < LEAST_PREFIX or len(found) != 1:
         names = ", ".join(f"{namespace.name[:8]} ({namespace.label})" for namespace in known) or "none"
         fault = "is too short" if len(name) < LEAST_PREFIX else "names none" if not found else "names several"
-        raise ConfigError(f"--namespace: {name!r} {fault}; {admin.place} holds {names}")
+        raise ConfigError(f"--namespace: {name!r} {fault}; {place} holds {names}")
     return found

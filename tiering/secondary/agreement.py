@@ -1,15 +1,17 @@
 """Agreement of the tiers of one manager on the common epochs of shared media.
 
 A new common epoch says that no block stored before is ever served again. Such a block may survive on a machine that
-did not notice: on a disk while its engine was off, or in the rows while the medium could not be reached. Each tier with
-a medium of its own therefore records the common epochs in which its blocks were stored. Before a shared tier enters a
-common epoch, it asks here if all blocks of the machine belong to that epoch. If not, the manager drops them first.
+did not notice: on a disk while its engine was off, in the rows while the medium could not be reached, or on another
+shared medium. Each new epoch is therefore an invalidation with an identifier, the same on all media. A shared medium is
+not used while it lacks an invalidation that the stack knows, and a disk records the invalidations that its blocks are
+younger than. Before a shared tier enters a common epoch, it asks here if all blocks of the machine are young enough. If
+not, the manager drops them first.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,18 +30,31 @@ class MetEpoch:
 
     epoch: bytes
     """Identifier of the epoch."""
-    never_moved: bool = False
-    """True if the epoch is the first one of its namespace; default False.
+    invalidations: tuple[bytes, ...] = ()
+    """The invalidations that all blocks of the epoch are younger than; default: none.
 
-    No block was ever invalidated then.
+    Without any, no block of the medium was ever invalidated.
     """
+    history: Collection[bytes] = ()
+    """All epochs that the medium has had; default: none is known."""
+    durable: bool = False
+    """True if the medium keeps its documents over a restart; default False."""
+    unexplained: bool = False
+    """True if the medium has lost documents that this process may not have known; default False."""
 
 
 class EpochParty(Protocol):
-    """A holder of blocks that may be older than a common epoch."""
+    """A tier, as the other tiers of the manager ask and tell it about common epochs."""
 
     def compare(self, medium: bytes, met: MetEpoch) -> bool | None:
         """Return True if all blocks were stored in ``met``, False if some may be older, None if none can be."""
+
+    def invalidated(self, *, dropped: bool) -> None:
+        """React to an invalidation that the tiers of the manager did not know before.
+
+        Args:
+            dropped: True if the manager is dropping all older blocks at this moment.
+        """
 
 
 class EpochAgreement:
@@ -48,20 +63,30 @@ class EpochAgreement:
     All tiers of a manager share one instance.
     """
 
-    __slots__ = ("_parties", "in_use", "met")
+    __slots__ = ("_parties", "in_use", "known", "met")
 
     def __init__(self) -> None:
         self.met: Mapping[bytes, MetEpoch] = {}
         """The common epochs by medium. The mapping is replaced and never changed, so any thread may read it."""
+        self.known: tuple[bytes, ...] = ()
+        """All invalidations that a tier has found, oldest first; replaced and never changed."""
         self.in_use: Callable[[], bool] = lambda: False
         """Function that returns True once the manager may hold blocks; default: the manager holds none."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
-        """Ask ``party`` from now on before a common epoch is entered."""
+        """Ask ``party`` from now on before a common epoch is entered, and tell it about invalidations."""
         self._parties.append(party)
 
-    def meet(self, name: str, met: MetEpoch) -> bool:
+    def vouched(self, name: str) -> bool:
+        """Return True if another medium, which is durable, has all invalidations that the stack's media had.
+
+        Any thread may call this method.
+        """
+        own = medium_id(name)
+        return any(met.durable for medium, met in self.met.items() if medium != own)
+
+    def admits(self, name: str, met: MetEpoch) -> bool:
         """Return True if a shared tier may enter the common epoch ``met``: no block of the machine is older.
 
         Args:
@@ -69,19 +94,36 @@ class EpochAgreement:
             met: the common epoch that the tier has found on its medium.
         """
         medium = medium_id(name)
-        known = self.met.get(medium)
-        if known is not None:
-            return known.epoch == met.epoch
+        news = not set(met.invalidations).issubset(self.known)
+        if medium in self.met:
+            return not news and not met.unexplained
         answers = [party.compare(medium, met) for party in self._parties]
         if False in answers:
             return False
         # A disk that recorded this epoch at an earlier start proves that it has not moved since. Without such a record,
         # the blocks of this process may be older than the epoch.
-        if self.in_use() and True not in answers and not met.never_moved:
-            return False
-        self.enter(name, met)
-        return True
+        return not (self.in_use() and True not in answers and (news or met.unexplained))
 
-    def enter(self, name: str, met: MetEpoch) -> None:
-        """Record that a shared tier enters ``met``: no block is older, or the older ones are being dropped."""
+    def enter(self, name: str, met: MetEpoch, *, dropped: bool = False) -> None:
+        """Record that a shared tier enters ``met``: no block is older, or the older ones are being dropped.
+
+        Args:
+            name: name of the shared tier.
+            met: the common epoch.
+            dropped: True if the manager is dropping all older blocks at this moment (default: False).
+        """
         self.met = {**self.met, medium_id(name): met}
+        self.learn(met.invalidations, dropped=dropped)
+
+    def learn(self, invalidations: Iterable[bytes], *, dropped: bool = False) -> None:
+        """Make all tiers leave blocks that may be older than one of ``invalidations``.
+
+        Args:
+            invalidations: invalidations that a tier has found.
+            dropped: True if the manager is dropping all older blocks at this moment (default: False).
+        """
+        known = tuple(dict.fromkeys((*self.known, *invalidations)))
+        if len(known) > len(self.known):
+            self.known = known
+            for party in self._parties:
+                party.invalidated(dropped=dropped)

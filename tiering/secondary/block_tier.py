@@ -314,7 +314,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         return self._life.reset_done
 
     def superseded(self) -> bool:
-        return self._life.successor is not None
+        return self._life.successor is not None or self._life.outdated
 
     def follow(self, deadline: float) -> bool:
         return self._life.follow(deadline)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.api.namespace import Namespace
+from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.secondary.agreement import MetEpoch
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.jobs import TierJobs
 from tiering.secondary.parts import TierHooks, TierParts
-from tiering.secondary.service.common_epoch import CommonEpoch, EpochWatch
+from tiering.secondary.service.common_epoch import CommonEpoch
 from tiering.secondary.service.epoch import Target
 from tiering.secondary.service.epoch_record import EpochRecord
+from tiering.secondary.service.epoch_watch import EpochWatch
 from tiering.secondary.service.health import HealthCheck
 from tiering.secondary.service.lease import Lease
 from tiering.secondary.service.opener import Opener
@@ -73,26 +74,31 @@ class TierLife:
             shared=index.shared,
             writes=writes,
             agreement=context.agreement,
+            clock=context.clock,
         )
+        self._durable = not store.traits.forgets
         self._record = (
             None
             if index.shared
             else EpochRecord(context.name, self._opener, context.agreement, io, context.clock, lambda: jobs.stored)
         )
         self._lease = Lease(context.name, store, io, context.clock)
-        self._watch = EpochWatch(context.name, store, io, context.clock, self._noticed)
+        self._watch = EpochWatch(context.name, self._opener.history, io, context.clock, self._found)
         self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
         self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire)
+        self._namespace = context.namespace
         self._closed = False
         self._closing = False
         self.private = False
         """True after a reset without revision: no other process reads the blocks stored on a shared medium."""
         self._was_reset = False
-        self.successor: Namespace | None = None
-        """Namespace in the new common epoch that :meth:`follow` enters; None if there is none.
-
-        Until then the tier must not enter it, because the manager has to drop all older blocks first.
-        """
+        self._common: CommonEpoch | None = None
+        """The common epoch that the tier is in; None if it is in none."""
+        self.successor: CommonEpoch | None = None
+        """The new common epoch that :meth:`follow` enters; None if there is none."""
+        self.outdated = False
+        """True if the tier must not be used before the manager has dropped all older blocks."""
+        self._agreement.join(self)
 
     @property
     def error(self) -> BaseException | None:
@@ -135,7 +141,7 @@ class TierLife:
             and self.namespace is not None
             and self._reads.state is BreakerState.CLOSED
             and not (self._jobs.overdue.rows and self._jobs.overdue.spent)
-            and not self._watch.doubted
+            and not self.outdated
             and not self._closing
         )
         self.storing = self.serving and self._writes.state is BreakerState.CLOSED
@@ -182,7 +188,7 @@ class TierLife:
 
     def _leave_for(self, target: Target, deadline: float) -> bool:
         """Leave the present epoch for that of ``target``, and return True if this is certain."""
-        self.successor = None
+        self.successor, self.outdated = None, False
         try:
             self._leave_epoch()
             self._intake.clear()
@@ -214,8 +220,8 @@ class TierLife:
         self._closing = True
         self._service.stop()
         self._lease.hold(None)
-        self._watch.watch(None, None)
-        self.successor = None
+        self._watch.watch(None)
+        self.successor, self.outdated = None, False
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
@@ -268,66 +274,148 @@ class TierLife:
         self._jobs.leave()
         if self._coordination is not None:
             self._coordination.leave()
-        self.namespace = None
+        self.namespace = self._common = None
+        self._watch.watch(None)
         if self._record is not None:
             self._record.keep(None)
         self.serving = self.storing = False
         self._hooks.on_left()
         self._events.cleared(self._index.clear())
 
-    def _noticed(self, namespace: Namespace) -> None:
-        """Record that another process has begun the common epoch of ``namespace``.
+    def _found(self, found: CommonEpoch) -> None:
+        """Act on the common epoch that a look has found.
 
-        The tier stays in the old epoch until the primary tier is empty too; the new epoch gets no older block.
+        If blocks may be older, the tier stays in its epoch until the primary tier is empty too; the new epoch gets no
+        older block.
         """
-        if self._service.in_service and self.namespace is not None:
-            self.successor = namespace
+        if self.namespace is None or self._common is None or found.epoch is None or not self._service.in_service:
+            return
+        if found.unexplained or not set(found.invalidations).issubset(self._agreement.known):
+            logger.warning(
+                "tier %s: a new common epoch has begun; the engine drops all blocks that were stored before", self._name
+            )
+            self.successor = found
+        elif not found.covers(self._agreement.known):
+            self._reopen()
+        elif found.epoch != self._common.epoch:
+            logger.warning("tier %s: its medium has begun an epoch anew, which the engine enters", self._name)
+            self._leave_for_common(found, dropped=False)
+        else:
+            self._common = found
+        self._refresh()
+
+    def compare(self, medium: bytes, met: MetEpoch) -> bool | None:
+        """Return True if all blocks were stored in ``met``, False if some may be older, None if none can be."""
+        if self._record is not None:
+            return self._record.compare(medium, met)
+        # The rows may hold blocks of this tier.
+        younger = self._common is None or self._common.covers(met.invalidations)
+        return None if younger or not self._agreement.in_use() else False
+
+    def invalidated(self, *, dropped: bool) -> None:
+        """Leave the present epoch if its blocks may be older than an invalidation that has just become known.
+
+        Args:
+            dropped: True if the manager is dropping all older blocks at this moment.
+        """
+        if self._record is not None:
+            if self._record.invalidated(dropped=dropped):
+                return
+        elif self._common is None or self._common.covers(self._agreement.known):
+            return
+        if self._agreement.in_use() and not dropped:
+            # The rows may hold blocks of this tier.
+            self.outdated = True
+        elif self._record is None:
+            self._reopen()
+        else:
+            self._leave_epoch()
+            self._service.leave(self._opener.successor())
+        self._refresh()
 
     def follow(self, deadline: float) -> bool:
         """Leave all blocks stored before, because a new common epoch has begun in a tier of the stack.
 
-        A tier whose common epoch has a successor enters it. Another shared tier is not used until it has looked for a
-        successor, and then keeps its epoch if there is none.
+        A tier whose common epoch has a successor enters it. Another shared tier that lacks the invalidation is out of
+        service until its medium has begun an epoch for it.
         """
-        successor, self.successor = self.successor, None
+        (successor, self.successor), (outdated, self.outdated) = (self.successor, None), (self.outdated, False)
         if not self._opener.shared:
             # After a reset, the weights of the process are not those of its start, so its blocks stay its own.
             target = self._opener.target(None) if self._was_reset else self._opener.successor()
             return self._leave_for(target, deadline)
-        if successor is None:
-            self._watch.doubt()
-        else:
-            self._agreement.enter(self._name, MetEpoch(successor.epoch))
-            self._opener.follow(successor)
-            self._leave_epoch()
-            self._intake.offers.clear()
-            self._io.discard()
-            self._service.leave(Target(successor))
+        if successor is not None:
+            self._leave_for_common(successor, dropped=True)
+        elif outdated:
+            self._reopen()
         self._refresh()
         return True
+
+    def _leave_for_common(self, common: CommonEpoch, *, dropped: bool) -> None:
+        """Enter ``common``, whose blocks are younger than all that the machine holds or is dropping.
+
+        Args:
+            common: the common epoch.
+            dropped: True if the manager is dropping all older blocks at this moment.
+        """
+        self._abandon()
+        self._opener.accept(common)
+        self._agreement.enter(self._name, self._met(common), dropped=dropped)
+        if common.epoch is not None and common.covers(self._agreement.known):
+            self._service.leave(Target(self._namespace.with_epoch(common.epoch)))
+        else:
+            self._service.again()
+
+    def _reopen(self) -> None:
+        """Leave the common epoch, and open the medium again in one that has all known invalidations."""
+        self._abandon()
+        self._service.again()
+
+    def _abandon(self) -> None:
+        self._leave_epoch()
+        self._intake.offers.clear()
+        self._io.discard()
+
+    def _met(self, common: CommonEpoch) -> MetEpoch:
+        return MetEpoch(
+            common.epoch or NO_EPOCH,
+            common.invalidations,
+            common.history,
+            durable=self._durable,
+            unexplained=common.unexplained,
+        )
 
     def _entered(self, namespace: Namespace) -> None:
         """Record that an epoch has been entered, at the first opening or by a reset."""
         common = self._opener.common(namespace)
         if self._record is not None:
+            self._agreement.learn(self._opener.invalidations)
             if not self._record.admits(namespace):
                 logger.warning("tier %s: its blocks may be older than a new common epoch and are dropped", self._name)
                 self._service.leave(self._opener.successor())
                 return
             self._record.keep(namespace)
-        elif not self._agreed(common):
-            logger.warning(
-                "tier %s: blocks of this machine may be older than its common epoch; "
-                "the engine drops all blocks that were stored before",
-                self._name,
-            )
-            self.successor = namespace
-            self._refresh()
-            return
+        elif common is not None:
+            if not common.covers(self._agreement.known):
+                # Another tier has found an invalidation while this one was opened.
+                self._service.again()
+                return
+            if not self._agreement.admits(self._name, self._met(common)):
+                logger.warning(
+                    "tier %s: blocks of this machine may be older than its common epoch; "
+                    "the engine drops all blocks that were stored before",
+                    self._name,
+                )
+                self.successor = common
+                self._refresh()
+                return
+            self._opener.accept(common)
+            self._agreement.enter(self._name, self._met(common))
+        self._common = common
         self.namespace = namespace
         self._jobs.enter(namespace)
         self._lease.hold(namespace if self._opener.needs_lease(namespace) else None)
-        self._watch.watch(namespace, common)
+        self._watch.watch(namespace if common is not None else None)
         if self._place_prefix is not None:
             self._index.enter(self._place_prefix(namespace))
             if self._coordination is not None:
@@ -338,9 +426,3 @@ class TierLife:
         else:
             self._hooks.on_epoch(namespace)
         self._refresh()
-
-    def _agreed(self, common: CommonEpoch | None) -> bool:
-        """Return True if no block of the machine is older than ``common``, which the tier is to enter."""
-        if common is None or common.epoch is None:
-            return True
-        return self._agreement.meet(self._name, MetEpoch(common.epoch, common.never_moved))

@@ -292,15 +292,19 @@ class LocalAdmin(TierAdmin):
         with self._owned(dry_run=dry_run):
             served = {name for name in await self._served() if self._bases.get(name) != namespace}
             if not dry_run:
-                await self.begin_epoch(namespace, owned=True)
+                await self._begin_epoch(namespace, owned=True)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
 
-    async def begin_epoch(self, namespace: str, *, owned: bool = False) -> str:
-        """Begin a new epoch; see the base class.
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
+        await self._begin_epoch(namespace, owned=False)
+        return "the next engine that opens the directory begins empty"
+
+    async def _begin_epoch(self, namespace: str, *, owned: bool) -> None:
+        """Remove the epoch document of a namespace.
 
         Args:
             namespace: base of the namespace as 32 hex digits.
-            owned: True if the caller owns the directory (default: False).
+            owned: True if the caller owns the directory.
         """
         with self._owned(dry_run=owned):
             for name, content in self._documents().items():
@@ -311,7 +315,6 @@ class LocalAdmin(TierAdmin):
                         remove_durably(self._files, self.directory / "documents" / name)
                     except OSError as error:
                         raise store_error(error, f"cannot remove the epoch document {name}") from error
-        return "the next engine that opens the directory begins empty"
 
     async def _served(self) -> set[str]:
         return {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import obstore
 
-from tiering.errors import StoreError
+from tiering.errors import ConfigError, PermanentStoreError, StoreError
 from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace, Limits, StoredBlock, TierAdmin
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
@@ -242,6 +242,10 @@ class ObjectAdmin(TierAdmin):
             limits = dataclasses.replace(limits, older_than=min(limits.older_than or ttl, ttl))
         return await super().collect(limits, dry_run=dry_run)
 
-    async def begin_epoch(self, namespace: str) -> str:
-        await asyncio.to_thread(begin_epochs, self._store, [namespace])
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
+        try:
+            await asyncio.to_thread(begin_epochs, self._store, [namespace], invalidation)
+        except ConfigError as error:
+            # The epochs of the stack's other tiers must begin all the same.
+            raise PermanentStoreError(str(error)) from error
         return "engines that run follow within a minute, and empty their CPU tiers and disks"

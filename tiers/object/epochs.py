@@ -37,7 +37,9 @@ class BegunEpoch:
     """The epoch."""
 
 
-def begin_epochs(store: EpochStore, namespaces: Collection[str] | None = None) -> list[BegunEpoch]:
+def begin_epochs(
+    store: EpochStore, namespaces: Collection[str] | None = None, invalidation: bytes | None = None
+) -> list[BegunEpoch]:
     """Begin new common epochs: no process looks up blocks that were stored in the older ones.
 
     Running engines notice within a minute, and then drop the blocks in their CPU tiers and on their disks as well.
@@ -47,6 +49,7 @@ def begin_epochs(store: EpochStore, namespaces: Collection[str] | None = None) -
     Args:
         store: The open store.
         namespaces: The namespaces, as 32 hex digits each (default: all in the bucket).
+        invalidation: Identifier of the invalidation, if it concerns several media (default: a new one).
 
     Raises:
         StoreError: A document cannot be read or written. The epochs that were begun before stay.
@@ -60,7 +63,7 @@ def begin_epochs(store: EpochStore, namespaces: Collection[str] | None = None) -
         )
     for directory, parameters in sorted(found.items()):
         if namespaces is None or directory in namespaces:
-            common = begin_common(store, Namespace(parameters))
+            common = begin_common(store, Namespace(parameters), invalidation)
             if common.epoch is not None:
                 begun.append(BegunEpoch(directory, parameters, common.epoch))
     return begun

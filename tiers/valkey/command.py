@@ -17,10 +17,13 @@ from tiering.secondary.index.places import parse_place
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.common_epoch import begin_common
 from tiering.secondary.service.epoch import LEASES, PARAMETERS
+from tiering.secondary.service.epoch_watch import SURE_SECONDS
 from tiers.valkey.options import MAX_VALUE_BYTES, ValkeyOptions
 from tiers.valkey.store import ValkeyStore
 
 _BATCH = 1000
+_WATCH_PAUSE = 1.0
+"""Seconds between two looks for new epochs that the server may have lost."""
 
 
 class ValkeyAdmin(TierAdmin):
@@ -35,6 +38,7 @@ class ValkeyAdmin(TierAdmin):
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         super().__init__(options, replica)
         self._store = ValkeyStore(self.options)
+        self._begun: dict[str, Namespace] = {}
 
     @property
     def place(self) -> str:
@@ -146,18 +150,40 @@ class ValkeyAdmin(TierAdmin):
     async def remove(self, blocks: Sequence[StoredBlock]) -> None:
         await asyncio.to_thread(self._store.delete, [block.place for block in blocks])
 
-    async def begin_epoch(self, namespace: str) -> str:
-        await asyncio.to_thread(self._begin_epoch, namespace)
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
+        await asyncio.to_thread(self._begin_epoch, namespace, invalidation)
         return "engines that run follow within a minute, and empty their CPU tiers and disks"
 
-    def _begin_epoch(self, namespace: str) -> None:
-        parameters = self._store.read_document(f"{PARAMETERS}{namespace}.json")
-        known = None if parameters is None else Namespace(parameters.decode(errors="replace"))
-        if known is None or known.directory != namespace:
-            raise PermanentStoreError(
-                f"the document with the parameters of namespace {namespace} is missing or damaged"
-            )
-        begin_common(self._store, known)
+    def _begin_epoch(self, namespace: str, invalidation: bytes) -> None:
+        if namespace not in self._begun:
+            parameters = self._store.read_document(f"{PARAMETERS}{namespace}.json")
+            known = None if parameters is None else Namespace(parameters.decode(errors="replace"))
+            if known is None or known.directory != namespace:
+                raise PermanentStoreError(
+                    f"the document with the parameters of namespace {namespace} is missing or damaged"
+                )
+            self._begun[namespace] = known
+        begin_common(self._store, self._begun[namespace], invalidation)
+
+    @property
+    def watch_seconds(self) -> float:
+        # An engine that has not looked for longer takes lost documents for those of a new epoch.
+        return SURE_SECONDS
+
+    async def watch_epochs(self, namespaces: Sequence[str], invalidation: bytes) -> None:
+        end = time.monotonic() + self.watch_seconds
+        while True:
+            error: StoreError | None = None
+            try:
+                for namespace in namespaces:
+                    await asyncio.to_thread(self._begin_epoch, namespace, invalidation)
+            except StoreError as failure:
+                error = failure
+            if time.monotonic() >= end:
+                break
+            await asyncio.sleep(_WATCH_PAUSE)
+        if error is not None:
+            raise error
 
 
 def _memory_findings(facts: dict[str, str]) -> Iterator[Finding]:

@@ -1,8 +1,7 @@
 """Block store on a Valkey or Redis server.
 
 A block is one value, whose name contains the namespace, the epoch and the key. Documents are the fields of one hash:
-the server loses all of them or none. If it lost only the last epoch document, engines that start would return to an
-older epoch. Leases are values of their own, because they expire.
+the server loses all of them or none. Leases are values of their own, because they expire.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, StoreError
-from tiering.secondary.service.epoch import EPOCHS, LEASES
+from tiering.secondary.service.epoch import LEASES
 from tiers.valkey.client import ValkeyClient
 from tiers.valkey.options import ValkeyOptions
 
@@ -33,9 +32,6 @@ class ValkeyStore(BlockStore):
     A put does not replace a value: its name contains the namespace and the key, so it holds the same block. A get reads
     into the given buffers, without a copy. Each call makes one attempt; a layer above retries.
 
-    A server that has restarted is empty. The store remembers the epoch documents that it has read, and writes them
-    again when it notices the loss. Engines that start later then find the epoch of those that run.
-
     Args:
         options: options of the tier.
 
@@ -43,15 +39,13 @@ class ValkeyStore(BlockStore):
         ConfigError: the package ``valkey`` is missing.
     """
 
-    traits = StoreTraits(medium="POOL", variable_size=True)
+    traits = StoreTraits(medium="POOL", variable_size=True, forgets=True)
 
     def __init__(self, options: ValkeyOptions) -> None:
         self._options = options
         self._blocks = f"{options.prefix}/blocks/"
         self._documents = f"{options.prefix}/documents"
         self._leases = f"{options.prefix}/leases/"
-        self._epochs: dict[str, bytes] = {}
-        self._told = False
         self.client = self._connect()
         """Connections to the server, made when they are needed."""
 
@@ -128,23 +122,7 @@ class ValkeyStore(BlockStore):
     def read_document(self, name: str) -> bytes | None:
         if name.startswith(LEASES):
             return _content(self.client.call("GET", self._leases + name))
-        if not name.startswith(EPOCHS):
-            return _content(self.client.call("HGET", self._documents, name))
-        latest = next(reversed(self._epochs), None)
-        if latest is None:
-            return self._learn(name, _content(self.client.call("HGET", self._documents, name)))
-        content, known = self.client.call("HMGET", self._documents, name, latest)
-        if known is None:
-            self._restore()
-            content = self.client.call("HGET", self._documents, name)
-        elif known != self._epochs[latest] and not self._told:
-            self._told = True
-            logger.warning(
-                "%s: the server has lost its documents, and another engine has begun a new epoch; blocks are shared "
-                "with engines that started since then only after this engine has started again",
-                self._options.location,
-            )
-        return self._learn(name, _content(content))
+        return _content(self.client.call("HGET", self._documents, name))
 
     def write_document(self, name: str, data: bytes) -> None:
         if name.startswith(LEASES):
@@ -156,7 +134,7 @@ class ValkeyStore(BlockStore):
         if name.startswith(LEASES):
             return super().create_document(name, data)
         self.client.call("HSETNX", self._documents, name, data)
-        return self._learn(name, _content(self.client.call("HGET", self._documents, name)))
+        return _content(self.client.call("HGET", self._documents, name))
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         names = [name.decode(errors="replace") for name in self.client.call("HKEYS", self._documents)]
@@ -164,26 +142,10 @@ class ValkeyStore(BlockStore):
         return [name for name in names if name.startswith(prefix)]
 
     def remove_document(self, name: str) -> None:
-        self._epochs.pop(name, None)
         if name.startswith(LEASES):
             self.client.call("UNLINK", self._leases + name)
         else:
             self.client.call("HDEL", self._documents, name)
-
-    def _learn(self, name: str, content: bytes | None) -> bytes | None:
-        """Remember an epoch document, and return its content."""
-        if content is not None and name.startswith(EPOCHS):
-            self._epochs[name] = content
-        return content
-
-    def _restore(self) -> None:
-        """Write the epoch documents again that the server has lost; those that it has are not replaced."""
-        logger.warning(
-            "%s: the server has lost its documents, as after a restart or a flush; they are written again",
-            self._options.location,
-        )
-        for name, content in list(self._epochs.items()):
-            self.client.call("HSETNX", self._documents, name, content)
 
     # -------------------------------------------------------------------------------------------------- many at a time
 

@@ -18,6 +18,12 @@ from tiers.valkey import VALKEY_TIER, ValkeyOptions
 BLOCK = 64 << 10
 
 
+@pytest.fixture(autouse=True)
+def _no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``epoch new`` look once whether the server has kept the epoch."""
+    monkeypatch.setattr("tiers.valkey.command.SURE_SECONDS", 1e-9)
+
+
 @pytest.fixture
 def raw(own_server: ValkeyServer) -> valkey.Valkey:
     own = valkey.Valkey(port=own_server.port)

@@ -14,7 +14,7 @@ from tiering.api.namespace import FORMAT_VERSION
 from tiering.block_store import Done
 from tiering.errors import ConfigError, CorruptBlockError
 from tiering.secondary.contract import TierContext
-from tiering.secondary.service.common_epoch import LOOK_SECONDS
+from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.testing.clock import FakeClock
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig, make_namespace
@@ -297,66 +297,58 @@ def test_a_wrong_password_keeps_the_tier_out_of_service_and_is_not_shown(
 # --------------------------------------------------------------------------------------------------------------- epochs
 
 
-def look_again(rig: TierRig, clock: FakeClock) -> None:
-    """Let the tier look for a new common epoch, and wait for the look."""
-    clock.advance(LOOK_SECONDS)
-    rig.tier.on_schedule_end()
+def timed(server: ValkeyServer, clock: FakeClock) -> TierRig:
+    """Return an open tier on a clock of the test."""
+
+    def build(context: TierContext) -> object:
+        own = TierContext(context.name, context.primary_view, context.group_bytes, context.namespace, clock=clock)
+        return VALKEY_TIER.build(ValkeyOptions(url=server.url), own)
+
+    rig = TierRig(build, group_bytes=(BLOCK,))  # type: ignore[arg-type]
+    assert rig.tier.open(clock() + 20)
+    return rig
 
 
 def test_engines_that_start_after_a_restart_of_the_server_share_with_those_that_run(
     own_server: ValkeyServer, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ValkeyOptions(url=own_server.url)
-    running = ValkeyStore(options)
-    try:
-        make(own_server).close()
-        documents = list(running.list_documents("epoch-"))
-        before = [running.read_document(name) for name in documents]
-        assert before
-        own_server.restart()
-        assert running.read_document(f"{documents[-1]}-1") is None
-        assert lines(caplog, "are written again") == 1
-        assert [running.read_document(name) for name in documents] == before
-        own_server.restart()
-        assert [running.read_document(name) for name in documents] == before
-        assert ValkeyStore(options).read_document(documents[0]) == before[0]
-    finally:
-        running.close()
-
-
-def test_the_watch_for_a_new_epoch_restores_the_documents(own_server: ValkeyServer) -> None:
     clock = FakeClock()
-
-    def build(context: TierContext) -> object:
-        timed = TierContext(context.name, context.primary_view, context.group_bytes, context.namespace, clock=clock)
-        return VALKEY_TIER.build(ValkeyOptions(url=own_server.url), timed)
-
-    rig = TierRig(build, group_bytes=(BLOCK,))  # type: ignore[arg-type]
+    rig = timed(own_server, clock)
+    store = ValkeyStore(ValkeyOptions(url=own_server.url))
     try:
-        assert rig.tier.open(clock() + 20)
-        own_server.restart()
-        look_again(rig, clock)
-        with valkey.Valkey(port=own_server.port) as raw:
-            rig.wait(lambda: bool(raw.exists("kv-tiering/documents")))
+        before = {name: store.read_document(name) for name in store.list_documents("")}
+        assert len(before) == 2
+        for times in (1, 2):
+            own_server.restart()
+            clock.advance(LOOK_SECONDS)
+
+            def restored() -> bool:
+                clock.advance(1.0)  # a look over a connection that has broken is tried again
+                return len(list(store.list_documents(""))) == 2
+
+            rig.wait(restored)
+            assert {name: store.read_document(name) for name in store.list_documents("")} == before
+            assert lines(caplog, "they are written again") == times
+            assert not rig.tier.superseded()
+        # The parameters are written last.
+        assert make(own_server).tier.get_stats().available == 1
     finally:
+        store.close()
         rig.tier.shutdown(clock() + 20)
 
 
-def test_an_engine_that_was_quicker_after_a_restart_keeps_its_epoch_and_the_other_is_told(
-    own_server: ValkeyServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = ValkeyStore(ValkeyOptions(url=own_server.url))
-    name = f"epoch-{make_namespace('model-a', (BLOCK,)).directory}"
+def test_a_restart_after_a_time_in_which_nothing_was_seen_counts_as_a_new_epoch(own_server: ValkeyServer) -> None:
+    clock = FakeClock()
+    rig = timed(own_server, clock)
     try:
-        assert store.create_document(name, b"ours") == b"ours"
+        clock.advance(LOOK_SECONDS + SURE_SECONDS)
         own_server.restart()
-        store.client.call("HSET", "kv-tiering/documents", name, b"theirs")
-        for _ in range(2):
-            assert store.read_document(f"{name}-1") is None
-        assert lines(caplog, "has begun a new epoch") == 1
-        assert store.client.call("HGET", "kv-tiering/documents", name) == b"theirs"
+        rig.tier.on_schedule_end()
+        rig.wait(rig.tier.superseded)
+        rig.tier.follow(clock())
+        assert rig.tier.get_stats().available == 1
     finally:
-        store.close()
+        rig.tier.shutdown(clock() + 20)
 
 
 # -------------------------------------------------------------------------------------------------------------- options

@@ -302,11 +302,38 @@ class TierAdmin:
 
         return await clear(self, namespace, dry_run=dry_run)
 
-    async def begin_epoch(self, namespace: str) -> str:
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
         """Begin a new common epoch of a namespace, and return a sentence about when engines follow.
+
+        Nothing happens if the medium has the invalidation already.
+
+        Args:
+            namespace: base of the namespace as 32 hex digits.
+            invalidation: identifier of the invalidation, 16 bytes, the same on all media of a stack.
 
         Raises:
             UnsupportedError: the medium has no common epochs.
             StoreError: the epoch cannot be written.
         """
         raise UnsupportedError(f"the tier {self.name} keeps no epochs")
+
+    @property
+    def watch_seconds(self) -> float:
+        """Seconds for which :meth:`watch_epochs` watches over new epochs; 0 (default): not at all.
+
+        A medium that may lose all documents at once needs this until every running engine has noticed.
+        """
+        return 0.0
+
+    async def watch_epochs(self, namespaces: Sequence[str], invalidation: bytes) -> None:
+        """Begin epochs again that the medium loses within :attr:`watch_seconds` after :meth:`begin_epoch`.
+
+        The default returns at once.
+
+        Args:
+            namespaces: the namespaces whose epochs this object has begun.
+            invalidation: identifier of the invalidation.
+
+        Raises:
+            StoreError: the medium does not answer at the end.
+        """

@@ -3,37 +3,28 @@
 Its documents are numbered and never replaced. The last one counts, and a new epoch begins by the creation of the next
 document. A damaged document stays, because another process may be able to read it; if it is the last one, the next
 process that starts begins a new epoch.
+
+Each document names the invalidations (``kv-tiering epoch new``) that the blocks of its epoch are younger than. An
+invalidation has one identifier on all media, so that a medium that lacks one is recognised, and gets a new epoch.
 """
 
 from __future__ import annotations
 
-import logging
-import random
-from collections.abc import Callable
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from tiering.api.namespace import Namespace
+from tiering.api.namespace import EPOCH_BYTES, Namespace
 from tiering.errors import PermanentStoreError, TemporaryStoreError
-from tiering.secondary.io.messages import IoTask
-from tiering.secondary.io.side import IoSide
 from tiering.secondary.service.epoch import EpochDocument, epoch_document
-
-logger = logging.getLogger("kv_tiering.tier")
 
 MAX_DOCUMENTS = 10_000
 """Maximum number of epoch documents of one namespace."""
 
-LOOK_SECONDS = 30.0
-"""Seconds between two looks for a new common epoch."""
-
-SETTLE_SECONDS = 10.0
-"""Seconds that an operator may take to begin new common epochs on all shared media of a stack."""
-
-_ERROR_SECONDS = 1.0
-"""Seconds between two looks while the common epoch is in doubt."""
-
-_ATTEMPTS = 3
+_ATTEMPTS = 32
+"""Maximum number of documents that one call tries to create while others create documents too."""
 
 
 class Documents(Protocol):
@@ -44,21 +35,66 @@ class Documents(Protocol):
     def create_document(self, name: str, data: bytes) -> bytes | None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CommonEpoch:
     """The documents of a namespace's common epoch, as one process found them."""
 
-    epoch: bytes | None
-    """The epoch; None if there is no document, or if the last one is damaged."""
-    count: int
-    """Number of documents: the first number without a document."""
-    damaged: tuple[str, ...] = ()
-    """Names of the documents that are damaged."""
+    documents: tuple[EpochDocument | None, ...] = ()
+    """The documents in order; None for one that is damaged. Default: there is none."""
+    unexplained: bool = False
+    """True if documents that this process knew were lost, perhaps with newer ones; default False.
+
+    Blocks of this machine may then be older than an invalidation that no process remembers.
+    """
 
     @property
-    def never_moved(self) -> bool:
-        """True if the epoch is the first one, so that no block was ever invalidated by a new one."""
-        return self.epoch is not None and self.count == 1
+    def epoch(self) -> bytes | None:
+        """The epoch; None if there is no document, or if the last one is damaged."""
+        last = self.documents[-1] if self.documents else None
+        return None if last is None else last.epoch
+
+    @property
+    def count(self) -> int:
+        """Number of documents: the first number without a document."""
+        return len(self.documents)
+
+    @cached_property
+    def history(self) -> frozenset[bytes]:
+        """All epochs, the present one included."""
+        return frozenset(document.epoch for document in self.documents if document is not None)
+
+    @cached_property
+    def invalidations(self) -> tuple[bytes, ...]:
+        """The invalidations that all blocks of the epoch are younger than, in the order of their documents.
+
+        Earlier releases named none: the epoch of such a document stands for its invalidation, unless it is the first.
+        """
+        found: dict[bytes, None] = {}
+        for number, document in enumerate(self.documents):
+            if document is None:
+                continue
+            named = document.invalidations
+            found.update(dict.fromkeys(named if named or not number else (document.epoch,)))
+        return tuple(found)
+
+    def covers(self, invalidations: Iterable[bytes]) -> bool:
+        """Return True if all blocks of the epoch are younger than ``invalidations``."""
+        return set(self.invalidations).issuperset(invalidations)
+
+    def damaged(self, namespace: Namespace) -> list[str]:
+        """Return the names of the documents that are damaged."""
+        return [epoch_document(namespace, number) for number, found in enumerate(self.documents) if found is None]
+
+    def continues(self, known: CommonEpoch) -> bool:
+        """Return True if all documents of ``known`` are still there; a damaged one says nothing."""
+        return self.count >= known.count and all(
+            found == before or before is None for found, before in zip(self.documents, known.documents, strict=False)
+        )
+
+
+def new_invalidation() -> bytes:
+    """Return the identifier of a new invalidation, which no other one has."""
+    return secrets.token_bytes(EPOCH_BYTES)
 
 
 def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | None = None) -> CommonEpoch:
@@ -67,49 +103,101 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
-        known: the epoch that was found before; only newer documents are read (default: none).
+        known: the epoch that was found before (default: none). If its last document has not changed, only newer
+            documents are read.
 
     Raises:
         StoreError: a document cannot be read.
     """
-    epoch, damaged = (known.epoch, list(known.damaged)) if known else (None, [])
-    for number in range(known.count if known else 0, MAX_DOCUMENTS):
-        name = epoch_document(namespace, number)
-        document = _read(store, name, namespace)
+    documents: list[EpochDocument | None] = []
+    if known is not None and known.count:
+        last = known.documents[-1]
+        if last is not None and _read(store, epoch_document(namespace, known.count - 1), namespace) == last:
+            documents = list(known.documents)
+    for number in range(len(documents), MAX_DOCUMENTS):
+        document = _read(store, epoch_document(namespace, number), namespace)
         if document is None:
-            return CommonEpoch(epoch, number, tuple(damaged))
-        if isinstance(document, EpochDocument):
-            epoch = document.epoch
-        else:
-            # Blocks of the epoch before must not come back: if this document stays the last one, a new epoch begins.
-            epoch = None
-            damaged.append(name)
+            return CommonEpoch(tuple(documents))
+        # Blocks of the epoch before a damaged document must not come back: if the document stays the last one, a new
+        # epoch begins.
+        documents.append(document if isinstance(document, EpochDocument) else None)
     raise PermanentStoreError(f"namespace {namespace.directory} has {MAX_DOCUMENTS} epoch documents; use another one")
 
 
-def begin_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | None = None) -> CommonEpoch:
-    """Begin a new common epoch: every older block is foreign to all processes once they notice.
+def ensure_common(
+    store: Documents, namespace: Namespace, invalidations: Sequence[bytes], *, known: CommonEpoch | None = None
+) -> CommonEpoch:
+    """Return a common epoch whose blocks are all younger than ``invalidations``; begin one if need be.
 
-    Running processes notice within a minute. If several processes begin one at once, all get the same.
+    If several processes begin one at once, all get the same. An epoch is always new: no block was stored in it before.
 
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
+        invalidations: identifiers of the invalidations.
         known: the documents found just before (default: they are read now).
 
     Raises:
         StoreError: the document cannot be written or read.
     """
-    for attempt in range(_ATTEMPTS):
-        if known is None or attempt:
-            known = find_common(store, namespace, known=known)
-        fresh = EpochDocument.of(namespace.next_epoch(), None, private=False)
-        name = epoch_document(namespace, known.count)
+    found = known
+    name = ""
+    for _ in range(_ATTEMPTS):
+        if found is None:
+            found = find_common(store, namespace)
+        if found.epoch is not None and found.covers(invalidations):
+            return found
+        marks = tuple(dict.fromkeys((*found.invalidations, *invalidations)))
+        fresh = EpochDocument.of(namespace.next_epoch(), None, private=False, invalidations=marks)
+        name = epoch_document(namespace, found.count)
         stored = store.create_document(name, fresh.pack())
-        found = None if stored is None else EpochDocument.parse(bytes(stored))
-        if found is not None and found.admits(namespace, None):
-            return CommonEpoch(found.epoch, known.count + 1, known.damaged)
+        created = None if stored is None else EpochDocument.parse(bytes(stored))
+        if created is not None and created.admits(namespace, None):
+            found = CommonEpoch((*found.documents, created))
+        else:
+            found = None
     raise TemporaryStoreError(f"document {name} was written, and is damaged or missing when it is read back")
+
+
+def begin_common(store: Documents, namespace: Namespace, invalidation: bytes | None = None) -> CommonEpoch:
+    """Begin a new common epoch: every older block is foreign to all processes once they notice.
+
+    Running processes notice within a minute, and carry the invalidation over to the other shared media that they use.
+
+    Args:
+        store: the medium.
+        namespace: namespace of the engine's blocks.
+        invalidation: identifier of the invalidation, if it concerns several media (default: a new one). Nothing
+            happens if the medium has it already.
+
+    Raises:
+        StoreError: the document cannot be written or read.
+    """
+    return ensure_common(store, namespace, (invalidation or new_invalidation(),))
+
+
+def restore_common(store: Documents, namespace: Namespace, known: CommonEpoch, found: CommonEpoch) -> CommonEpoch:
+    """Create the documents again that the medium has lost, and return the common epoch.
+
+    Documents that the medium has are not replaced.
+
+    Args:
+        store: the medium.
+        namespace: namespace of the engine's blocks.
+        known: the documents that this process knew.
+        found: the documents that are left.
+
+    Raises:
+        StoreError: a document cannot be written or read.
+    """
+    if found.count >= known.count or not known.continues(found):
+        return found
+    for number in range(found.count, known.count):
+        document = known.documents[number]
+        if document is None:
+            break
+        store.create_document(epoch_document(namespace, number), document.pack())
+    return find_common(store, namespace)
 
 
 def _read(store: Documents, name: str, namespace: Namespace) -> EpochDocument | bytes | None:
@@ -123,96 +211,3 @@ def _read(store: Documents, name: str, namespace: Namespace) -> EpochDocument | 
         if found is not None and found.admits(namespace, None):
             return found
     return stored
-
-
-class EpochWatch:
-    """Looks for a new common epoch on the I/O side; owned by the scheduler's thread.
-
-    Args:
-        name: name of the tier.
-        store: the medium.
-        io: I/O side that reads the documents.
-        clock: function that returns monotonic seconds.
-        on_new: function that the scheduler's thread calls with the namespace in the new common epoch.
-
-    Attributes:
-        doubted: True while the medium must not be used, because its common epoch may have a successor.
-        due: time from which :meth:`tick` has work, in monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        store: Documents,
-        io: IoSide,
-        clock: Callable[[], float],
-        on_new: Callable[[Namespace], None],
-    ) -> None:
-        self._name = name
-        self._store = store
-        self._io = io
-        self._clock = clock
-        self._on_new = on_new
-        self._namespace: Namespace | None = None
-        self._known: CommonEpoch | None = None
-        self.due = float("inf")
-        self._running = False
-        self._settled = 0.0
-        """Time from which a look ends the doubt."""
-        self.doubted = False
-
-    def watch(self, namespace: Namespace | None, known: CommonEpoch | None) -> None:
-        """Look for successors of the common epoch of ``namespace`` from now on; None: look for nothing."""
-        self._namespace = namespace if known is not None else None
-        self._known = known
-        self.doubted = self._namespace is not None and self._clock() < self._settled
-        self._plan()
-
-    def doubt(self) -> None:
-        """Doubt the common epoch until a look in :data:`SETTLE_SECONDS` or later finds no successor.
-
-        A common epoch that is entered before then is doubted as well. Elsewhere, the call has no effect.
-        """
-        self._settled = self._clock() + SETTLE_SECONDS
-        if self._known is not None and self._namespace is not None:
-            logger.warning(
-                "tier %s: not used until a look for a new common epoch has ended, because another tier has one",
-                self._name,
-            )
-            self.doubted = True
-            self._plan()
-
-    def tick(self, now: float) -> None:
-        """Look if it is time."""
-        namespace, known = self._namespace, self._known
-        if namespace is None or known is None or self._running or now < self.due:
-            return
-        self._running = True
-
-        def ended(found: CommonEpoch | None, error: BaseException | None) -> None:
-            self._running = False
-            self._plan()
-            if error is not None:
-                logger.debug("tier %s: cannot look for a new common epoch: %s", self._name, error)
-            if found is None or self._namespace is not namespace:
-                return
-            self._known = found
-            if found.epoch is not None and found.epoch != namespace.epoch:
-                logger.warning(
-                    "tier %s: a new common epoch has begun; the engine drops all blocks that were stored before",
-                    self._name,
-                )
-                self._on_new(namespace.with_epoch(found.epoch))
-            elif now >= self._settled:
-                self.doubted = False
-
-        self._io.run(IoTask("epoch", lambda: find_common(self._store, namespace, known=known), ended, background=True))
-
-    def _plan(self) -> None:
-        if self._namespace is None:
-            self.due = float("inf")
-            return
-        now = self._clock()
-        self.due = now + LOOK_SECONDS * random.uniform(0.75, 1.0)
-        if self.doubted:
-            self.due = min(self.due, max(now + _ERROR_SECONDS, self._settled))

@@ -7,7 +7,7 @@ processes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,6 +32,8 @@ _VERSION_WITH_COMMON = 2
 """Version of documents with common epochs; an older release takes such a document for damaged."""
 MAX_COMMON = 32
 """Maximum number of common epochs in one document."""
+MAX_REMEMBERED = 64
+"""Maximum number of invalidations that the document of a medium of its own remembers, the last ones."""
 _PRIVATE = 1
 _DIGEST_BYTES = 16
 
@@ -78,10 +80,21 @@ class EpochDocument:
 
     Media and epochs are identifiers of 16 bytes each. At most the last :data:`MAX_COMMON` are kept.
     """
+    invalidations: tuple[bytes, ...] = ()
+    """Identifiers of the invalidations that all blocks of the epoch are younger than; default: none.
+
+    They have 16 bytes each. An invalidation is one ``kv-tiering epoch new``; it has the same identifier on all media.
+    """
 
     @classmethod
     def of(
-        cls, namespace: Namespace, revision: str | None, *, private: bool, common: Mapping[bytes, bytes] | None = None
+        cls,
+        namespace: Namespace,
+        revision: str | None,
+        *,
+        private: bool,
+        common: Mapping[bytes, bytes] | None = None,
+        invalidations: Sequence[bytes] = (),
     ) -> Self:
         """Return the document of the epoch of ``namespace``.
 
@@ -90,16 +103,19 @@ class EpochDocument:
             revision: text that names the weights; None: no revision.
             private: True if only this process may read the blocks of the epoch.
             common: common epochs of shared media, by medium; default: none.
+            invalidations: invalidations that the blocks are younger than; default: none.
         """
         recorded = tuple((common or {}).items())[-MAX_COMMON:]
-        return cls(namespace.base, namespace.epoch, _digest(revision), private, recorded)
+        return cls(namespace.base, namespace.epoch, _digest(revision), private, recorded, tuple(invalidations))
 
     def pack(self) -> bytes:
         """Return the bytes of the document, with a checksum at the end."""
         flags = _PRIVATE if self.private else 0
-        version = _VERSION_WITH_COMMON if self.common else _VERSION
+        # A pair of equal identifiers is an invalidation. Releases that do not know them keep such pairs as they are.
+        pairs = [*self.common, *((mark, mark) for mark in self.invalidations)]
+        version = _VERSION_WITH_COMMON if pairs else _VERSION
         body = _LAYOUT.pack(_MAGIC, version, flags, self.base, self.epoch, self.revision)
-        body += b"".join(_COMMON.pack(medium, epoch) for medium, epoch in self.common)
+        body += b"".join(_COMMON.pack(*pair) for pair in pairs)
         return body + xxh3_128(body).digest()
 
     @classmethod
@@ -119,7 +135,10 @@ class EpochDocument:
             or len(epoch) != EPOCH_BYTES
         ):
             return None
-        return cls(base, epoch, revision, flags == _PRIVATE, tuple(_COMMON.iter_unpack(recorded)))
+        pairs = list(_COMMON.iter_unpack(recorded))
+        common = tuple((medium, met) for medium, met in pairs if medium != met)
+        marks = tuple(medium for medium, met in pairs if medium == met)
+        return cls(base, epoch, revision, flags == _PRIVATE, common, marks)
 
     def admits(self, namespace: Namespace, revision: str | None) -> bool:
         """Return True if a process that starts now may read the blocks of this epoch.

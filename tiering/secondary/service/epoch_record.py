@@ -10,6 +10,7 @@ from tiering.api.namespace import Namespace
 from tiering.secondary.agreement import EpochAgreement, MetEpoch
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
+from tiering.secondary.service.epoch import MAX_REMEMBERED
 from tiering.secondary.service.opener import Opener
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -49,50 +50,99 @@ class EpochRecord:
         self._clock = clock
         self._stored_into = stored_into
         self._namespace: Namespace | None = None
+        self._proven: tuple[bytes, ...] = ()
+        """Invalidations that the blocks of the present epoch are younger than, as far as this process knows."""
         self.written: Mapping[bytes, MetEpoch] | None = None
-        """The common epochs that the medium's record holds; None: not compared in this epoch.
+        """The common epochs that the medium's record holds, with all invalidations; None: not compared yet.
 
         :meth:`tick` has work only while this is not the agreement's mapping ``met`` itself.
         """
         self._due = 0.0
         self._running = False
         self._failing = False
-        agreement.join(self)
 
     def keep(self, namespace: Namespace | None) -> None:
-        """Keep the record of the epoch of ``namespace`` from now on; None: the tier has no epoch."""
+        """Keep the record of the epoch of ``namespace`` from now on; None: the tier has no epoch.
+
+        The epoch was admitted (:meth:`admits`) just before.
+        """
         self._namespace = namespace
+        self._proven = self._agreement.known
         self.written = None
 
     def admits(self, namespace: Namespace) -> bool:
-        """Return True if no block in the epoch of ``namespace`` is older than a common epoch that was met."""
-        return all(self._compare(namespace, medium, met) is not False for medium, met in self._agreement.met.items())
+        """Return True if no block in the epoch of ``namespace`` is older than what the stack's tiers have met."""
+        compared = [self._compare(namespace, medium, met) for medium, met in self._agreement.met.items()]
+        return False not in compared and self._younger(namespace, self._agreement.known)
 
     def compare(self, medium: bytes, met: MetEpoch) -> bool | None:
         """Return True if all blocks were stored in ``met``, False if some may be older, None if none can be."""
         return None if self._namespace is None else self._compare(self._namespace, medium, met)
+
+    def invalidated(self, *, dropped: bool) -> bool:
+        """Return False if blocks may be older than an invalidation that has just become known.
+
+        Args:
+            dropped: True if the manager is dropping all older blocks at this moment.
+        """
+        if self._namespace is None:
+            return True
+        if not dropped and not self._younger(self._namespace, self._agreement.known):
+            return False
+        self._proven = self._agreement.known
+        self.written = None
+        return True
 
     def _compare(self, namespace: Namespace, medium: bytes, met: MetEpoch) -> bool | None:
         recorded = self._opener.recorded
         # The epoch alone decides, so that a tier with another name finds its record.
         if met.epoch in recorded.values():
             return True
-        if self._opener.begun == namespace.epoch and not self._stored_into():
+        if self._is_empty(namespace):
             return None
-        # No record: the medium is new in this stack, or its blocks are from a version that kept no record.
-        return None if medium not in recorded and met.never_moved else False
+        if not self._younger(namespace, met.invalidations):
+            return False
+        if medium in recorded:
+            # The medium has begun another epoch, but none that the blocks are older than; if it has lost documents,
+            # it may have lost such an epoch.
+            return recorded[medium] in met.history
+        # The medium is new in this stack, or the blocks are from a version that kept no record.
+        return True if met.invalidations else None
+
+    def _is_empty(self, namespace: Namespace) -> bool:
+        """Return True if nothing was stored in the epoch of ``namespace``, which this process has begun."""
+        return self._opener.begun == namespace.epoch and not self._stored_into()
+
+    def _younger(self, namespace: Namespace, invalidations: tuple[bytes, ...]) -> bool:
+        """Return True if all blocks in the epoch of ``namespace`` are younger than ``invalidations``."""
+        proven = {*self._opener.invalidations, *(self._proven if namespace is self._namespace else ())}
+        if proven.issuperset(invalidations) or self._is_empty(namespace):
+            return True
+        epochs = set(self._opener.recorded.values())
+        for met in self._agreement.met.values():
+            if met.epoch in epochs:
+                proven.update(met.invalidations)
+        return proven.issuperset(invalidations)
 
     def tick(self, now: float) -> None:
-        """Write the record if it lacks a common epoch."""
-        namespace, met = self._namespace, self._agreement.met
+        """Write the record if it lacks a common epoch or an invalidation."""
+        namespace, met, proven = self._namespace, self._agreement.met, self._proven
         if namespace is None or met is self.written or self._running or now < self._due:
             return
         recorded = self._opener.recorded
-        if all(recorded.get(medium) == found.epoch for medium, found in met.items()):
+        if all(recorded.get(medium) == found.epoch for medium, found in met.items()) and set(
+            self._opener.invalidations
+        ).issuperset(proven[-MAX_REMEMBERED:]):
             self.written = met
             return
+        if not self.admits(namespace):
+            return  # the tier is about to leave the epoch
         self._running = True
-        self._io.run(IoTask("record", lambda: self._opener.record(namespace), self._ended, background=True))
+        # What is recorded is decided here: what becomes known later may be younger than the blocks.
+        epochs = {medium: found.epoch for medium, found in met.items()}
+        self._io.run(
+            IoTask("record", lambda: self._opener.record(namespace, epochs, proven), self._ended, background=True)
+        )
 
     def _ended(self, result: None, error: BaseException | None) -> None:
         self._running = False

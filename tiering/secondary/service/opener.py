@@ -8,20 +8,22 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tiering.api.namespace import Namespace
+from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.block_store import BlockStore
-from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.errors import PermanentStoreError, StoreError
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.agreement import EpochAgreement
-from tiering.secondary.service.common_epoch import CommonEpoch, begin_common, find_common
+from tiering.secondary.service.common_epoch import CommonEpoch
 from tiering.secondary.service.epoch import (
     MAX_COMMON,
+    MAX_REMEMBERED,
     PARAMETERS,
     EpochDocument,
     Target,
     epoch_document,
     parameters_document,
 )
+from tiering.secondary.service.epoch_watch import CommonHistory
 from tiering.secondary.service.nearest import tell_nearest
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -44,6 +46,7 @@ class Opener:
         shared: True if other processes use the medium too, so that their documents are never replaced or removed.
         writes: False for a tier that stores nothing; until a reset, such a tier also works with a read-only medium.
         agreement: common epochs that the shared tiers of the stack have met; default: no shared tier.
+        clock: function that returns monotonic seconds; default: ``time.monotonic``.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Opener:
         shared: bool = False,
         writes: bool = True,
         agreement: EpochAgreement | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._store = store
@@ -68,6 +72,8 @@ class Opener:
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
         self._common: CommonEpoch | None = None
         self._agreement = agreement or EpochAgreement()
+        self.history = CommonHistory(name, store, namespace, self._agreement, writes=writes, clock=clock)
+        """Documents of the common epoch of a shared medium."""
         self._guard = threading.Lock()
         """Held while the document of a medium of its own is read or written."""
         self._document: EpochDocument | None = None
@@ -84,6 +90,12 @@ class Opener:
         """The common epochs, by medium, in which the blocks of a medium of its own were stored."""
         document = self._document
         return {} if document is None else dict(document.common)
+
+    @property
+    def invalidations(self) -> tuple[bytes, ...]:
+        """The invalidations that the blocks of a medium of its own are younger than, as recorded there."""
+        document = self._document
+        return () if document is None else document.invalidations
 
     def successor(self) -> Target:
         """Return a new epoch for the blocks from now on, computed with the weights of the start."""
@@ -127,7 +139,7 @@ class Opener:
         elif self._revision is not None:
             namespace = self._namespace.revision_epoch(self._revision)
         else:
-            namespace = self._enter_common(known=known)
+            namespace = self._enter_common(used=known)
         if not known and self._writes:
             # After the epoch, because parameters without an epoch mean that the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
@@ -203,12 +215,21 @@ class Opener:
         """
         met = {medium: found.epoch for medium, found in self._agreement.met.items()}
         common = {**self.recorded, **met}
-        return EpochDocument.of(target.namespace, target.revision, private=target.private, common=common)
+        # The blocks that the record spoke of are foreign in the new epoch; what it knew of invalidations stays.
+        known = tuple(dict.fromkeys((*self.invalidations, *self._agreement.known)))[-MAX_REMEMBERED:]
+        return EpochDocument.of(
+            target.namespace, target.revision, private=target.private, common=common, invalidations=known
+        )
 
-    def record(self, namespace: Namespace) -> None:
-        """Record the common epochs that were met as those of the blocks in the epoch of ``namespace``.
+    def record(self, namespace: Namespace, met: Mapping[bytes, bytes], invalidations: tuple[bytes, ...]) -> None:
+        """Record what the blocks in the epoch of ``namespace`` are known to be younger than.
 
         The call has no effect if the medium is in another epoch by now.
+
+        Args:
+            namespace: namespace in the epoch of the blocks.
+            met: common epochs in which the blocks were stored, by medium.
+            invalidations: all invalidations that the blocks are younger than.
 
         Raises:
             StoreError: the document cannot be written.
@@ -217,9 +238,12 @@ class Opener:
             document = self._document
             if document is None or document.epoch != namespace.epoch:
                 return
-            met = {medium: found.epoch for medium, found in self._agreement.met.items()}
-            common = {medium: epoch for medium, epoch in document.common if medium not in met} | met
-            content = replace(document, common=tuple(common.items())[-MAX_COMMON:])
+            common = {medium: epoch for medium, epoch in document.common if medium not in met} | dict(met)
+            content = replace(
+                document,
+                common=tuple(common.items())[-MAX_COMMON:],
+                invalidations=invalidations[-MAX_REMEMBERED:],
+            )
             if self._writes and not content.private:
                 self._store.write_document(epoch_document(self._namespace), content.pack())
             self._document = content
@@ -266,29 +290,18 @@ class Opener:
 
     # -------------------------------------------------------------------------------------------------- a shared medium
 
-    def _enter_common(self, *, known: bool) -> Namespace:
+    def _enter_common(self, *, used: bool) -> Namespace:
         """Enter the common epoch of all processes without a revision; the first process begins it."""
-        found = find_common(self._store, self._namespace)
-        for document in found.damaged:
+        found = self.history.look(opening=True, used=used)
+        for document in found.damaged(self._namespace):
             self._tell_loss(document, missing=False, known=True)
-        if found.epoch is None:
-            if not self._writes:
-                raise TemporaryStoreError(
-                    f"document {epoch_document(self._namespace, found.count)} is missing: nothing was stored in this "
-                    "namespace yet, and this tier stores nothing itself"
-                )
-            if known and not found.damaged:
-                self._tell_loss(epoch_document(self._namespace), missing=True, known=True)
-            found = begin_common(self._store, self._namespace, known=found)
-        if found.epoch is None:
-            raise TemporaryStoreError(f"namespace {self._namespace.directory} has no valid epoch document")
         self._common = found
-        return self._namespace.with_epoch(found.epoch)
+        return self._namespace.with_epoch(found.epoch or NO_EPOCH)
 
-    def follow(self, namespace: Namespace) -> None:
-        """Record that the common epoch is that of ``namespace`` from now on."""
-        if self._common is not None:
-            self._common = replace(self._common, epoch=namespace.epoch)
+    def accept(self, found: CommonEpoch) -> None:
+        """Record that the tier enters the common epoch ``found``, and that the machine holds no older block."""
+        self._common = replace(found, unexplained=False)
+        self.history.accept()
 
     def common(self, namespace: Namespace) -> CommonEpoch | None:
         """Return the common epoch if ``namespace`` is in it; None if not."""

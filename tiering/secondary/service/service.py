@@ -117,6 +117,12 @@ class TierService:
             self._target = target
         self.start()
 
+    def again(self) -> None:
+        """Leave service until the medium has been opened again, in the epoch that it has then."""
+        self.in_service = False
+        self._target = None
+        self.start()
+
     def suspend(self) -> None:
         """Leave service until :meth:`resume`, because the medium is not the one that was opened."""
         self.in_service = False
