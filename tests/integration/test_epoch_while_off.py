@@ -6,111 +6,21 @@ The content of a block names the weights that computed it, so an old block in a 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3, fake_s3
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
-from tiering.manager.waiting import wait_for_prefix, wait_until_idle
-from tiering.primary.memory.region import PAGE, SharedRegion
-from tiering.testing.frames import random_bytes
+from tests.integration.epoch_machine import Machine, bucket_tier, disk_tier
 from tiering.testing.keys import keys_of
-from tiering.testing.until import until
 from tiers.local.store import LocalStore
 from tiers.object.epochs import begin_epochs
 from tiers.object.options import S3Options
 from tiers.object.store import ObjectStore
 
-BLOCK_BYTES = 8192
 K = keys_of(*range(6))
-MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="epochs")
-
-
-class Machine:
-    """An engine on a machine with a disk of its own and one bucket.
-
-    Args:
-        path: the disk; None: the machine has none.
-        bucket: the bucket's server; None: the stack has no bucket.
-        weights: number of the weights that the engine computes with.
-        words: further words of the stack.
-    """
-
-    def __init__(self, path: Path | None, bucket: FakeS3 | None, weights: int, words: Mapping[str, object]) -> None:
-        secondary: list[dict[str, Any]] = []
-        if path is not None:
-            secondary.append({"type": "local", "path": str(path), "capacity": "4MiB"})
-        if bucket is not None:
-            secondary.append(
-                {
-                    "type": "s3",
-                    "bucket": bucket.bucket,
-                    "endpoint_url": bucket.endpoint,
-                    "prefix": "prod",
-                    "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
-                    "retries": {"attempts": 1},
-                    "absent_ttl": "20ms",
-                }
-            )
-        stack = load_stack({"primary": {"capacity": 16 * BLOCK_BYTES}, "secondary": secondary, **words})
-        self.rows = SharedRegion.create(16, max(BLOCK_BYTES, PAGE))
-        self.manager: TieringOffloadingManager = open_manager(stack, BLOCK_BYTES, MODEL, region=self.rows)
-        self.weights = weights
-        self._requests = 0
-
-    def request(self) -> ReqContext:
-        self._requests += 1
-        ctx = ReqContext(f"r{self._requests}")
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def store(self, keys: Sequence[bytes]) -> None:
-        """Compute and store blocks, and wait until the tiers have them or have dropped them."""
-        ctx = self.request()
-        output = self.manager.prepare_store(keys, ctx)
-        assert output is not None
-        for key, row in zip(output.keys_to_store, np.asarray(output.store_spec.block_ids).tolist(), strict=True):
-            self.rows.array[row, :BLOCK_BYTES] = content(key, self.weights)
-        self.manager.complete_store(output.keys_to_store, ctx)
-        self.manager.on_request_finished(ctx)
-        assert wait_until_idle(self.manager)
-
-    def find(self, keys: Sequence[bytes], weights: int) -> int:
-        """Load the leading blocks that are held, which must be those of ``weights``; return their number."""
-        ctx = self.request()
-        hits = wait_for_prefix(self.manager, keys, ctx).hits
-        rows = np.asarray(self.manager.prepare_load(keys[:hits], ctx).block_ids).tolist()
-        for key, row in zip(keys, rows, strict=False):
-            assert np.array_equal(self.rows.array[row, :BLOCK_BYTES], content(key, weights)), "WRONG KV"
-        self.manager.complete_load(keys[:hits], ctx)
-        self.manager.on_request_finished(ctx)
-        assert wait_until_idle(self.manager)
-        return hits
-
-    def await_bucket(self) -> None:
-        """Step until the bucket is in service, and so is the disk, which may have begun an epoch for it."""
-
-        def serves() -> bool:
-            self.manager.on_schedule_end()
-            self.manager.has_pending_work()
-            return all(self.available(tier.name) for tier in self.manager.secondary_tiers)
-
-        assert until(serves)
-
-    def available(self, tier: str) -> int:
-        return int(self.manager.get_stats()["tiers"][tier]["available"])
-
-    @property
-    def disk_blocks(self) -> int:
-        return int(self.manager.get_stats()["tiers"]["local"]["blocks"])
-
-
-def content(key: bytes, weights: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return random_bytes(BLOCK_BYTES, 1000 * weights + int.from_bytes(key[:7], "big"))
 
 
 @pytest.fixture
@@ -130,7 +40,9 @@ def start() -> Iterator[Start]:
     machines: list[Machine] = []
 
     def build(path: Path | None, bucket: FakeS3 | None, *, weights: int = 0, **words: object) -> Machine:
-        machines.append(Machine(path, bucket, weights, words))
+        tiers = [] if path is None else [disk_tier(path)]
+        tiers += [] if bucket is None else [bucket_tier(bucket)]
+        machines.append(Machine(tiers, weights, words))
         return machines[-1]
 
     yield build

@@ -1,0 +1,126 @@
+"""An engine on a machine of its own, whose blocks tell by their bytes which weights computed them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.fake_s3 import FakeS3
+from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering.manager.waiting import wait_for_prefix, wait_until_idle
+from tiering.primary.memory.region import PAGE, SharedRegion
+from tiering.testing.frames import random_bytes
+from tiering.testing.until import until
+
+BLOCK_BYTES = 8192
+MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="epochs")
+
+QUICK: Mapping[str, Any] = {
+    "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
+    "retries": {"attempts": 1},
+    "absent_ttl": "20ms",
+}
+"""Words of a shared tier that soon notices an outage, its end, and new blocks."""
+
+
+def disk_tier(path: Path) -> dict[str, Any]:
+    """Return a local tier of a stack."""
+    return {"type": "local", "path": str(path), "capacity": "4MiB"}
+
+
+def bucket_tier(bucket: FakeS3, **words: object) -> dict[str, Any]:
+    """Return a bucket's tier of a stack."""
+    place = {"bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "prefix": "prod"}
+    return {"type": "s3", **place, **QUICK, **words}
+
+
+class Machine:
+    """An engine on a machine of its own.
+
+    Args:
+        secondary: the secondary tiers of its stack.
+        weights: number of the weights that the engine computes with.
+        words: further words of the stack.
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        secondary: Sequence[Mapping[str, Any]],
+        weights: int = 0,
+        words: Mapping[str, object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        stack = load_stack(
+            {
+                "primary": {"capacity": 16 * BLOCK_BYTES},
+                "secondary": [dict(tier) for tier in secondary],
+                **(words or {}),
+            }
+        )
+        self.rows = SharedRegion.create(16, max(BLOCK_BYTES, PAGE))
+        self.manager: TieringOffloadingManager = open_manager(stack, BLOCK_BYTES, MODEL, region=self.rows, clock=clock)
+        self.weights = weights
+        self._requests = 0
+
+    def request(self) -> ReqContext:
+        self._requests += 1
+        ctx = ReqContext(f"r{self._requests}")
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Compute and store blocks, and wait until the tiers have them or have dropped them."""
+        ctx = self.request()
+        output = self.manager.prepare_store(keys, ctx)
+        assert output is not None
+        for key, row in zip(output.keys_to_store, np.asarray(output.store_spec.block_ids).tolist(), strict=True):
+            self.rows.array[row, :BLOCK_BYTES] = content(key, self.weights)
+        self.manager.complete_store(output.keys_to_store, ctx)
+        self.manager.on_request_finished(ctx)
+        assert wait_until_idle(self.manager)
+
+    def find(self, keys: Sequence[bytes], weights: int) -> int:
+        """Load the leading blocks that are held, which must be those of ``weights``; return their number."""
+        found = self.found(keys, [weights])
+        assert None not in found, "WRONG KV"
+        return len(found)
+
+    def found(self, keys: Sequence[bytes], weights: Sequence[int]) -> list[int | None]:
+        """Load the leading blocks that are held, and return which of ``weights`` computed each; None: none of them."""
+        ctx = self.request()
+        hits = wait_for_prefix(self.manager, keys, ctx).hits
+        rows = np.asarray(self.manager.prepare_load(keys[:hits], ctx).block_ids).tolist()
+        found = [
+            next((number for number in weights if np.array_equal(loaded, content(key, number))), None)
+            for key, loaded in zip(keys, self.rows.array[rows, :BLOCK_BYTES], strict=False)
+        ]
+        self.manager.complete_load(keys[:hits], ctx)
+        self.manager.on_request_finished(ctx)
+        assert wait_until_idle(self.manager)
+        return found
+
+    def await_bucket(self) -> None:
+        """Step until the bucket is in service, and so is the disk, which may have begun an epoch for it."""
+
+        def serves() -> bool:
+            self.manager.on_schedule_end()
+            self.manager.has_pending_work()
+            return all(self.available(tier.name) for tier in self.manager.secondary_tiers)
+
+        assert until(serves)
+
+    def available(self, tier: str) -> int:
+        return int(self.manager.get_stats()["tiers"][tier]["available"])
+
+    @property
+    def disk_blocks(self) -> int:
+        return int(self.manager.get_stats()["tiers"]["local"]["blocks"])
+
+
+def content(key: bytes, weights: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return random_bytes(BLOCK_BYTES, 1000 * weights + int.from_bytes(key[:7], "big"))
