@@ -91,7 +91,10 @@ class Machine:
         return len(found)
 
     def found(self, keys: Sequence[bytes], weights: Sequence[int]) -> list[int | None]:
-        """Load the leading blocks that are held, and return which of ``weights`` computed each; None: none of them."""
+        """Load the leading blocks that are held, and return which of ``weights`` computed each.
+
+        None stands for a block that none of them computed.
+        """
         ctx = self.request()
         hits = wait_for_prefix(self.manager, keys, ctx).hits
         rows = np.asarray(self.manager.prepare_load(keys[:hits], ctx).block_ids).tolist()

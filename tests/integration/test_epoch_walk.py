@@ -1,4 +1,4 @@
-"""Random walks of engines over two shared media with new epochs, outages, flushes, restores and restarts.
+"""Random walks of engines over two media with new epochs, outages, losses, older copies and restarts.
 
 The bytes of a block tell its key, and how many new epochs had been begun when it was computed. An engine that knows of
 an epoch must never load a block that was computed before. An engine that can read a record of an epoch, on a medium or
@@ -210,7 +210,7 @@ class Walk:
             if medium.up:
                 recorded |= medium.marks()
         tiers = ([] if disk is None else [disk_tier(disk)]) + [medium.tier for medium in media]
-        engine = Machine(tiers, words={"open_deadline": "2s"}, clock=self.clock)
+        engine = Machine(tiers, words={"open_deadline": "60s"}, clock=self.clock)
         self.engines[number] = engine
         self.log.append(f"engine {number} starts; {self.orders(recorded)} are recorded")
         assert recorded <= set(agreement(engine).known), "an engine starts that does not know of an epoch"
