@@ -85,7 +85,7 @@ class TierLife:
         self._lease = Lease(context.name, store, io, context.clock)
         self._watch = EpochWatch(context.name, self._opener.history, io, context.clock, self._found)
         self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
-        self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire)
+        self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire, writes=writes)
         self._namespace = context.namespace
         self._closed = False
         self._closing = False

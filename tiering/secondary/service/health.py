@@ -2,7 +2,10 @@
 
 Each probe exercises the operation that failed. After failed reads, blocks are read: those whose reads failed, and some
 others that the tier holds. After failed writes, empty slots are written the way blocks are. On a medium whose places
-are names, or without such blocks, a document is read or written instead.
+are names, or without such blocks, a document is written and read instead.
+
+What a probe reads is compared: blocks by their checksums, slots and documents with what was written. A medium, or a
+proxy before it, that answers with other bytes is not back in service.
 """
 
 from __future__ import annotations
@@ -10,20 +13,27 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place
-from tiering.errors import DeviceError, StoreError, TemporaryStoreError
+from xxhash import xxh3_128_digest
+
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.errors import ConfigError, CorruptBlockError, DeviceError, StoreError, TemporaryStoreError
 from tiering.secondary.index.contract import TierIndex
+from tiering.secondary.io.codec import BlockCodec
+from tiering.secondary.io.frame import Codec, CorruptReason, encode_header, parse_header, verify_raw
 from tiering.secondary.io.layers.breaker import Breaker, BreakerState, is_medium_failure
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 
 HEALTH_DOCUMENT = "health"
-"""Name of the document that probes read and write; on a shared medium, the prefix of the names."""
-_PROOF = b"written to see whether the medium answers\n"
+"""Name of the document that probes write and read; on a shared medium, the prefix of the names."""
+_PROOF = b"written to see whether the medium answers: "
 _PROBE_KEY = b"kv-tiering health probe"
+_NO_NAMESPACE = bytes(16)
+_NONCE_BYTES = 16
 
 PROBE_BLOCKS = 8
 """Maximum number of blocks or slots that one probe tries, one after another, until one answers."""
@@ -40,6 +50,7 @@ class HealthCheck:
         io: I/O side that runs the probes.
         block_bytes: bytes of one block of each KV-cache group.
         on_bad_places: function that receives the places at which the device reported an error during a probe.
+        writes: False for a tier that stores nothing, whose probes write nothing (default: True).
     """
 
     def __init__(
@@ -49,12 +60,15 @@ class HealthCheck:
         io: IoSide,
         block_bytes: Sequence[int],
         on_bad_places: Callable[[Sequence[Place]], None],
+        *,
+        writes: bool = True,
     ) -> None:
         self._store = store
         self._index = index
         self._io = io
         self._block_bytes = tuple(block_bytes)
         self._on_bad_places = on_bad_places
+        self._writes = writes
         self._document = _own_document() if index.shared else HEALTH_DOCUMENT
         self._reading = False
         self._writing = False
@@ -83,21 +97,31 @@ class HealthCheck:
         self._io.run(IoTask("health", lambda: self._read(blocks), ended, background=True))
 
     def _read(self, blocks: Sequence[tuple[bytes, Place]]) -> None:
-        """Read ``blocks`` on the I/O side until one is answered for.
+        """Read ``blocks`` on the I/O side until one is sound or absent.
+
+        Blocks may be damaged on the medium itself. If all that were read are damaged, a document decides.
 
         Raises:
-            StoreError: the last error, if no block was answered for.
+            StoreError: the last error, if no block was sound or absent.
         """
         error: StoreError | None = None
+        wrong: set[Place] = set()
         for key, place in blocks:
-            (outcome,) = self._store.get([self._block(key, place)])
-            if not isinstance(outcome, StoreError) or not is_medium_failure(outcome):
+            block = self._block(key, place)
+            (outcome,) = self._store.get([block])
+            if isinstance(outcome, CorruptBlockError) or (outcome is Done.DONE and not _is_sound(block)):
+                wrong.add(place)
+                error = TemporaryStoreError(
+                    f"{len(wrong)} block(s) were read with other bytes, the last one at {place}"
+                )
+            elif not isinstance(outcome, StoreError) or not is_medium_failure(outcome):
                 return
-            error = outcome
-        if error is not None:
+            else:
+                error = outcome
+        if error is not None and not wrong:
             raise error
-        if self._store.read_document(self._document) not in {None, _PROOF}:
-            raise TemporaryStoreError(f"document {self._document} was read back with other bytes than were written")
+        if not self._exchange(must_write=False) and len(wrong) > 1 and error is not None:
+            raise error
 
     # ----------------------------------------------------------------------------------------------------------- writes
 
@@ -119,24 +143,68 @@ class HealthCheck:
         self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended, background=True))
 
     def _write(self, slots: Sequence[Place], outcomes: dict[Place, Done | StoreError]) -> None:
-        """Write zeros into ``slots`` until one write succeeds, and record each outcome; on the I/O side.
+        """Write into ``slots`` until one write succeeds, and record each outcome; on the I/O side.
 
         Raises:
-            StoreError: the last error, if no write succeeded.
+            StoreError: the last error, if no write succeeded, or if other bytes were read than were written.
         """
         error: StoreError | None = None
         for slot in slots:
-            (outcome,) = self._store.put([self._block(_PROBE_KEY, slot)])
-            outcomes[slot] = outcome
+            outcomes[slot] = outcome = self._write_block(slot)
             if not isinstance(outcome, StoreError):
                 return
             error = outcome
         if error is not None:
             raise error
-        self._store.write_document(self._document, _PROOF)
-        if self._index.shared:
+        self._exchange(must_write=True)
+
+    def _write_block(self, place: Place) -> Outcome:
+        """Write a block of a namespace that no engine has, read it back, and write zeros in its place."""
+        written, found = self._block(_PROBE_KEY, place), self._block(_PROBE_KEY, place)
+        nonce, size = secrets.token_bytes(_NONCE_BYTES), len(written.payload)
+        written.payload[:] = (nonce * (size // _NONCE_BYTES + 1))[:size]
+        digest = xxh3_128_digest(written.payload)
+        encode_header(
+            written.header, key=_PROBE_KEY, fingerprint=_NO_NAMESPACE, sequence=0, raw_length=size, digest=digest
+        )
+        (outcome,) = self._store.put([written])
+        if isinstance(outcome, StoreError):
+            return outcome
+        (read,) = self._store.get([found])
+        (cleared,) = self._store.put([self._block(_PROBE_KEY, place)])
+        # A read that fails is the business of the reads' breaker.
+        if read is Done.DONE and (found.payload != written.payload or found.header != written.header):
+            return TemporaryStoreError(f"{place} was read back with other bytes than were written")
+        return cleared
+
+    # -------------------------------------------------------------------------------------------------------- documents
+
+    def _exchange(self, *, must_write: bool) -> bool:
+        """Write a document, read it back, and return True if it was compared.
+
+        Args:
+            must_write: False if a medium that takes no writes may still answer.
+
+        Raises:
+            StoreError: the medium does not answer, or with other bytes than were written.
+        """
+        proof: bytes | None = _PROOF + secrets.token_hex(_NONCE_BYTES).encode()
+        try:
+            if self._writes and proof is not None:
+                self._store.write_document(self._document, proof)
+            else:
+                proof = None
+        except StoreError:
+            if must_write:
+                raise
+            proof = None
+        found = self._store.read_document(self._document)
+        if found is not None and (bytes(found) != proof if proof is not None else not bytes(found).startswith(_PROOF)):
+            raise TemporaryStoreError(f"document {self._document} was read back with other bytes than were written")
+        if self._index.shared and proof is not None:
             # Machines come and go, and their documents must not pile up.
             self._store.remove_document(self._document)
+        return found is not None and proof is not None
 
     def _block(self, key: bytes, place: Place) -> BlockIO:
         """Return buffers for one block, filled with zeros, with the medium's alignment."""
@@ -148,6 +216,29 @@ class HealthCheck:
         memory = memoryview(mmap.mmap(-1, traits.header_bytes + size + mmap.PAGESIZE))
         start = traits.header_bytes + -traits.header_bytes % traits.alignment
         return BlockIO(key, place, memory[: traits.header_bytes], memory[start : start + size])
+
+
+def _is_sound(block: BlockIO) -> bool:
+    """Return True if ``block`` holds a block of the format whose checksums are right.
+
+    On a medium with names, it must also be the block of this name. A slot may hold a later block than was expected.
+    """
+    header = parse_header(block.header)
+    if isinstance(header, CorruptReason) or (isinstance(block.place, str) and not header.names(block.key)):
+        return False
+    if not header.stored_length <= len(block.payload) or block.filled not in {-1, header.stored_length}:
+        return False
+    payload = memoryview(bytearray(max(header.raw_length, header.stored_length)))
+    payload[: header.stored_length] = block.payload[: header.stored_length]
+    try:
+        if header.codec != Codec.RAW:
+            BlockCodec(element_size=2).decode(header.codec, payload, header.stored_length, block.key)
+        verify_raw(header, payload[: header.raw_length], block.key)
+    except ConfigError:
+        return True  # this process cannot decode it
+    except StoreError:
+        return False
+    return True
 
 
 def _own_document() -> str:
