@@ -117,6 +117,12 @@ class Machine:
 
         assert until(serves)
 
+    @property
+    def epoch(self) -> bytes:
+        """The epoch of the slowest tier."""
+        namespace = self.manager.secondary_tiers[-1].namespace  # type: ignore[attr-defined]
+        return bytes(namespace.epoch)
+
     def available(self, tier: str) -> int:
         return int(self.manager.get_stats()["tiers"][tier]["available"])
 

@@ -129,7 +129,7 @@ class Pool(Medium):
     def restore(self, content: dict[bytes, bytes]) -> None:
         self.flush()
         for name, value in content.items():
-            self._raw.restore(name, 0, value)
+            self._raw.restore(name, 0, value, replace=True)
 
     def flush(self) -> None:
         self._raw.flushall()
