@@ -1,4 +1,4 @@
-"""A bucket whose endpoint begins to redirect: to an older copy of the bucket, or to the bucket of another fleet.
+"""A bucket that begins to redirect: to an older copy of it, or to the bucket of another fleet.
 
 The client follows redirects and cannot be told not to. Names of blocks contain the epoch, and frames a fingerprint, so
 that an engine in an epoch finds no block of another one, whatever host answers.
@@ -96,7 +96,7 @@ def looks(machine: Machine, clock: Clock, host: FakeS3, seconds: float = LOOK_SE
 
 
 def in_a_new_epoch(start: Start, bucket: FakeS3, other: FakeS3, clock: Clock) -> tuple[Machine, Machine]:
-    """Return two engines in a new epoch, one of which holds no rows; ``other`` has the bucket of before."""
+    """Return two engines in a new epoch, the second without rows; ``other`` has the bucket of before."""
     one, two = start(bucket, 0), start(bucket, 0)
     one.store(K)
     with bucket.lock:

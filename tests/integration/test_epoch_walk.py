@@ -172,8 +172,8 @@ class Walk:
     def act(self) -> None:
         """Take one step at random."""
         choice = self.random.choices(
-            [self.use, self.start, self.end, self.begin, self.outage, self.lose, self.save, self.look],
-            [30, 8, 2, 4, 3, 3, 4, 6],
+            [self.use, self.start, self.end, self.begin, self.outage, self.lose, self.save, self.look, self.glance],
+            [30, 8, 2, 4, 2, 3, 4, 4, 6],
         )[0]
         choice()
 
@@ -292,6 +292,20 @@ class Walk:
                 engine.manager.on_schedule_end()
             return
         self.settle()
+
+    def glance(self) -> None:
+        """Let some tiers look, and others not yet."""
+        self._skipped += 0.87 * LOOK_SECONDS
+        self.log.append("some tiers look")
+
+        def looked() -> bool:
+            for engine in self.running():
+                engine.manager.on_schedule_end()
+                engine.manager.has_pending_work()
+            watches = [tier._life._watch for engine in self.running() for tier in engine.manager.secondary_tiers]  # type: ignore[attr-defined]
+            return not any(watch._running for watch in watches)
+
+        assert until(looked)
 
     def running(self) -> list[Machine]:
         return [engine for engine in self.engines if engine is not None]
