@@ -91,9 +91,13 @@ def running_host(
     attempts: int = 1,
     failures: int = 8,
     compression: str = "none",
+    single_units: bool = True,
     release: Callable[[], None] = lambda: None,
 ) -> Iterator[IoHost]:
-    """A host on ``store``; at the end ``release`` is called and the host closed."""
+    """A host on ``store``; at the end ``release`` is called and the host closed.
+
+    Jobs are cut down to single blocks if threads are free for them, unless ``single_units`` is False.
+    """
     clock = FakeClock() if clock is None else clock
     options = _Options(
         type="test",
@@ -103,6 +107,8 @@ def running_host(
         compression=compression,
     )
     host = build_io_host(store, options, primary.context(clock), sleep=clock.sleep)
+    if single_units:
+        host.least_unit_bytes = 0
     try:
         yield host
     finally:

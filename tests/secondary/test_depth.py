@@ -41,12 +41,24 @@ class Device:
                 self._running.append(UNIT * self._dice.lognormvariate(0.0, self._noise))
             self._end_one(full=True)
 
+    def burst(self, units: int) -> None:
+        """Move ``units`` that arrive together, until none is left."""
+        self._running.clear()
+        while units or self._running:
+            while units and len(self._running) < self.finder.depth:
+                self._running.append(UNIT * self._dice.lognormvariate(0.0, self._noise))
+                units -= 1
+            if not units:
+                self.finder.starved()
+            self._end_one(full=units > 0)
+
     def trickle(self, units: int) -> None:
         """Move units one after another, without any that waits."""
         self._running.clear()
         for _ in range(units):
             self._running.append(float(UNIT))
             self._end_one(full=False)
+            self.finder.starved()
 
     def _end_one(self, *, full: bool) -> None:
         count = len(self._running)
@@ -134,6 +146,27 @@ def test_pauses_between_bursts_do_not_count() -> None:
         device.trickle(1)
         device.now += 5.0
     assert device.finder.chosen == 16
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_units_of_a_burst_that_end_together_do_not_count_as_speed(seed: int) -> None:
+    """The first units of a burst begin together. A larger depth must not look faster because they also end together."""
+    device = Device(lambda running: 2e9, noise=0.02, seed=seed)
+    for _ in range(300):
+        device.burst(40)
+        device.now += 1.0
+    assert device.finder.chosen <= AUTO_DEPTH.start
+
+
+def test_a_trial_whose_windows_short_bursts_cannot_fill_is_given_up() -> None:
+    device = Device(scales_to(32))
+    while device.finder.depth == AUTO_DEPTH.start:
+        device.busy(0.05)
+    for _ in range(100):
+        device.burst(2 * AUTO_DEPTH.start)
+    assert (device.finder.depth, device.finder.chosen) == (AUTO_DEPTH.start, AUTO_DEPTH.start)
+    device.busy(300.0)
+    assert device.finder.chosen == 32
 
 
 def test_a_depth_that_is_given_is_kept() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.secondary.io_fakes import PAGE, Primary, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
@@ -192,6 +192,15 @@ def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     assert {place for places in places_of(store, "put") for place in places} == set(range(40))
 
 
+@pytest.mark.parametrize(("size", "least"), [(PAGE, 8), (1 << 20, 2), (4 << 20, 1)])
+def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(size: int, least: int) -> None:
+    primary, store = Primary(16, size), DictStore()
+    with running_host(store, primary, threads=16, single_units=False) as host:
+        host.submit(make_job(primary, IoKind.STORE, range(16)))
+        finish(host)
+    assert {len(places) for places in places_of(store, "put")} == {least}
+
+
 def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
     class _Single(BlockStore):
         traits = StoreTraits(medium="SINGLE")
@@ -202,8 +211,8 @@ def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
             return Done.ABSENT
 
     primary = Primary(1)
-    with running_host(_Single(), primary) as host:
-        assert host.unit_bytes == SINGLE_UNIT_BYTES
+    with running_host(_Single(), primary, single_units=False) as host:
+        assert (host.unit_bytes, host.least_unit_bytes) == (SINGLE_UNIT_BYTES, 0)
 
 
 def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(monkeypatch: pytest.MonkeyPatch) -> None:

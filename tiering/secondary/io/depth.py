@@ -5,6 +5,10 @@ double, in windows that alternate between both. The larger depth must move clear
 the smaller one need only not be slower. A window counts time and bytes only while every place of the depth is taken and
 more units wait. An idle medium therefore teaches nothing. After a search without a better depth, the finder rests; each
 rest is longer than the one before, up to a bound.
+
+Units that begin together, at the start of a burst or of a larger depth, also end together. Their bytes were moved
+before the window and would make it look faster, the more of them there are. So as many units as the depth end uncounted
+first.
 """
 
 from __future__ import annotations
@@ -26,6 +30,12 @@ WINDOW_ROUNDS = 4
 
 FEWEST_PAIRS, MOST_PAIRS = 3, 8
 """Bounds of the pairs of windows that one comparison needs."""
+
+MOST_STARVED = 16
+"""Number of units that may end while no other waits before a trial is given up, as a multiple of the depth.
+
+With short bursts only, the windows of a larger depth would never fill, and the trial would never end.
+"""
 
 FIRST_REST, LONGEST_REST = 4.0, 128.0
 """Bounds of the rest after a search without a better depth, in seconds with full depth."""
@@ -72,6 +82,10 @@ class DepthFinder:
         self._chosen = bounds.start
         self._mark = 0.0
         self._seconds, self._bytes, self._units = 0.0, 0, 0
+        self._unsettled = 0
+        """Number of units that will end before the window counts again."""
+        self._starved = 0
+        """Number of units that ended without another one waiting since the present window began."""
         self._upward = True
         self._failed = 0
         """Number of comparisons in a row that changed nothing."""
@@ -105,7 +119,12 @@ class DepthFinder:
             return
         mark, measuring = self._mark, self.measuring
         self._mark, self.measuring = now, full
-        if not measuring or not full:
+        if not full:
+            return
+        if self._unsettled > 0:
+            self._unsettled -= 1
+            return
+        if not measuring:
             return
         self._seconds += now - mark
         self._bytes += moved
@@ -119,6 +138,17 @@ class DepthFinder:
             rate = self._bytes / self._seconds
             self._forget_window()
             self._end_window(rate)
+
+    def starved(self) -> None:
+        """Record that a unit has ended while no other waits."""
+        self.measuring = False
+        self._unsettled = self.depth
+        if self._base and self.depth != self._chosen:
+            self._starved += 1
+            if self._starved > MOST_STARVED * self.depth:
+                self._forget_window()
+                self._base = 0.0
+                self._conclude(better=False)
 
     def limit(self, threads: int) -> None:
         """Give up depths above ``threads``, because no more can be started now.
@@ -135,22 +165,25 @@ class DepthFinder:
         self.depth = self._chosen
 
     def _forget_window(self) -> None:
-        self.measuring, self._seconds, self._bytes, self._units = False, 0.0, 0, 0
+        self.measuring, self._seconds, self._bytes, self._units, self._starved = False, 0.0, 0, 0, 0
 
     def _end_window(self, rate: float) -> None:
         if rate <= 0.0:
             return
         if not self._base:
             self._base = rate
-            self.depth = self._candidate()
+            self._run(self._candidate())
             return
         self._gains.append(math.log(rate / self._base))
         self._base = 0.0
         better = self._judge()
         if better is None:
-            self.depth = self._chosen
+            self._run(self._chosen)
         else:
             self._conclude(better)
+
+    def _run(self, depth: int) -> None:
+        self.depth = self._unsettled = depth
 
     def _candidate(self) -> int:
         """Return the depth to compare with; the search turns round at the bounds."""
@@ -185,4 +218,4 @@ class DepthFinder:
             self._upward = not self._upward
             if self._failed > 1 or self._chosen in (self._bounds.least, self._bounds.most):
                 self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
-        self.depth = self._chosen
+        self._run(self._chosen)

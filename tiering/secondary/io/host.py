@@ -40,6 +40,13 @@ _log = logging.getLogger("kv_tiering.io")
 BATCH_UNIT_BYTES = 8 << 20
 """Maximum bytes of one unit for media that move several blocks at once."""
 
+LEAST_UNIT_BYTES, LEAST_UNIT_BLOCKS = 2 << 20, 8
+"""Units of media that move several blocks at once are not cut below the smaller one of these.
+
+A unit costs about as much CPU time as 10 blocks. The bound on blocks is for small ones in scattered slots: each takes a
+call of its own, and many in one unit would wait for one another.
+"""
+
 SINGLE_UNIT_BYTES = 1 << 20
 """Maximum bytes of one unit for media that move one block after the other."""
 
@@ -69,6 +76,7 @@ class IoHost:
         depth: bounds of the number of units that run at once, for each direction.
         clock: function that returns monotonic seconds.
         unit_bytes: maximum bytes of a unit; a single block may be larger.
+        least_unit_bytes: bytes below which no job is cut; default 0, so that a unit may be a single block.
         stopping: event that is set when the host is closed; default: a new one.
         news: receiver of an announcement whenever a job or task ends; default: none.
     """
@@ -81,6 +89,7 @@ class IoHost:
         depth: DepthBounds,
         clock: Callable[[], float] = time.monotonic,
         unit_bytes: int = BATCH_UNIT_BYTES,
+        least_unit_bytes: int = 0,
         stopping: threading.Event | None = None,
         news: News | None = None,
     ) -> None:
@@ -98,6 +107,8 @@ class IoHost:
         self._clock = clock
         self.unit_bytes = unit_bytes
         """Maximum bytes of a unit; a single block may be larger."""
+        self.least_unit_bytes = least_unit_bytes
+        """Bytes below which no job is cut."""
         self.lanes = lanes = Lanes(depth, clock)
         """Units that wait and run, and the depth of each direction."""
         self._threads = IoThreads(
@@ -392,8 +403,10 @@ class IoHost:
         The more jobs wait, the fewer units are needed to use all places. Larger units cost less CPU time per block.
         """
         job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
+        size = max(1, max(job.sizes, default=1))
         share = -(-unit.stop // max(1, lane.finder.depth - len(lane.waiting)))
-        blocks = max(1, min(share, self.unit_bytes // max(1, max(job.sizes, default=1))))
+        least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS)
+        blocks = max(1, min(max(share, least), self.unit_bytes // size))
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
         with self._lock:
             unit.state.unfinished += len(units) - 1

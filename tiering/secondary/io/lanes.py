@@ -170,7 +170,9 @@ class Lanes:
             if self.startable < lane.finder.depth:
                 lane.finder.limit(self.startable)
                 self.startable = self.most
-            if full or lane.finder.measuring:
+            if not lane.waiting:
+                lane.finder.starved()
+            elif full or lane.finder.measuring:
                 lane.finder.ended(now, moved, full=full)
 
 
