@@ -109,7 +109,7 @@ class Chat:
 class Driver:
     """Serves a burst through a tiering manager, step by step, without a model."""
 
-    def __init__(self, manager: TieringOffloadingManager, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, manager: Any, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self._manager = manager
         self._rows = rows
         self.counts = Counts()

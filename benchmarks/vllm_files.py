@@ -52,7 +52,7 @@ class FilesRun:
         self.root = work.directory / f"files-{work.block_bytes}"
         self.keys: list[bytes] = []
         self._jobs = itertools.count()
-        self._tier = FileSystemTierManager(_spec(), work.rows.data, "fs", str(self.root))
+        self._tier = FileSystemTierManager(vllm_spec(), work.rows.data, "fs", str(self.root))
 
     def store(self) -> None:
         """Write new blocks, and return when all files have their names."""
@@ -96,7 +96,7 @@ class FilesRun:
             time.sleep(0.0005)
 
 
-def _spec() -> Any:
+def vllm_spec() -> Any:
     """Return the parts of an offloading spec that vLLM's file tier reads."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
