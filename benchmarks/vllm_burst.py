@@ -31,7 +31,7 @@ ROUNDS = 7
 
 
 class VllmManager:
-    """vLLM's ``TieringOffloadingManager`` with its file tier, behind the methods that :class:`Driver` calls.
+    """vLLM's tiering manager with its file tier, behind the methods that :class:`Driver` calls.
 
     Args:
         rows: rows of the primary tier.

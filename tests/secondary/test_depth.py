@@ -150,7 +150,7 @@ def test_pauses_between_bursts_do_not_count() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_units_of_a_burst_that_end_together_do_not_count_as_speed(seed: int) -> None:
-    """The first units of a burst begin together. A larger depth must not look faster because they also end together."""
+    """A larger depth must not look faster because the first units of a burst end together."""
     device = Device(lambda running: 2e9, noise=0.02, seed=seed)
     for _ in range(300):
         device.burst(40)

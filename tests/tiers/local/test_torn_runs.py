@@ -1,4 +1,4 @@
-"""Vectored calls over several slots that stop in the middle: never a wrong byte, and one outcome per block."""
+"""Vectored calls that stop in the middle of several slots: never a wrong byte, an outcome per block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Killed(BaseException):
 
 
 class TearingDevice(FaultyDevice):
-    """Real files whose next data call moves some pages only, and whose calls at one slot always fail."""
+    """Real files with a write that stops in the middle, a bad slot, or an early end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,10 @@ class TearingDevice(FaultyDevice):
 
 
 class Rig:
-    """A store with a pipeline. Rows and keys 0 to 3 are old blocks, 4 to 7 new ones; 8 to 11 are rows to load into."""
+    """A store with a pipeline.
+
+    Rows and keys 0 to 3 are old blocks, 4 to 7 new ones; 8 to 11 are rows to load into.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.device = TearingDevice()

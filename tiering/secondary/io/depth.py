@@ -32,9 +32,10 @@ FEWEST_PAIRS, MOST_PAIRS = 3, 8
 """Bounds of the pairs of windows that one comparison needs."""
 
 MOST_STARVED = 16
-"""Number of units that may end while no other waits before a trial is given up, as a multiple of the depth.
+"""Largest number of units that may end while no other waits before a trial is given up.
 
-With short bursts only, the windows of a larger depth would never fill, and the trial would never end.
+The number is a multiple of the depth. With short bursts only, the windows of a larger depth would never fill, and the
+trial would never end.
 """
 
 FIRST_REST, LONGEST_REST = 4.0, 128.0
