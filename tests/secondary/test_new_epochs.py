@@ -244,6 +244,56 @@ class TestLostDocuments:
         assert find_common(rig.store, rig.context.namespace).covers(rig.context.agreement.known)
         assert not rig.tier.superseded()
 
+    @pytest.mark.parametrize("when", range(3))
+    def test_a_new_epoch_that_begins_while_they_are_written_again_stays_the_last_one(self, rig: Rig, when: int) -> None:
+        begin(rig)
+        look(rig)
+        rig.tier.follow(rig.clock())
+        look(rig, 0.0)
+        old = rig.epoch
+        rig.store.documents.clear()
+        mark = new_invalidation()
+        create, created = rig.store.create_document, 0
+
+        def create_document(name: str, data: bytes) -> bytes | None:
+            nonlocal created
+            created += 1
+            if created == when + 1:
+                begin_common(rig.store, rig.context.namespace, mark)
+            return create(name, data)
+
+        rig.store.create_document = create_document  # type: ignore[method-assign]
+        look(rig)
+        found = find_common(rig.store, rig.context.namespace)
+        assert mark in found.invalidations
+        assert found.epoch != old, "blocks of the older epoch would count as younger"
+
+    def test_an_older_document_after_a_newer_one_does_not_end_its_epoch(self, rig: Rig) -> None:
+        namespace = rig.context.namespace
+        before = {name: data for name, data in rig.store.documents.items() if name.startswith("epoch")}
+        old = rig.epoch
+        rig.store.documents.clear()
+        mark = new_invalidation()
+        begin_common(rig.store, namespace, mark)
+        for name, data in before.items():
+            rig.store.documents.setdefault(name, data)
+        assert find_common(rig.store, namespace).epoch == old
+        later = Rig(shared=True, store=rig.store, agreement=EpochAgreement()).opened()
+        assert later.epoch != old
+        assert later.context.agreement.known[0] == mark
+
+    def test_are_unexplained_if_a_look_takes_longer_than_the_engine_can_be_sure(self, rig: Rig) -> None:
+        rig.store.documents.clear()
+        read = rig.store.read_document
+
+        def read_document(name: str) -> bytes | None:
+            rig.clock.advance(SURE_SECONDS)
+            return read(name)
+
+        rig.store.read_document = read_document  # type: ignore[method-assign]
+        look(rig)
+        assert rig.tier.superseded()
+
     def test_a_damaged_document_is_replaced_by_an_engine_that_starts(self, rig: Rig) -> None:
         (last,) = [name for name in rig.store.documents if name.startswith("epoch") and name.endswith("-1")]
         rig.store.documents[last] = b"damaged"

@@ -77,9 +77,24 @@ class CommonEpoch:
             found.update(dict.fromkeys(named if named or not number else (document.epoch,)))
         return tuple(found)
 
-    def covers(self, invalidations: Iterable[bytes]) -> bool:
-        """Return True if all blocks of the epoch are younger than ``invalidations``."""
-        return set(self.invalidations).issuperset(invalidations)
+    @cached_property
+    def _covered(self) -> frozenset[bytes]:
+        """The invalidations that the last document vouches for.
+
+        A document names all of the documents before it. If it does not, it is older than one of them: the medium lost
+        the older ones, and a new epoch began in the place of one before all were written again.
+        """
+        covered: set[bytes] = set()
+        for number, document in enumerate(self.documents):
+            if document is not None and document.invalidations:
+                covered = set(document.invalidations)
+            elif document is not None and number:
+                covered.add(document.epoch)
+        return frozenset(covered)
+
+    def covers(self, invalidations: Iterable[bytes] = ()) -> bool:
+        """Return True if all blocks of the epoch are younger than ``invalidations`` and those of the medium."""
+        return self._covered.issuperset((*self.invalidations, *invalidations))
 
     def damaged(self, namespace: Namespace) -> list[str]:
         """Return the names of the documents that are damaged."""
@@ -196,7 +211,10 @@ def restore_common(store: Documents, namespace: Namespace, known: CommonEpoch, f
         document = known.documents[number]
         if document is None:
             break
-        store.create_document(epoch_document(namespace, number), document.pack())
+        stored = store.create_document(epoch_document(namespace, number), document.pack())
+        if stored is None or EpochDocument.parse(bytes(stored)) != document:
+            # Somebody has begun another epoch in this place. Older documents after it would end that epoch.
+            break
     return find_common(store, namespace)
 
 

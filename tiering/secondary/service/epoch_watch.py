@@ -92,7 +92,8 @@ class CommonHistory:
             known = self._known
             found = find_common(self._store, self._namespace, known=known)
             if known is not None and not found.continues(known):
-                found = self._lost(known, found, began)
+                # The loss happened at any time until now; reading may have taken long.
+                found = self._lost(known, found, self._clock())
             if self._needs(found, opening):
                 found = self._begin(found, opening=opening, used=used and known is None)
             self._known, self._seen = found, began
