@@ -41,8 +41,8 @@ ASIDE = {"tick", "_tick", "expire", "on_step", "_sweep", "_close", "_wake"}
 """Names of functions that run with or without blocks, or that end a request or wake a thread."""
 
 FROM_THE_MANAGER = ("tiering/manager", "tiering/primary", "tiering/table", "tiering/secondary", "tiers/")
-MOST_FROM_THE_MANAGER = 18
-MOST = 30
+MOST_FROM_THE_MANAGER = 17
+MOST = 29
 
 
 class Walk:

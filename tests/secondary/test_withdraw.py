@@ -153,6 +153,8 @@ def test_no_thread_reads_a_row_that_was_withdrawn(seed: int) -> None:
                         primary.rows[row] = 0xEE
                         del owner[row]
                         free.append(row)
+            else:  # let the threads store what waits: on a busy machine, they may lose each race against withdrawals
+                assert until(settle)
         assert until(settle)
         assert sorted(free) == list(range(rows))
         for first in range(0, len(stored), 40):

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.transfer import Rows
-from tiering.manager.cascades import Job
-from tiering.manager.jobs import TierJobs
+from tiering.manager.jobs import Job, TierJobs
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 

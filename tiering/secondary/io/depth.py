@@ -79,6 +79,8 @@ class DepthFinder:
         """Number of units that shall run now. During a comparison, it alternates between both sides."""
         self.measuring = False
         """True between the ends of two units with full depth; until then, only such an end need be recorded."""
+        self.attentive = False
+        """True if the end of a unit that leaves no other one waiting changes something."""
         self._bounds = bounds
         self._chosen = bounds.start
         self._mark = 0.0
@@ -119,7 +121,7 @@ class DepthFinder:
         if self._bounds.least == self._bounds.most:
             return
         mark, measuring = self._mark, self.measuring
-        self._mark, self.measuring = now, full
+        self._mark, self.measuring, self.attentive = now, full, True
         if not full:
             return
         if self._unsettled > 0:
@@ -142,9 +144,10 @@ class DepthFinder:
 
     def starved(self) -> None:
         """Record that a unit has ended while no other waits."""
-        self.measuring = False
         self._unsettled = self.depth
-        if self._base and self.depth != self._chosen:
+        self.measuring = False
+        self.attentive = bool(self._base) and self.depth != self._chosen
+        if self.attentive:
             self._starved += 1
             if self._starved > MOST_STARVED * self.depth:
                 self._forget_window()
@@ -160,6 +163,7 @@ class DepthFinder:
         if bounds.least == bounds.most or threads >= self.depth:
             return
         self._forget_window()
+        self.attentive = True
         self._base, self._gains, self._upward, self._failed = 0.0, [], False, 0
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._chosen = max(bounds.least, min(self._chosen, threads))

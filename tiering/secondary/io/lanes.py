@@ -171,7 +171,8 @@ class Lanes:
                 lane.finder.limit(self.startable)
                 self.startable = self.most
             if not lane.waiting:
-                lane.finder.starved()
+                if lane.finder.attentive:
+                    lane.finder.starved()
             elif full or lane.finder.measuring:
                 lane.finder.ended(now, moved, full=full)
 
