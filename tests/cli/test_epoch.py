@@ -15,6 +15,7 @@ from examples.valkey_server import ValkeyServer, serving
 from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, fake_s3
 from tiering.errors import TemporaryStoreError
+from tiering.secondary.admin.contract import KnownNamespace
 from tiering.secondary.service.common_epoch import CommonEpoch, find_common, new_invalidation
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
@@ -105,6 +106,29 @@ def test_a_namespace_that_one_medium_lacks_begins_on_the_other(media: Media) -> 
     assert (done.code, "valkey\tno namespace" in done.out) == (0, True)
     assert len(media.found("s3").invalidations) == 1
     assert kv_tiering("epoch", "new", media.stack, "--namespace", "0" * 8, "--yes").code == 2
+
+
+def test_media_that_have_lost_their_documents_are_no_success(media: Media) -> None:
+    done = kv_tiering("epoch", "new", media.stack, "--all", "--yes")
+    assert done.code == 1
+    assert all(f"{name}: holds no namespace whose epoch could begin" in done.err for name in media.words)
+
+
+def test_a_pool_that_loses_its_memory_before_the_epoch_begins_is_no_success(
+    media: Media, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media.fill("s3", "valkey")
+    listed = ValkeyAdmin.namespaces
+
+    async def namespaces(self: ValkeyAdmin) -> list[KnownNamespace]:
+        found = await listed(self)
+        valkey.Valkey(port=media.pool.port).flushall()
+        return found
+
+    monkeypatch.setattr(ValkeyAdmin, "namespaces", namespaces)
+    done = kv_tiering("epoch", "new", media.stack, "--all", "--yes")
+    assert done.code == 1
+    assert "valkey: its documents have gone meanwhile" in done.err
 
 
 @pytest.mark.parametrize("down", ["s3", "valkey"])

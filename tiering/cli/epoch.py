@@ -10,6 +10,7 @@ import click
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
 from tiering.cli.tiers import agreed, choose_namespaces, for_each_tier, note
+from tiering.errors import TemporaryStoreError
 from tiering.secondary.admin.contract import KnownNamespace, TierAdmin
 from tiering.secondary.options import SharedOptions, TierOptions
 from tiering.secondary.service.common_epoch import new_invalidation
@@ -96,6 +97,15 @@ def new(
             click.echo(f"{options.tier_name}\t{', '.join(found) or 'no namespace'}")
             if found:
                 going.append(options)
+    lost = every and not any(options in shared for options in going)
+    if lost:
+        for options in shared:
+            if options.tier_name in contents:
+                note(
+                    options.tier_name,
+                    "holds no namespace whose epoch could begin; if it has lost its documents, engines that run write "
+                    "them again within 30 s, with the older epoch: repeat the command in a minute",
+                )
     stay = [] if config.revision is None else [options for options in going if options in shared]
     for options in stay:
         note(
@@ -104,7 +114,7 @@ def new(
             "its engines serve them until the stack has another revision",
         )
     if not going or dry_run or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
-        return code or int(bool(stay))
+        return code or int(lost or bool(stay))
     # Buckets keep the epoch, so they come first. A pool may lose it, and is watched last.
     going.sort(key=lambda options: (contents[options.tier_name].watch_seconds, options not in shared))
     begun, failed = _begin(going, replica, names)
@@ -116,7 +126,7 @@ def new(
                     "has no new epoch yet: engines of the stack begin it there as soon as they reach this tier and one "
                     "that has it; if none runs, repeat the command",
                 )
-    return code or failed or int(bool(stay))
+    return code or failed or int(lost or bool(stay))
 
 
 def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -> tuple[dict[str, None], int]:
@@ -125,6 +135,8 @@ def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -
 
     async def begin(admin: TierAdmin) -> None:
         found = [item.name for item in await admin.namespaces() if item.name in names]
+        if not found:
+            raise TemporaryStoreError("its documents have gone meanwhile; repeat the command in a minute")
         for name in found:
             sentence = await admin.begin_epoch(name, invalidation)
             click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
