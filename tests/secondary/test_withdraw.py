@@ -77,6 +77,21 @@ def test_a_store_that_is_withdrawn_entirely_ends_at_the_next_poll() -> None:
         assert host.in_flight == 0
 
 
+def test_what_remains_behind_a_withdrawn_block_is_moved_in_units_of_the_usual_size() -> None:
+    primary, store = Primary(16), GatedStore()
+    with running_host(store, primary, threads=1) as host:
+        host.unit_bytes = 2 * primary.size
+        host.submit(make_job(primary, IoKind.STORE, [0], job_id=1))
+        assert until(lambda: store.waiting == 1)
+        host.submit(make_job(primary, IoKind.STORE, range(1, 12), job_id=2))
+        assert host.withdraw({2: {1, 4}}) == [(2, [1, 4])]
+        store.gate.set()
+        results = {result.job.job_id: result for result in finish(host, 2)}
+    assert results[2].outcomes.count(Done.DONE) == 9
+    stored = [list(places) for operation, places in store.calls if operation == "put"]
+    assert stored == [[0], [2, 3], [5, 6], [7, 8], [9, 10], [11]]
+
+
 class _OvertakenQueue(deque[Unit]):
     """Queue whose head a thread takes as soon as it was looked at."""
 

@@ -250,7 +250,7 @@ class IoHost:
         start = unit.start
         for position in (*without, unit.stop):
             if start < position:
-                kept.append(Unit(unit.state, start, position, whole=unit.whole and start == 0))
+                kept.append(Unit(unit.state, start, position, whole=unit.whole))
             start = position + 1
         with self._lock:
             unit.state.unfinished += len(kept)
@@ -398,16 +398,17 @@ class IoHost:
         return True
 
     def _cut(self, unit: Unit) -> Unit:
-        """Cut a whole job into units; return the first one and queue the others.
+        """Cut a whole job, or a part of one, into units; return the first one and queue the others.
 
         The more jobs wait, the fewer units are needed to use all places. Larger units cost less CPU time per block.
         """
         job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
         size = max(1, max(job.sizes, default=1))
-        share = -(-unit.stop // max(1, lane.finder.depth - len(lane.waiting)))
+        share = -((unit.start - unit.stop) // max(1, lane.finder.depth - len(lane.waiting)))
         least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS)
         blocks = max(1, min(max(share, least), self.unit_bytes // size))
-        units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in range(0, unit.stop, blocks)]
+        starts = range(unit.start, unit.stop, blocks)
+        units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in starts]
         with self._lock:
             unit.state.unfinished += len(units) - 1
         if job.kind is IoKind.STORE:

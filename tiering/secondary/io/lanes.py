@@ -49,7 +49,7 @@ class Unit:
     stop: int
     """Position behind the last block."""
     whole: bool = False
-    """True if the job is not cut into units yet; default False."""
+    """True if no thread has cut these blocks into units yet; default False."""
 
 
 class Lane:
