@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import pytest
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
@@ -212,3 +215,67 @@ def test_stores_of_one_step_ask_the_tiers_for_finished_jobs_once() -> None:
     assert tier.asked_for_results == 2
     rig.manager.prepare_store(keys_of(4), rig.ctx)
     assert tier.asked_for_results == 3
+
+
+class StrangeTier(FakeTier):
+    """A fake tier whose next results a test chooses."""
+
+    strange: Iterable[object] | None = None
+
+    def get_finished(self) -> Iterable[JobResult]:
+        strange, self.strange = self.strange, None
+        return super().get_finished() if strange is None else cast("Iterable[JobResult]", strange)
+
+
+@pytest.mark.parametrize(
+    "strange", [[None], [7], 7, [JobResult(cast("int", []), True)]], ids=["none", "number", "no list", "no number"]
+)
+def test_a_tier_whose_results_are_none_is_retired_and_the_step_goes_on(strange: Iterable[object]) -> None:
+    strange_tier, other = StrangeTier("strange"), FakeTier("other", held={A})
+    rig = ManagerRig(8, [strange_tier, other])
+    strange_tier.strange = strange
+    assert rig.manager.lookup(A, rig.ctx) is None
+    rig.step()
+    other.finish_all()
+    assert rig.manager.lookup(A, rig.ctx) is True
+    assert rig.stat("tiers_out_of_service") == 1
+
+
+@pytest.mark.parametrize("wanted", [7, [[]]], ids=["no list", "no keys"])
+def test_a_tier_that_wants_no_keys_is_retired_and_the_step_goes_on(wanted: object) -> None:
+    tier, other = FakeTier("strange"), FakeTier("other")
+    rig = ManagerRig(8, [tier, other])
+    rig.store([A])
+    tier.wanted = cast("list[OffloadKey]", wanted)
+    other.wanted = [A]
+    rig.step()
+    assert stored(other) == [[A]]
+    assert rig.stat("tiers_out_of_service") == 1
+
+
+def test_a_result_with_keys_that_are_none_releases_no_row_and_no_request_waits_for_it() -> None:
+    tier = StrangeTier("strange", held={A})
+    rig = ManagerRig(8, [tier])
+    assert rig.manager.lookup(A, rig.ctx) is None
+    rig.step()
+    tier.strange = [JobResult(tier.loads[0].job_id, False, cast("list[OffloadKey]", [[]]))]
+    rig.step()
+    assert rig.manager.lookup(A, rig.ctx) is False
+    assert rig.stat("tiers_out_of_service") == 1
+    assert rig.stat("misreported_jobs") == 1
+    assert rig.stat("jobs_in_flight") == 1, "the tier may still write the row"
+
+
+def test_results_that_a_generator_returned_before_it_raised_count() -> None:
+    def results() -> Iterator[JobResult]:
+        yield JobResult(tier.loads[0].job_id, True)
+        raise RuntimeError("the connection is gone")
+
+    tier = StrangeTier("strange", held={A})
+    rig = ManagerRig(8, [tier])
+    assert rig.manager.lookup(A, rig.ctx) is None
+    rig.step()
+    tier.strange = results()
+    rig.step()
+    assert rig.stat("tiers_out_of_service") == 1
+    assert rig.stat("jobs_in_flight") == 0

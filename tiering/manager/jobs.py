@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 
@@ -264,17 +264,26 @@ class TierJobs:
         """Take the finished jobs of all tiers, and give up overdue promotions and expired reservations."""
         self.collected = True
         for state in self._states:
+            results: list[JobResult] = []
             try:
-                results = state.tier.get_finished()
+                # What a generator returned before it raised counts.
+                results += state.tier.get_finished()
             except Exception as error:
                 self._tiers.retire_raising(state, state.tier.get_finished, error)
-                continue
             for result in results:
                 self._end(state, result)
         self._promotions.expire(self._clock())
 
     def _end(self, state: TierState, result: JobResult) -> None:
-        job = self._jobs.get(result.job_id)
+        try:
+            job = self._jobs.get(result.job_id)
+            keys = result.successful_keys
+            arrived = (None if result.success else frozenset[OffloadKey]()) if keys is None else frozenset(keys)
+        except Exception as error:
+            # Nothing is released: perhaps the tier still uses the rows of this job.
+            self._stats.misreported_jobs += 1
+            self._tiers.retire(state, f"its get_finished returned what is no result of a job: {error!r}")
+            return
         if job is None or job.state is not state:
             self._stats.misreported_jobs += 1
             self._tiers.retire(state, f"it reported job {result.job_id}, which is not one of its own in flight")
@@ -282,18 +291,15 @@ class TierJobs:
         del self._jobs[result.job_id]
         self.weak.remove(job)
         if job.promotion is not None:
-            self._end_promotion(state, job.promotion, result)
+            self._end_promotion(state, job.promotion, arrived)
             return
         if result.success and result.successful_keys is None:
             self._note_held(state, job.rows)
         self._primary.unpin(job.rows)
 
-    def _end_promotion(self, state: TierState, promotion: Promotion, result: JobResult) -> None:
-        arrived = result.successful_keys
-        if arrived is None and not result.success:
-            arrived = ()
+    def _end_promotion(self, state: TierState, promotion: Promotion, arrived: Collection[OffloadKey] | None) -> None:
         if not state.in_service and not state.resetting:
-            arrived = ()
+            arrived = frozenset()
         keys, rows = self._promotions.end(promotion, arrived)
         self.note_refilled(rows)
         self._note_held(state, rows)

@@ -356,6 +356,8 @@ class TieringOffloadingManager(OffloadingManager):
         method: Callable[[], object] = tier.take_wanted_keys
         try:
             wanted = tier.take_wanted_keys()
+            if wanted:
+                wanted = list(dict.fromkeys(wanted))  # what is no sequence of keys raises here
             method = tier.on_schedule_end
             tier.on_schedule_end()
             method = tier.superseded

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
@@ -212,7 +212,7 @@ class Promotions:
             self._in_flight.update(dict.fromkeys(chosen, part))
             yield part
 
-    def end(self, promotion: Promotion, arrived: Sequence[OffloadKey] | None) -> tuple[list[OffloadKey], Rows]:
+    def end(self, promotion: Promotion, arrived: Collection[OffloadKey] | None) -> tuple[list[OffloadKey], Rows]:
         """End a promotion whose job the tier has reported.
 
         Args:
@@ -232,8 +232,7 @@ class Promotions:
             self.rows_promoting -= len(keys)
         good = np.ones(len(keys), np.bool_)
         if arrived is not None:
-            arrived_set = frozenset(arrived)
-            good = np.fromiter(map(arrived_set.__contains__, keys), np.bool_, len(keys))
+            good = np.fromiter(map(arrived.__contains__, keys), np.bool_, len(keys))
         if not promotion.awaited:
             return self._end_unawaited(promotion, rows, good)
         if np.count_nonzero(good) == len(good):
