@@ -37,6 +37,9 @@ VERIFIED_SHARE = 1 / 16
 A directory that denies a block which is there loses its completeness, and is filled again.
 """
 
+START_RETRY_SECONDS = 15.0
+"""Seconds after a failure to start a thread until the next try."""
+
 _IDLE_SECONDS = 0.25
 
 
@@ -92,6 +95,9 @@ class ValkeyCoordination(Coordination):
         self._wake = Flag()
         self._stop = threading.Event()
         self._threads: list[Launch] = []
+        self._start_due: float | None = None
+        """Time of the next try to start the threads; None: they were started. Any thread may set it."""
+        self._short_of_threads = False
         self._random = random.Random()
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
@@ -148,6 +154,8 @@ class ValkeyCoordination(Coordination):
 
     def take(self) -> Heard | None:
         scope = self._scope
+        if self._start_due is not None and scope is not None and time.monotonic() >= self._start_due:
+            self._start()
         return None if scope is None else scope.inbox.take()
 
     def close(self, timeout: float) -> bool:
@@ -166,6 +174,7 @@ class ValkeyCoordination(Coordination):
 
     def _start(self) -> None:
         """Start the threads that do not run; without threads, the tier works as without coordination."""
+        self._start_due = None
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         running = {thread.name for thread in self._threads}
         for name, work in ((f"kv-{self._name}-tells", self._tell), (f"kv-{self._name}-hears", self._hear)):
@@ -176,8 +185,16 @@ class ValkeyCoordination(Coordination):
             thread.begin()
 
     def _unstarted(self, error: BaseException | None) -> None:
-        if error is not None:
-            logger.warning("tier %s: coordination needs a thread, and none can be started: %s", self._name, error)
+        if error is None:
+            return
+        self._start_due = time.monotonic() + START_RETRY_SECONDS
+        if not self._short_of_threads:
+            self._short_of_threads = True
+            logger.warning(
+                "tier %s: coordination needs a thread, and none can be started; it is tried again: %s",
+                self._name,
+                error,
+            )
 
     # --------------------------------------------------------------------------------------------------- lookup threads
 

@@ -1,0 +1,23 @@
+"""Coordination whose threads cannot be started when its tier opens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.thread_limit import ThreadLimit
+from tests.tiers.coordination.fleet import Fleet, ready
+from tiering.testing.until import until
+from tiers.coordination import coordination
+
+
+def test_threads_that_could_not_be_started_are_started_later(
+    fleet: Fleet, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordination, "START_RETRY_SECONDS", 0.0)
+    thread_limit.reach("-tells", "-hears")
+    rig = fleet.machine(whole=False)
+    assert until(lambda: len(thread_limit.refused) >= 2)
+    assert not ready(rig)
+    thread_limit.leave()
+    rig.wait(lambda: ready(rig))
+    assert caplog.text.count("coordination needs a thread") == 1
