@@ -63,6 +63,9 @@ class FakeStore(BlockStore):
         self.rounds.append(list(places))
         return StoreProbe(tuple(place in self.held for place in places))
 
+    def list_documents(self, prefix: str) -> list[str]:
+        return [name for name in self.documents if name.startswith(prefix)]
+
     def read_document(self, name: str) -> bytes | None:
         if self.failure is not None:
             raise self.failure

@@ -9,6 +9,7 @@ from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement, MetEpoch
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.service.common_epoch import begin_common, ensure_common, find_common, new_invalidation
+from tiering.secondary.service.epoch import epoch_document
 from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 
 
@@ -281,6 +282,19 @@ class TestLostDocuments:
         later = Rig(shared=True, store=rig.store, agreement=EpochAgreement()).opened()
         assert later.epoch != old
         assert later.context.agreement.known[0] == mark
+
+    @pytest.mark.parametrize("lost", [0, 1])
+    def test_before_the_last_one_bring_no_older_epoch_back(self, rig: Rig, lost: int) -> None:
+        begin(rig)
+        look(rig)
+        rig.tier.follow(rig.clock())
+        look(rig, 0.0)
+        namespace = rig.context.namespace
+        del rig.store.documents[epoch_document(namespace, lost)]
+        assert Rig(shared=True, store=rig.store, agreement=EpochAgreement()).opened().epoch == rig.epoch
+        begin(rig)
+        look(rig)
+        assert rig.tier.superseded(), "the new epoch begins after the last document"
 
     def test_are_unexplained_if_a_look_takes_longer_than_the_engine_can_be_sure(self, rig: Rig) -> None:
         rig.store.documents.clear()

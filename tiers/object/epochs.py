@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +23,8 @@ class EpochStore(Protocol):
     def read_document(self, name: str) -> bytes | None: ...
 
     def create_document(self, name: str, data: bytes) -> bytes | None: ...
+
+    def list_documents(self, prefix: str) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,8 @@ class ValkeyStore(BlockStore):
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         names = [name.decode(errors="replace") for name in self.client.call("HKEYS", self._documents)]
-        names += [lease.removeprefix(self._leases) for lease in self.scan(self._leases)]
+        if prefix.startswith(LEASES) or LEASES.startswith(prefix):
+            names += [lease.removeprefix(self._leases) for lease in self.scan(self._leases)]
         return [name for name in names if name.startswith(prefix)]
 
     def remove_document(self, name: str) -> None:

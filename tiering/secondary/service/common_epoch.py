@@ -34,13 +34,15 @@ class Documents(Protocol):
 
     def create_document(self, name: str, data: bytes) -> bytes | None: ...
 
+    def list_documents(self, prefix: str) -> Iterable[str]: ...
+
 
 @dataclass(frozen=True)
 class CommonEpoch:
     """The documents of a namespace's common epoch, as one process found them."""
 
     documents: tuple[EpochDocument | None, ...] = ()
-    """The documents in order; None for one that is damaged. Default: there is none."""
+    """The documents in order; None for one that is damaged, or missing before others. Default: there is none."""
     unexplained: bool = False
     """True if documents that this process knew were lost, perhaps with newer ones; default False.
 
@@ -129,9 +131,16 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
         last = known.documents[-1]
         if last is not None and _read(store, epoch_document(namespace, known.count - 1), namespace) == last:
             documents = list(known.documents)
-    for number in range(len(documents), MAX_DOCUMENTS):
+    confirmed = len(documents)
+    last: int | None = None
+    for number in range(confirmed, MAX_DOCUMENTS):
         document = _read(store, epoch_document(namespace, number), namespace)
-        if document is None:
+        if document is None and last is None and not (confirmed and number == confirmed):
+            # The epoch before a document that was lost must not come back, nor a new one begin before later ones.
+            last = _last_number(store, namespace)
+            if last >= number:
+                document = _read(store, epoch_document(namespace, number), namespace)
+        if document is None and number >= (last or 0):
             return CommonEpoch(tuple(documents))
         # Blocks of the epoch before a damaged document must not come back: if the document stays the last one, a new
         # epoch begins.
@@ -216,6 +225,19 @@ def restore_common(store: Documents, namespace: Namespace, known: CommonEpoch, f
             # Somebody has begun another epoch in this place. Older documents after it would end that epoch.
             break
     return find_common(store, namespace)
+
+
+def _last_number(store: Documents, namespace: Namespace) -> int:
+    """Return the highest number of an epoch document that the medium lists; -1 if it lists none."""
+    first = epoch_document(namespace)
+    numbers = [-1]
+    for name in store.list_documents(first):
+        tail = name.removeprefix(first)
+        if not tail:
+            numbers.append(0)
+        elif tail[0] == "-" and tail[1:].isdecimal():
+            numbers.append(int(tail[1:]))
+    return max(numbers)
 
 
 def _read(store: Documents, name: str, namespace: Namespace) -> EpochDocument | bytes | None:
