@@ -296,6 +296,33 @@ class TestLostDocuments:
         look(rig)
         assert rig.tier.superseded(), "the new epoch begins after the last document"
 
+    def test_before_the_last_one_are_noticed_by_the_next_look(self, rig: Rig) -> None:
+        begin(rig)
+        namespace = rig.context.namespace
+        known = find_common(rig.store, namespace)
+        first, _, last = known.documents
+        del rig.store.documents[epoch_document(namespace, 1)]
+        assert find_common(rig.store, namespace, known=known).documents == (first, None, last)
+
+    def test_while_an_epoch_begins_leave_all_engines_with_the_same_epoch(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin(rig)
+        store, namespace = rig.store, rig.context.namespace
+        known = find_common(store, namespace)
+        create = store.create_document
+
+        def go_back_first(name: str, data: bytes) -> bytes | None:
+            for number in (1, 2):
+                store.documents.pop(epoch_document(namespace, number), None)
+            return create(name, data)
+
+        monkeypatch.setattr(store, "create_document", go_back_first)
+        mark = new_invalidation()
+        found = ensure_common(store, namespace, (mark,), known=known)
+        assert found == find_common(store, namespace)
+        assert found.covers((mark,))
+
     def test_are_unexplained_if_a_look_takes_longer_than_the_engine_can_be_sure(self, rig: Rig) -> None:
         rig.store.documents.clear()
         read = rig.store.read_document

@@ -120,27 +120,25 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
-        known: the epoch that was found before (default: none). If its last document has not changed, only newer
+        known: the epoch that was found before (default: none). If its last two documents have not changed, only newer
             documents are read.
 
     Raises:
         StoreError: a document cannot be read.
     """
     documents: list[EpochDocument | None] = []
-    if known is not None and known.count:
-        last = known.documents[-1]
-        if last is not None and _read(store, epoch_document(namespace, known.count - 1), namespace) == last:
-            documents = list(known.documents)
+    if known is not None and _confirmed(store, namespace, known):
+        documents = list(known.documents)
     confirmed = len(documents)
-    last: int | None = None
+    listed: int | None = None
     for number in range(confirmed, MAX_DOCUMENTS):
         document = _read(store, epoch_document(namespace, number), namespace)
-        if document is None and last is None and not (confirmed and number == confirmed):
+        if document is None and listed is None and not (confirmed and number == confirmed):
             # The epoch before a document that was lost must not come back, nor a new one begin before later ones.
-            last = _last_number(store, namespace)
-            if last >= number:
+            listed = _last_number(store, namespace)
+            if listed >= number:
                 document = _read(store, epoch_document(namespace, number), namespace)
-        if document is None and number >= (last or 0):
+        if document is None and number >= (listed or 0):
             return CommonEpoch(tuple(documents))
         # Blocks of the epoch before a damaged document must not come back: if the document stays the last one, a new
         # epoch begins.
@@ -176,10 +174,9 @@ def ensure_common(
         name = epoch_document(namespace, found.count)
         stored = store.create_document(name, fresh.pack())
         created = None if stored is None else EpochDocument.parse(bytes(stored))
-        if created is not None and created.admits(namespace, None):
-            found = CommonEpoch((*found.documents, created))
-        else:
-            found = None
+        valid = created is not None and created.admits(namespace, None)
+        # If the medium went back to an older copy meanwhile, the document stands after a gap, and others do not see it.
+        found = CommonEpoch((*found.documents, created)) if valid and _confirmed(store, namespace, found) else None
     raise TemporaryStoreError(f"document {name} was written, and is damaged or missing when it is read back")
 
 
@@ -225,6 +222,20 @@ def restore_common(store: Documents, namespace: Namespace, known: CommonEpoch, f
             # Somebody has begun another epoch in this place. Older documents after it would end that epoch.
             break
     return find_common(store, namespace)
+
+
+def _confirmed(store: Documents, namespace: Namespace, known: CommonEpoch) -> bool:
+    """Return True if the last two documents of ``known`` are still there, unchanged.
+
+    The last one alone does not tell that the medium has lost older ones, before or after its creation.
+    """
+    if not known.count or known.documents[-1] is None:
+        return False
+    for number in range(max(known.count - 2, 0), known.count):
+        document = _read(store, epoch_document(namespace, number), namespace)
+        if (document if isinstance(document, EpochDocument) else None) != known.documents[number]:
+            return False
+    return True
 
 
 def _last_number(store: Documents, namespace: Namespace) -> int:
