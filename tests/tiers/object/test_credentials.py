@@ -135,7 +135,7 @@ def test_a_slow_chain_delays_no_request_once_there_are_credentials(fake: FakeS3)
     assert [source()["access_key_id"] for _ in range(3)] == ["AKIDFAKE0123456789AB"] * 3
 
     def renewals() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "s3-credentials"]
+        return [thread for thread in threading.enumerate() if thread.name == "s3-credentials" and thread.is_alive()]
 
     assert until(renewals)
     (renewal,) = renewals()

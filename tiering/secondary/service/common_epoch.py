@@ -42,7 +42,7 @@ class CommonEpoch:
     """The documents of a namespace's common epoch, as one process found them."""
 
     documents: tuple[EpochDocument | None, ...] = ()
-    """The documents in order; None for one that is damaged, or missing before others. Default: there is none."""
+    """The documents in order; None for one that is damaged, or missing before others. Default: none."""
     unexplained: bool = False
     """True if documents that this process knew were lost, perhaps with newer ones; default False.
 
