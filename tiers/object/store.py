@@ -419,9 +419,10 @@ class ObjectStore(BlockStore):
         """Yield the objects below ``directory``, up to 1,000 at a time."""
         try:
             self._requests.count(Verb.LIST)
-            for objects in obstore.list(self._requests.client, directory, chunk_size=_LIST_CHUNK):
+            for page, objects in enumerate(obstore.list(self._requests.client, directory, chunk_size=_LIST_CHUNK)):
+                if page:
+                    self._requests.count(Verb.LIST)
                 yield objects
-                self._requests.count(Verb.LIST)
         except STORE_FAILURES as error:
             raise self._translate(error, f"list {directory}") from error
 
