@@ -81,6 +81,27 @@ def test_a_reset_before_it_could_follow_wins(revision: str | None) -> None:
     assert (rig.epoch, available(rig)) == (own, (1, 1))
 
 
+def test_a_tier_that_opens_again_does_not_enter_the_successor_that_it_found_before() -> None:
+    agreement = EpochAgreement()
+    rig = Rig(shared=True, agreement=agreement).opened()
+    begin(rig)
+    look(rig)
+    assert rig.tier.superseded()
+    # Another tier has found the same new epoch, and the manager holds no blocks: this tier opens its medium again.
+    agreement.learn(find_common(rig.store, rig.context.namespace).invalidations)
+    last = begin(rig)
+    for _ in range(3):
+        rig.tier.follow(rig.clock())
+        rig.io.run_tasks()
+        rig.finished()
+    assert rig.epoch == last
+    newer = begin(rig)
+    look(rig)
+    assert rig.tier.superseded(), "a tier in a common epoch looks for newer ones"
+    rig.tier.follow(rig.clock())
+    assert rig.epoch == newer
+
+
 def test_after_the_shutdown_there_is_nothing_to_follow() -> None:
     rig = Rig(shared=True).opened()
     begin(rig)

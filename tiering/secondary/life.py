@@ -361,7 +361,8 @@ class TierLife:
         self._abandon()
         self._opener.accept(common)
         self._agreement.enter(self._name, self._met(common), dropped=dropped)
-        if common.epoch is not None and common.covers(self._agreement.known):
+        # A medium that is being opened again may have a later epoch by now, which the attempt finds.
+        if common.epoch is not None and self._service.in_service and common.covers(self._agreement.known):
             self._service.leave(Target(self._namespace.with_epoch(common.epoch)))
         else:
             self._service.again()
@@ -388,6 +389,10 @@ class TierLife:
     def _entered(self, namespace: Namespace) -> None:
         """Record that an epoch has been entered, at the first opening or by a reset."""
         common = self._opener.common(namespace)
+        if common is None and self._opener.was_common(namespace):
+            # A later epoch was found meanwhile. Without a record of it, this one would count as the process's own.
+            self._service.again()
+            return
         if self._record is not None:
             self._agreement.learn(self._opener.invalidations)
             if not self._record.admits(namespace):

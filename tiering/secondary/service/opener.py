@@ -71,6 +71,8 @@ class Opener:
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
         self._common: CommonEpoch | None = None
+        self._commons: set[bytes] = set()
+        """All common epochs that this process has found on the medium."""
         self._agreement = agreement or EpochAgreement()
         self.history = CommonHistory(name, store, namespace, self._agreement, writes=writes, clock=clock)
         """Documents of the common epoch of a shared medium."""
@@ -295,13 +297,22 @@ class Opener:
         found = self.history.look(opening=True, used=used)
         for document in found.damaged(self._namespace):
             self._tell_loss(document, missing=False, known=True)
-        self._common = found
+        self._find(found)
         return self._namespace.with_epoch(found.epoch or NO_EPOCH)
 
     def accept(self, found: CommonEpoch) -> None:
         """Record that the tier enters the common epoch ``found``, and that the machine holds no older block."""
-        self._common = replace(found, unexplained=False)
+        self._find(replace(found, unexplained=False))
         self.history.accept()
+
+    def _find(self, found: CommonEpoch) -> None:
+        if found.epoch is not None:
+            self._commons.add(found.epoch)
+        self._common = found
+
+    def was_common(self, namespace: Namespace) -> bool:
+        """Return True if ``namespace`` is in an epoch that this process has found as the common one."""
+        return namespace.epoch in self._commons
 
     def common(self, namespace: Namespace) -> CommonEpoch | None:
         """Return the common epoch if ``namespace`` is in it; None if not."""
