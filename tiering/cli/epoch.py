@@ -140,7 +140,7 @@ def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -
         for name in found:
             sentence = await admin.begin_epoch(name, invalidation)
             click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
-        if found and admin.watch_seconds:
+        if admin.watch_seconds:
             note(
                 admin.name,
                 f"watches over the new epoch for {admin.watch_seconds:.0f} s, because the server may lose its memory "
