@@ -250,10 +250,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
         return self._jobs.unreported
 
     def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        return self._jobs.waiting_stores(job_ids)
+        return self._jobs.withdrawal.waiting(job_ids)
 
     def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        return self._jobs.withdraw(rows)
+        return self._jobs.withdrawal.withdraw(rows)
 
     # ---------------------------------------------------------------------------------------------------------- notices
 

@@ -10,47 +10,14 @@ from itertools import compress
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
-from tiering.secondary.contract import TransferJob
 from tiering.secondary.coordination import CLAIM_SECONDS, Claim, Coordination
+from tiering.secondary.stages import PlannedStore
 
 MAX_LEFT = 1 << 14
 """Maximum number of blocks left to other machines that are remembered."""
 
 LAPSE_JITTER = 0.5
 """Largest share of a claim's life by which machines wait longer before they offer a block again."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStore:
-    """A store whose places are reserved; all sequences but ``held`` are co-indexed."""
-
-    job: TransferJob
-    """The job as the manager submitted it."""
-    held: list[OffloadKey]
-    """Keys that need no I/O, because the medium holds them already."""
-    keys: Sequence[OffloadKey]
-    """Keys to store."""
-    rows: list[int]
-    """Primary row of each block."""
-    places: list[Place]
-    """Reserved place of each block."""
-    sizes: list[int]
-    """Raw bytes of each block."""
-
-    def split(self, granted: Sequence[bool]) -> tuple[PlannedStore, PlannedStore]:
-        """Return the part of this store that is granted, and the part that is not."""
-        return self._part(granted), self._part([not grant for grant in granted])
-
-    def _part(self, chosen: Sequence[bool]) -> PlannedStore:
-        at = [position for position, choice in enumerate(chosen) if choice]
-        return PlannedStore(
-            self.job,
-            self.held,
-            [self.keys[position] for position in at],
-            [self.rows[position] for position in at],
-            [self.places[position] for position in at],
-            [self.sizes[position] for position in at],
-        )
 
 
 @dataclass(slots=True)

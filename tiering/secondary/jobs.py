@@ -10,24 +10,24 @@ reports them, and a :class:`JobResult` ends the job. All four, and all log lines
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
-from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
-from tiering.secondary.claims import LeftBlocks, PlannedStore, StoreClaims
-from tiering.secondary.contract import JobResult, TransferJob, WaitingStores
+from tiering.secondary.claims import LeftBlocks, StoreClaims
+from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.overdue import OverdueLoads
 from tiering.secondary.service.pace import LoadPace
+from tiering.secondary.stages import PlannedStore, RunningJob, WaitingStore
+from tiering.secondary.withdrawal import StoreWithdrawal
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -36,43 +36,6 @@ ROOM_WAIT_SECONDS = 1.0
 
 Its primary rows are pinned so long. Then its head takes the places that are free, and its tail is dropped.
 """
-
-
-class RunningJob(NamedTuple):
-    """Job that runs on the I/O side."""
-
-    job: TransferJob
-    """The job as the manager submitted it."""
-    held: list[OffloadKey]
-    """Keys that need no I/O, because the medium holds them already."""
-    io: IoJob
-    """The job as it was submitted to the I/O side."""
-    stored_bytes: int
-    """Bytes of the job that count against the store budget; 0 for loads."""
-    epochs: int
-    """Number of epochs that the tier had left when the job was submitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingStore:
-    """Store that waits for places that the medium prepares."""
-
-    job: TransferJob
-    """The job as the manager submitted it."""
-    positions: list[int]
-    """Positions of the keys to store."""
-    keys: Sequence[OffloadKey]
-    """Keys to store, co-indexed with ``positions``."""
-    waiting_bytes: int
-    """Bytes that count against the store budget while the store waits."""
-    until: float
-    """Time in monotonic seconds at which the store stops waiting."""
-
-    @property
-    def rows(self) -> list[int]:
-        """Primary row of each key to store."""
-        rows: list[int] = self.job.block_ids[self.positions].tolist()
-        return rows
 
 
 class TierJobs:
@@ -114,6 +77,10 @@ class TierJobs:
         self._running: dict[int, RunningJob] = {}
         self._waiting: dict[int, WaitingStore] = {}
         self._finished: list[JobResult] = []
+        self.withdrawal = StoreWithdrawal(
+            parts, self._running, self._waiting, self._claims, give_back=self._give_back, finish=self._finish
+        )
+        """Withdrawal of stores that have not begun."""
         self.stored = False
         """True if a store has begun since the present epoch was entered."""
 
@@ -175,7 +142,7 @@ class TierJobs:
     def _upload(self, store: PlannedStore) -> None:
         self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
 
-    def _yield(self, store: PlannedStore) -> None:
+    def _give_back(self, store: PlannedStore) -> None:
         """Give back the places of blocks that this machine does not upload."""
         self._budget.used -= sum(store.sizes)
         self._stats.cascades_active -= len(store.keys)
@@ -188,7 +155,7 @@ class TierJobs:
         for store, granted in self._claims.take_decided():
             if granted is not None and not all(granted):
                 store, others = store.split(granted)
-                self._yield(others)
+                self._give_back(others)
                 self._stats.stores_left += len(others.keys)
                 self._coordination.watch(others.keys, others.places)
                 if self.left is not None:
@@ -200,7 +167,7 @@ class TierJobs:
 
     def _drop_claimed(self) -> None:
         for store in () if self._claims is None else self._claims.take_all():
-            self._yield(store)
+            self._give_back(store)
             self._stats.stores_dropped += len(store.keys)
             self._finish(store.job, ())
 
@@ -229,94 +196,12 @@ class TierJobs:
             self._begin_store(store.job, store.positions[: len(keys)], keys)
         return not self._claims
 
-    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        """Return which blocks of some stores have not begun, each store from its tail; None if there are none."""
-        found: list[Sequence[int]] = []
-        oldest = math.inf
-        for job_id in job_ids:
-            rows: Sequence[int] = ()
-            if (running := self._running.get(job_id)) is not None:
-                rows, job = self._io.waiting_rows(job_id), running.job
-            elif (store := self._waiting.get(job_id)) is not None:
-                rows, job = store.rows[::-1], store.job
-            elif self._claims and (planned := self._claims.get(job_id)) is not None:
-                rows, job = planned.rows[::-1], planned.job
-            found.append(rows)
-            if rows and job.submitted_at < oldest:
-                oldest = job.submitted_at
-        return WaitingStores(found, max(oldest, self._io.store_begun)) if oldest < math.inf else None
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, Sequence[int]]]:
-        """Give up blocks of stores that have not begun.
-
-        Args:
-            rows: rows of the blocks, by the number of their job.
-
-        Returns:
-            The number of each job that lost blocks, and their rows.
-        """
-        withdrawn = list(self._io.withdraw(rows))
-        for job_id, lost in withdrawn:
-            running = self._running[job_id]
-            sizes = running.io.sizes
-            if len(lost) < len(sizes):
-                gone = frozenset(lost)
-                sizes = [size for size, row in zip(sizes, running.io.rows, strict=True) if row in gone]
-            freed = sum(sizes)
-            self._budget.used -= freed
-            self._release(running.io, lost)
-            self._running[job_id] = running._replace(stored_bytes=running.stored_bytes - freed)
-        if self._waiting:
-            waiting = [self._waiting[job_id] for job_id in rows if job_id in self._waiting]
-            given = [(store.job.job_id, self._withdraw_waiting(store, rows[store.job.job_id])) for store in waiting]
-            withdrawn += [(job_id, lost) for job_id, lost in given if lost]
-        if self._claims:
-            claimed = [job_id for job_id in rows if self._claims.get(job_id) is not None]
-            withdrawn += [
-                (job_id, lost) for job_id in claimed if (lost := self._withdraw_claimed(job_id, rows[job_id]))
-            ]
-        self._stats.stores_withdrawn += sum([len(lost) for _, lost in withdrawn])
-        return withdrawn
-
-    def _release(self, io_job: IoJob, rows: Sequence[int]) -> None:
-        """Give up the claims on blocks of a store that will not be uploaded."""
-        if self._coordination is not None and self._index.holds_epoch(io_job.places):
-            lost = frozenset(rows)
-            places = [place for place, row in zip(io_job.places, io_job.rows, strict=True) if row in lost]
-            self._coordination.released(places)
-
-    def _withdraw_claimed(self, job_id: int, rows: Collection[int]) -> Sequence[int]:
-        if self._claims is None:
-            return ()
-        lost = self._claims.withdraw(job_id, rows)
-        self._yield(lost)
-        if self._claims.get(job_id) is None:
-            self._finish(lost.job, lost.held)
-        return lost.rows
-
-    def _withdraw_waiting(self, store: WaitingStore, rows: Collection[int]) -> Sequence[int]:
-        held = store.rows
-        left = [at for at, row in enumerate(held) if row not in rows]
-        if len(left) == len(held):
-            return ()
-        keys = [store.keys[at] for at in left]
-        waiting_bytes = sum(self._budget.sizes(keys))
-        self._budget.used -= store.waiting_bytes - waiting_bytes
-        if left:
-            positions = [store.positions[at] for at in left]
-            self._waiting[store.job.job_id] = replace(
-                store, positions=positions, keys=keys, waiting_bytes=waiting_bytes
-            )
-        else:
-            del self._waiting[store.job.job_id]
-            self._finish(store.job, ())
-        return [row for row in held if row in rows]
-
     def drop_waiting(self) -> None:
         """End the stores that wait for places, or for an answer to a claim: they are dropped."""
         self._drop_claimed()
-        waiting, self._waiting = self._waiting, {}
-        for store in waiting.values():
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        for store in waiting:
             self._budget.used -= store.waiting_bytes
             self._stats.stores_dropped += len(store.keys)
             self._finish(store.job, ())
@@ -425,7 +310,7 @@ class TierJobs:
         """Leave the present epoch: from now on no result counts, not even those of running jobs."""
         for running in self._running.values():
             if running.io.kind is IoKind.STORE:
-                self._release(running.io, running.io.rows)
+                self.withdrawal.release_claims(running.io, running.io.rows)
         if self.left is not None:
             self.left.clear()
         self._epochs += 1

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from tiering.block_store import BlockStore, Done, Outcome
@@ -34,6 +33,7 @@ from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
 from tiering.secondary.io.threads import IoThreads
+from tiering.secondary.io.withdrawal import StoreUnits
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -54,7 +54,6 @@ LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
 _LONGEST_WAIT = 0.05
-_START = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class IoHost:
         self._news = threading.Event()
         self._announce = (news or News()).announce
         self._lock = threading.Lock()
-        self._stores: dict[int, JobState] = {}
+        self._stores = StoreUnits(lanes.stores, self._lock)
         self._submitted = 0
         self._reported = 0
         self._finished = 0
@@ -163,7 +162,7 @@ class IoHost:
             self._fail(unit, closed)
         else:
             if job.kind is IoKind.STORE:
-                self._stores[job.job_id] = unit.state
+                self._stores.states[job.job_id] = unit.state
                 unit.state.waiting.add(unit)
             self.lanes.of(job.kind).waiting.append(unit)
             if self.lanes.has_work:
@@ -186,21 +185,10 @@ class IoHost:
 
     def waiting_rows(self, job_id: int) -> list[int]:
         """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
-        state = self._stores.get(job_id)
-        if state is None or not state.waiting:
-            return []
-        rows = state.job.rows
-        # A list of a set is made in one operation: threads that take units meanwhile do not disturb it.
-        units = list(state.waiting)
-        if len(units) > 1:
-            units.sort(key=_START, reverse=True)
-        return [row for unit in units for row in reversed(rows[unit.start : unit.stop])]
+        return self._stores.waiting_rows(job_id)
 
     def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, list[int]]]:
         """Take back blocks from stores, as far as no thread has begun them.
-
-        A unit belongs to the thread that removes it from the queue. A unit that this thread removes is therefore not
-        begun by any other; the blocks that remain are queued again, at the same place, in units of their own.
 
         Args:
             rows: rows of the blocks, by the number of their job.
@@ -211,54 +199,20 @@ class IoHost:
         withdrawn: list[tuple[int, list[int]]] = []
         now, ended = self._clock(), False
         for job_id, wanted in rows.items():
-            state = self._stores.get(job_id)
             lost: list[int] = []
-            for unit in () if state is None else sorted(state.waiting, key=_START):
-                chosen = self._take_back(unit, wanted)
-                if chosen:
-                    result = self._end_unit(unit, chosen, [Done.ABSENT] * len(chosen), now)
-                    if result is not None:
-                        self._ended.append(result)
-                        ended = True
-                    lost += [unit.state.job.rows[position] for position in chosen]
+            for unit, positions in self._stores.take_back(job_id, wanted):
+                result = self._end_unit(unit, positions, [Done.ABSENT] * len(positions), now)
+                if result is not None:
+                    self._ended.append(result)
+                    ended = True
+                lost += [unit.state.job.rows[position] for position in positions]
             if lost:
                 withdrawn.append((job_id, lost))
+        if withdrawn and self.lanes.has_work:
+            self._wake()
         if ended:
             self._tell()
         return withdrawn
-
-    def _take_back(self, unit: Unit, rows: Collection[int]) -> list[int]:
-        """Remove the blocks in ``rows`` from a unit that waits, and return their positions."""
-        held, queue = unit.state.job.rows, self.lanes.stores.waiting
-        chosen = [position for position in range(unit.start, unit.stop) if held[position] in rows]
-        if not chosen:
-            return []
-        try:
-            # The oldest stores are withdrawn first, so the unit is near the head of the queue.
-            at = queue.index(unit)
-            queue.remove(unit)
-        except (ValueError, IndexError):
-            return []  # a thread has begun the unit
-        unit.state.waiting.discard(unit)
-        if len(chosen) < unit.stop - unit.start:
-            self._put_back(unit, chosen, at)
-        return chosen
-
-    def _put_back(self, unit: Unit, without: Sequence[int], at: int) -> None:
-        """Queue a unit again ``without`` some positions, at position ``at`` of the queue."""
-        kept: list[Unit] = []
-        start = unit.start
-        for position in (*without, unit.stop):
-            if start < position:
-                kept.append(Unit(unit.state, start, position, whole=unit.whole))
-            start = position + 1
-        with self._lock:
-            unit.state.unfinished += len(kept)
-        unit.state.waiting.update(kept)
-        for part in reversed(kept):
-            self.lanes.stores.waiting.insert(at, part)
-        if self.lanes.has_work:
-            self._wake()
 
     def poll(self) -> list[IoResult]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
@@ -268,7 +222,7 @@ class IoHost:
         while self._ended:
             item = self._ended.popleft()
             if isinstance(item, IoResult):
-                self._stores.pop(item.job.job_id, None)
+                self._stores.states.pop(item.job.job_id, None)
                 results.append(item)
                 continue
             try:
