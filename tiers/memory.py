@@ -41,9 +41,9 @@ class MemoryOptions(BlockTierOptions, SlotOptions):
     }
 
     capacity: Size = 1 << 30
-    """Bytes that the tier's slots may take, headers included (default: 1 GiB)."""
+    """Bytes that the tier's slots may take, headers included; default: 1 GiB."""
     share: str | None = None
-    """Name of a memory that outlives its tier (default: none).
+    """Name of a memory that outlives its tier; default: none.
 
     A later tier of this process with the same name recovers the blocks of the earlier one.
     """
@@ -80,7 +80,7 @@ class MemoryStore(BlockStore):
     A put replaces a frame as a whole; a get that has already found the old frame still reads the old frame.
 
     Args:
-        memory: The memory to use (default: a new one).
+        memory: the memory to use; default: a new one.
     """
 
     traits = StoreTraits(medium="MEMORY")

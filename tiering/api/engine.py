@@ -80,8 +80,8 @@ class OffloadingSpec(ABC):
 
     Args:
         engine: the engine's configuration.
-        extra_config: the user's extra configuration. ``block_size`` is the offloaded block size in tokens (default:
-            the GPU block size); ``offload_prompt_only`` (default True) excludes generated tokens.
+        extra_config: the user's extra configuration. ``block_size`` is the offloaded block size in tokens, by
+            default the GPU block size; ``offload_prompt_only`` (default True) excludes generated tokens.
 
     Raises:
         ConfigError: the block sizes do not fit together.

@@ -110,7 +110,7 @@ class EpochAgreement:
         Args:
             name: name of the shared tier.
             met: the common epoch.
-            dropped: True if the manager is dropping all older blocks at this moment (default: False).
+            dropped: True if the manager is dropping all older blocks at this moment; default: False.
         """
         self.met = {**self.met, medium_id(name): met}
         self.learn(met.invalidations, dropped=dropped)
@@ -120,7 +120,7 @@ class EpochAgreement:
 
         Args:
             invalidations: invalidations that a tier has found.
-            dropped: True if the manager is dropping all older blocks at this moment (default: False).
+            dropped: True if the manager is dropping all older blocks at this moment; default: False.
         """
         known = tuple(dict.fromkeys((*self.known, *invalidations)))
         if len(known) > len(self.known):

@@ -13,7 +13,7 @@ class FakeClock:
     Call the object for the time; pass :meth:`sleep` to code that sleeps.
 
     Args:
-        now: The first time, in seconds (default: 1000).
+        now: the first time, in seconds; default: 1000.
     """
 
     def __init__(self, now: float = 1000.0) -> None:
@@ -41,8 +41,8 @@ def until(predicate: Callable[[], object], timeout: float = 10.0) -> bool:
     """Wait until ``predicate()`` holds, which another thread must bring about.
 
     Args:
-        predicate: The condition.
-        timeout: Seconds of real time to wait at most (default: 10).
+        predicate: the condition.
+        timeout: seconds of real time to wait at most; default: 10.
 
     Returns:
         True if the condition held in time.

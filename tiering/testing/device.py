@@ -43,7 +43,7 @@ class UnsyncedDevice(Files):
     the changes (creations, renames, removals) made in a directory since its last sync, in their order.
 
     Args:
-        seed: Seed of the random choices.
+        seed: seed of the random choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -149,9 +149,9 @@ class FaultyDevice(Files):
         An :class:`OSError` that it raises fails the operation.
         """
         self.limit = 0
-        """Bytes that one read or write moves at most (default: 0, no limit)."""
+        """Bytes that one read or write moves at most; default: 0, no limit."""
         self.direct = True
-        """True if files can be opened with O_DIRECT (default: True)."""
+        """True if files can be opened with O_DIRECT; default: True."""
         self.calls: list[tuple[str, Path]] = []
         """(operation, path) of every operation that was tried."""
         self._paths: dict[int, Path] = {}
@@ -239,11 +239,11 @@ class BadSectorDevice(FaultyDevice):
         """Make a range of a file bad.
 
         Args:
-            path: The file.
-            start: First bad byte.
-            length: Number of bad bytes.
-            reads: Reads of the range fail (default: True).
-            writes: Writes to the range fail (default: True).
+            path: the file.
+            start: first bad byte.
+            length: number of bad bytes.
+            reads: reads of the range fail; default: True.
+            writes: writes to the range fail; default: True.
         """
         self._ranges.append(_BadRange(path, start, start + length, reads, writes))
 

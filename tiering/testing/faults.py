@@ -20,8 +20,8 @@ class DictStore(BlockStore):
     It raises :class:`PermanentStoreError` if buffers break the contract of stores.
 
     Args:
-        header_bytes: Bytes of a header (default: 128).
-        alignment: Required alignment of buffers, in bytes (default: 1).
+        header_bytes: bytes of a header; default: 128.
+        alignment: required alignment of buffers, in bytes; default: 1.
     """
 
     _variable_size: ClassVar[bool] = False
@@ -114,10 +114,10 @@ class FaultyStore(ChaosLayer):
     """A :class:`DictStore` with faults.
 
     Args:
-        seed: Seed of the random faults (default: 0).
-        plan: The faults and their probabilities (default: none).
-        sleep: Called for delays (default: a real sleep).
-        medium_store: The store underneath (default: a new one).
+        seed: seed of the random faults; default: 0.
+        plan: the faults and their probabilities; default: none.
+        sleep: called for delays; default: a real sleep.
+        medium_store: the store underneath; default: a new one.
     """
 
     def __init__(

@@ -46,11 +46,11 @@ def block_to_put(store: BlockStore, place: Place, size: int, *, number: int = 0,
     """Return a block that is ready to be put.
 
     Args:
-        store: The store, which determines the header's size.
-        place: The block's place.
-        size: Bytes of the payload.
-        number: Determines the key and the content (default: 0).
-        version: Determines the content, together with ``number`` (default: 0).
+        store: the store, which determines the header's size.
+        place: the block's place.
+        size: bytes of the payload.
+        number: determines the key and the content; default: 0.
+        version: determines the content, together with ``number``; default: 0.
     """
     payload = aligned(size)
     np.copyto(np.frombuffer(payload, np.uint8), random_bytes(size, number * 1000 + version))
@@ -70,10 +70,10 @@ def block_to_get(store: BlockStore, place: Place, size: int, *, number: int = 0)
     """Return buffers for a get of a block, filled with bytes that no block contains.
 
     Args:
-        store: The store, which determines the header's size.
-        place: The block's place.
-        size: Bytes of the payload.
-        number: Number of the expected block (default: 0).
+        store: the store, which determines the header's size.
+        place: the block's place.
+        size: bytes of the payload.
+        number: number of the expected block; default: 0.
     """
     header, payload = aligned(store.traits.header_bytes), aligned(size)
     np.frombuffer(header, np.uint8).fill(0xA5)
@@ -90,9 +90,9 @@ def is_verified(store: BlockStore, block: BlockIO, outcome: Outcome) -> bool:
     """Return True if a get returned ``block`` intact. Absent blocks, errors and damaged bytes are misses.
 
     Args:
-        store: The store.
-        block: The block with the buffers of the get.
-        outcome: Outcome of the get.
+        store: the store.
+        block: the block with the buffers of the get.
+        outcome: outcome of the get.
     """
     if outcome is not Done.DONE:
         return False

@@ -35,16 +35,16 @@ class BlockStoreTests(ABC):
     """
 
     block_bytes: ClassVar[int] = 64 << 10
-    """Bytes of the largest payload (default: 64 KiB)."""
+    """Bytes of the largest payload; default: 64 KiB."""
     shared: ClassVar[bool] = False
-    """True if several processes share the medium and places are names (default: False, places are slots).
+    """True if several processes share the medium and places are names; default: False, places are slots.
 
     Shared media are also tested for probe, delete and reclaim.
     """
     persistent: ClassVar[bool] = True
-    """True if a store that is made later finds the blocks of a closed one (default: True)."""
+    """True if a store that is made later finds the blocks of a closed one; default: True."""
     documents: ClassVar[bool] = True
-    """True if the store keeps documents (default: True)."""
+    """True if the store keeps documents; default: True."""
 
     @abstractmethod
     def make_store(self) -> BlockStore:

@@ -31,8 +31,8 @@ def make_namespace(name: str, group_bytes: tuple[int, ...]) -> Namespace:
     """Return the namespace of a model called ``name``.
 
     Args:
-        name: The model's name.
-        group_bytes: Bytes of a block, per KV-cache group.
+        name: the model's name.
+        group_bytes: bytes of a block, per KV-cache group.
     """
     return Namespace.build(ModelIdentity(name=name, weights="w1", dtype="bfloat16", layout="conformance"), group_bytes)
 
@@ -43,12 +43,12 @@ class TierRig:
     Blocks are stored from rows whose bytes depend on the key, and loaded into rows with other bytes.
 
     Args:
-        make_tier: Returns the tier for a context. Called once.
-        group_bytes: Bytes of a block, per KV-cache group.
-        model: Name of the model, which determines the namespace (default: "model-a").
-        num_rows: Number of rows (default: 64).
-        events: Events are enabled in the context (default: False).
-        revision: Revision of the weights in the context (default: none).
+        make_tier: returns the tier for a context. Called once.
+        group_bytes: bytes of a block, per KV-cache group.
+        model: name of the model, which determines the namespace; default: "model-a".
+        num_rows: number of rows; default: 64.
+        events: events are enabled in the context; default: False.
+        revision: revision of the weights in the context; default: none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TierRig:
         """Open the tier, and return the rig once the tier stores blocks.
 
         Raises:
-            TimeoutError: The tier does not serve in time.
+            TimeoutError: the tier does not serve in time.
         """
         if not self.tier.open(time.monotonic() + PATIENCE_SECONDS):
             raise TimeoutError("the tier did not come into service")
@@ -125,10 +125,10 @@ class TierRig:
         """Return the rows of stores that have not begun, by the id of their job, in the order of the tier.
 
         Args:
-            job_ids: The jobs to ask about (default: all stores so far).
+            job_ids: the jobs to ask about; default: all stores so far.
 
         Raises:
-            AssertionError: The tier's answer breaks its contract.
+            AssertionError: the tier's answer breaks its contract.
         """
         asked = list(self._stores) if job_ids is None else list(job_ids)
         answer = self.tier.waiting_stores(asked)
@@ -151,13 +151,13 @@ class TierRig:
         """Withdraw rows from stores that have not begun, and overwrite those that the tier gives up.
 
         Args:
-            rows: The rows, by the id of their job.
+            rows: the rows, by the id of their job.
 
         Returns:
             Each block that was given up: the id of its job, and its key.
 
         Raises:
-            AssertionError: The tier gave up a row that was not asked for, or that is not a row of that job's store.
+            AssertionError: the tier gave up a row that was not asked for, or that is not a row of that job's store.
         """
         given: list[tuple[int, OffloadKey]] = []
         seen: set[int] = set()
@@ -182,7 +182,7 @@ class TierRig:
         """Run steps until ``predicate()`` holds.
 
         Raises:
-            TimeoutError: The condition does not hold in time.
+            TimeoutError: the condition does not hold in time.
         """
         end = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -208,7 +208,7 @@ class TierRig:
         """Load ``keys``, and return those that were loaded.
 
         Raises:
-            AssertionError: A block was loaded with other bytes than were stored.
+            AssertionError: a block was loaded with other bytes than were stored.
         """
         arrived = self._succeeded(self.submit_load(keys, first_row), keys)
         for row, key in enumerate(keys, start=first_row):

@@ -29,11 +29,11 @@ class TierTests(ABC):
     """
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
-    """Bytes of a block, per KV-cache group (default: 64 KiB and 16 KiB)."""
+    """Bytes of a block, per KV-cache group; default: 64 KiB and 16 KiB."""
     persistent: ClassVar[bool] = True
-    """True if a tier that is made later finds the stored blocks (default: True)."""
+    """True if a tier that is made later finds the stored blocks; default: True."""
     shared: ClassVar[bool] = False
-    """True if several tiers use the medium at the same time (default: False).
+    """True if several tiers use the medium at the same time; default: False.
 
     A reset of one of them leaves the others their blocks.
     """

@@ -31,7 +31,7 @@ class Cloud(ABC):
     """Clients, credentials, error codes and administration of one cloud. Any thread may call.
 
     Args:
-        options: The tier's options.
+        options: the tier's options.
     """
 
     dialect: ClassVar[Dialect]
@@ -53,7 +53,7 @@ class Cloud(ABC):
         """Look up the credentials from the start of their chain.
 
         Raises:
-            StoreError: There are no credentials, or they must not be sent to this endpoint.
+            StoreError: there are no credentials, or they must not be sent to this endpoint.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Cloud(ABC):
         """Return a new client, with connections of its own.
 
         Raises:
-            PermanentStoreError: The options or the environment do not make a client.
+            PermanentStoreError: the options or the environment do not make a client.
         """
 
     @abstractmethod
@@ -69,12 +69,12 @@ class Cloud(ABC):
         """Return a new client whose deletion of ``name`` has the condition that the object is this version.
 
         Raises:
-            PermanentStoreError: There can be no such client.
-            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
+            PermanentStoreError: there can be no such client.
+            Exception: one of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
         """
 
     def version(self, meta: ObjectMeta) -> str:
-        """Return the text that identifies one version of an object (default: the ETag); empty: there is none."""
+        """Return the text that identifies one version of an object, by default the ETag; empty if there is none."""
         return meta["e_tag"] or ""
 
     def digest(self, meta: ObjectMeta) -> str | None:
@@ -85,8 +85,8 @@ class Cloud(ABC):
         """Copy an object onto itself, so that its age counts from now on.
 
         Raises:
-            StoreError: The object cannot be copied.
-            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
+            StoreError: the object cannot be copied.
+            Exception: one of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
         """
         obstore.copy(client, name, name)
 
@@ -106,8 +106,8 @@ class Cloud(ABC):
         """Return a problem of the bucket's rules for ``ttl``, as text; None if there is none.
 
         Args:
-            blocks: Prefix of all block objects.
-            documents: Prefix of all documents; no rule may let them expire.
+            blocks: prefix of all block objects.
+            documents: prefix of all documents; no rule may let them expire.
         """
         return None
 
@@ -116,7 +116,7 @@ class Cloud(ABC):
         """Yield findings about the credentials.
 
         Raises:
-            StoreError: There are no credentials.
+            StoreError: there are no credentials.
         """
 
     def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
@@ -143,11 +143,11 @@ def client_options(options: BucketOptions, headers: Mapping[str, str] | None = N
     """Return the HTTP options of a client. Proxies come from the environment by themselves.
 
     Args:
-        options: The tier's options.
-        headers: Headers of every request (default: none).
+        options: the tier's options.
+        headers: headers of every request; default: none.
 
     Raises:
-        PermanentStoreError: The file of authorities cannot be read.
+        PermanentStoreError: the file of authorities cannot be read.
     """
     timeout = min(options.request_timeout, options.deadline)
     config: ClientConfig = {
@@ -188,7 +188,7 @@ def make_cloud(options: BucketOptions) -> Cloud:
     """Return the back end for the scheme of a bucket's URL.
 
     Raises:
-        ConfigError: A package that the back end needs is missing.
+        ConfigError: a package that the back end needs is missing.
     """
     if options.scheme == "s3":
         from tiers.object.s3.cloud import S3Cloud

@@ -32,10 +32,10 @@ class CollectionLease:
     """The lease of one process.
 
     Args:
-        store: The open store.
-        place: The bucket, for messages.
-        clock: Function that returns seconds since 1970, compared with the service's times (default: this machine's).
-        seconds: Seconds for which the lease holds without a renewal (default: :data:`SECONDS`).
+        store: the open store.
+        place: the bucket, for messages.
+        clock: function that returns seconds since 1970, compared with the service's times; default: this machine's.
+        seconds: seconds for which the lease holds without a renewal; default: :data:`SECONDS`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CollectionLease:
         A bucket that takes no more bytes is collected without a lease: nothing else could free room in it.
 
         Raises:
-            StoreError: Another collection holds the lease, or the bucket cannot be used.
+            StoreError: another collection holds the lease, or the bucket cannot be used.
         """
         with contextlib.suppress(OutOfSpaceError):
             await asyncio.to_thread(self._acquire)
@@ -72,7 +72,7 @@ class CollectionLease:
         """Stop a collection that does not hold its lease any more.
 
         Raises:
-            StoreError: The lease was lost, or could not be renewed.
+            StoreError: the lease was lost, or could not be renewed.
         """
         if self._problem is not None:
             raise self._problem
@@ -81,7 +81,7 @@ class CollectionLease:
         """Renew the lease now, and return False if another collection has taken it over.
 
         Raises:
-            StoreError: The bucket cannot be used.
+            StoreError: the bucket cannot be used.
         """
         if self._store.read_document(NAME) != self._content:
             return False

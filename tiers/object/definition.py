@@ -108,7 +108,7 @@ def build(options: BucketOptions, context: TierContext) -> ObjectTier:
     """Return an object store tier that is not open yet.
 
     Raises:
-        ConfigError: A package that the tier needs is missing.
+        ConfigError: a package that the tier needs is missing.
     """
     _need_packages(options)
     from tiers.object.store import ObjectStore
@@ -120,7 +120,7 @@ def make_admin(options: BucketOptions, replica: str | None) -> TierAdmin:
     """Return the administration of a bucket for the command line.
 
     Raises:
-        ConfigError: A package that the tier needs is missing.
+        ConfigError: a package that the tier needs is missing.
     """
     _need_packages(options)
     from tiers.object.command import ObjectAdmin
@@ -145,7 +145,7 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
     """Return the coordination that the options name, or None.
 
     Raises:
-        ConfigError: A package that it needs is missing.
+        ConfigError: a package that it needs is missing.
     """
     if options.coordination is None:
         return None

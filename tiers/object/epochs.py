@@ -49,13 +49,13 @@ def begin_epochs(
     older epochs after its grace time.
 
     Args:
-        store: The open store.
-        namespaces: The namespaces, as 32 hex digits each (default: all in the bucket).
-        invalidation: Identifier of the invalidation, if it concerns several media (default: a new one).
+        store: the open store.
+        namespaces: the namespaces, as 32 hex digits each; default: all in the bucket.
+        invalidation: identifier of the invalidation, if it concerns several media; default: a new one.
 
     Raises:
-        StoreError: A document cannot be read or written. The epochs that were begun before stay.
-        ConfigError: The bucket lacks one of ``namespaces``.
+        StoreError: a document cannot be read or written. The epochs that were begun before stay.
+        ConfigError: the bucket lacks one of ``namespaces``.
     """
     begun: list[BegunEpoch] = []
     found = dict(_parameters(store))

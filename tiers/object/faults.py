@@ -116,10 +116,10 @@ class Dialect:
     """The failures of one cloud: the meaning of its error codes, with the remedies.
 
     Args:
-        codes: Error code of the service → cause and text.
-        keys: The way to correct credentials that are refused.
-        bucket: Text about a bucket that does not exist.
-        present: Error codes that mean "the object is there already".
+        codes: error code of the service → cause and text.
+        keys: the way to correct credentials that are refused.
+        bucket: text about a bucket that does not exist.
+        present: error codes that mean "the object is there already".
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class Dialect:
         """Return the :class:`StoreError` that stands for ``error``. Chain it to ``error`` when raising.
 
         Args:
-            error: An exception that obstore raised.
-            doing: The operation that failed, with the object; ends the message.
+            error: an exception that obstore raised.
+            doing: the operation that failed, with the object; ends the message.
         """
         fault = self.diagnose(error)
         text = f"{fault} ({doing})"
@@ -237,8 +237,8 @@ def summary(error: BaseException, *, after_status: bool = False) -> str:
     Secrets and the queries of URLs are masked. The later paragraphs, obstore's debugging output, are left out.
 
     Args:
-        error: The exception.
-        after_status: Leave out everything up to the HTTP status (default: False).
+        error: the exception.
+        after_status: leave out everything up to the HTTP status; default: False.
     """
     text = _QUERY.sub("?***", str(error).partition("\n\n")[0])
     if after_status:

@@ -37,11 +37,11 @@ class Renewal:
     """Renews the objects that are told to it, on a thread of its own. Any thread may call.
 
     Args:
-        after: Age in seconds from which on an object in use is renewed.
-        modified: Returns the time of an object's last write in seconds since 1970; None: there is no such object.
-        copy: Copies an object onto itself.
-        clock: Function that returns seconds since 1970 (default: this machine's).
-        pause: Seconds between two objects (default: by :data:`PER_SECOND`).
+        after: age in seconds from which on an object in use is renewed.
+        modified: returns the time of an object's last write in seconds since 1970; None: there is no such object.
+        copy: copies an object onto itself.
+        clock: function that returns seconds since 1970; default: this machine's.
+        pause: seconds between two objects; default: by :data:`PER_SECOND`.
     """
 
     def __init__(

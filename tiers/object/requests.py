@@ -34,7 +34,7 @@ class Requests:
     changed. No other request is repeated.
 
     Args:
-        cloud: The back end.
+        cloud: the back end.
     """
 
     def __init__(self, cloud: Cloud) -> None:
@@ -61,7 +61,7 @@ class Requests:
         """The present client.
 
         Raises:
-            PermanentStoreError: The store is not open.
+            PermanentStoreError: the store is not open.
         """
         client = self._client
         if client is None:
@@ -77,14 +77,14 @@ class Requests:
         """Send a request and return its result.
 
         Args:
-            verb: Kind of the request.
-            request: Sends it through the client given to it.
-            through: Client to use (default: the present one, and its successor if keys have changed).
-            size: Bytes that the request uploads (default: 0).
+            verb: kind of the request.
+            request: sends it through the client given to it.
+            through: client to use; default: the present one, and its successor if keys have changed.
+            size: bytes that the request uploads; default: 0.
 
         Raises:
-            Exception: One of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
-            PermanentStoreError: The store is not open.
+            Exception: one of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
+            PermanentStoreError: the store is not open.
         """
         client = through or self.client
         try:

@@ -64,8 +64,8 @@ class ObjectStore(BlockStore):
     attempt; a layer above retries.
 
     Args:
-        options: The tier's options.
-        cloud: The back end (default: that of the options).
+        options: the tier's options.
+        cloud: the back end; default: that of the options.
     """
 
     traits = StoreTraits(medium="OBJECT", variable_size=True)
@@ -98,7 +98,7 @@ class ObjectStore(BlockStore):
         """Look up credentials and send the bucket one cheap request.
 
         Raises:
-            StoreError: The bucket cannot be used. The message says how to correct this.
+            StoreError: the bucket cannot be used. The message says how to correct this.
         """
         self.close()
         self._cloud.prepare()
@@ -272,7 +272,7 @@ class ObjectStore(BlockStore):
         """Return a document with its version; None if there is none.
 
         Raises:
-            StoreError: The document cannot be read.
+            StoreError: the document cannot be read.
         """
         path = f"{self._documents}{name}"
         try:
@@ -289,7 +289,7 @@ class ObjectStore(BlockStore):
         """Remove a document if it is still the given version, and return True if it was removed.
 
         Raises:
-            StoreError: The document cannot be removed.
+            StoreError: the document cannot be removed.
         """
         return self._delete_version(f"{self._documents}{name}", version)
 
@@ -316,7 +316,7 @@ class ObjectStore(BlockStore):
         An item's ``path`` is the object's name in the bucket, which :meth:`delete_objects` takes.
 
         Raises:
-            StoreError: The bucket cannot be listed.
+            StoreError: the bucket cannot be listed.
         """
         start = f"{self._blocks}{place_prefix}"
         # obstore lists below whole path segments only; the filter handles a prefix that ends within a segment.
@@ -329,7 +329,7 @@ class ObjectStore(BlockStore):
         """Yield the places of the blocks below ``place_prefix``, up to 1,000 at a time.
 
         Raises:
-            StoreError: The bucket cannot be listed.
+            StoreError: the bucket cannot be listed.
         """
         for objects in self.list_objects(place_prefix):
             yield [item["path"].removeprefix(self._blocks) for item in objects]
@@ -349,7 +349,7 @@ class ObjectStore(BlockStore):
         """Return all documents, up to 1,000 at a time.
 
         Raises:
-            StoreError: The bucket cannot be listed.
+            StoreError: the bucket cannot be listed.
         """
         return self._list(self._documents.rstrip("/"))
 
@@ -357,7 +357,7 @@ class ObjectStore(BlockStore):
         """Delete objects by their names in the bucket.
 
         Raises:
-            StoreError: Objects cannot be deleted.
+            StoreError: objects cannot be deleted.
         """
         self._delete_names(list(names))
 

@@ -41,7 +41,7 @@ class Fleet:
         """Start a machine.
 
         Args:
-            whole: wait until its directory is complete (default: True).
+            whole: wait until its directory is complete; default: True.
             words: further options of the tier.
         """
         chosen = {"coordination": self.server.url, "absent_ttl": "1h", **words}

@@ -25,12 +25,12 @@ def connect(options: S3Words, credentials: CredentialSource, *, if_match: str | 
     """Return a new client, with connections of its own.
 
     Args:
-        options: The tier's options.
-        credentials: Source of credentials.
-        if_match: ETag that every object must have for a request of this client (default: any).
+        options: the tier's options.
+        credentials: source of credentials.
+        if_match: ETag that every object must have for a request of this client; default: any.
 
     Raises:
-        PermanentStoreError: The file of authorities cannot be read.
+        PermanentStoreError: the file of authorities cannot be read.
     """
     config: S3Config = {
         "region": options.region or credentials.region or DEFAULT_REGION,
@@ -67,7 +67,7 @@ def check_token(options: S3Words, credentials: CredentialSource) -> None:
     over plain HTTP is warned about, unless the host is this machine.
 
     Raises:
-        PermanentStoreError: The endpoint redirects to another host.
+        PermanentStoreError: the endpoint redirects to another host.
     """
     endpoint = options.endpoint
     if endpoint is None or not credentials.has_token:

@@ -51,8 +51,8 @@ class S3Cloud(Cloud):
     """S3 and services that speak its protocol. boto3's chain finds the credentials.
 
     Args:
-        options: The tier's options.
-        credentials: Source of credentials (default: boto3's chain with the options' profile).
+        options: the tier's options.
+        credentials: source of credentials; default: boto3's chain with the options' profile.
     """
 
     dialect = Dialect(_CODES, keys=_CORRECT_KEYS, bucket=_NO_BUCKET)

@@ -82,8 +82,8 @@ class CredentialSource:
     in the background. The representation never shows a secret.
 
     Args:
-        profile: Profile of the AWS configuration files (default with None: the chain's choice).
-        clock: Function that returns monotonic seconds.
+        profile: profile of the AWS configuration files; None: the chain's choice.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, profile: str | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +104,7 @@ class CredentialSource:
         """Return a new boto3 session.
 
         Raises:
-            PermanentStoreError: The profile does not exist.
+            PermanentStoreError: the profile does not exist.
         """
         boto3 = import_boto3()
         from botocore.exceptions import BotoCoreError
@@ -120,7 +120,7 @@ class CredentialSource:
         """Return the present credentials.
 
         Raises:
-            PermanentStoreError: The chain has no credentials.
+            PermanentStoreError: the chain has no credentials.
         """
         known = self._known
         if known is None:
@@ -173,10 +173,10 @@ class CredentialSource:
         """Return what the chain finds now, and keep it.
 
         Args:
-            afresh: Begin at the start of the chain (default: False, credentials that boto3 renews are asked again).
+            afresh: begin at the start of the chain; default: False, credentials that boto3 renews are asked again.
 
         Raises:
-            PermanentStoreError: The chain has no credentials.
+            PermanentStoreError: the chain has no credentials.
         """
         from botocore.credentials import RefreshableCredentials
         from botocore.exceptions import BotoCoreError

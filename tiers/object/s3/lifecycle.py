@@ -19,7 +19,7 @@ def make_client(options: S3Words, credentials: CredentialSource) -> Any:
     """Return a boto3 S3 client for administration.
 
     Raises:
-        PermanentStoreError: The profile does not exist.
+        PermanentStoreError: the profile does not exist.
     """
     from botocore.config import Config
 
@@ -45,10 +45,10 @@ def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str
     With ``install_lifecycle``, a missing rule is written first. Errors of the service are returned, not raised.
 
     Args:
-        options: The tier's options; without ``ttl`` nothing is checked.
-        credentials: Source of the credentials for boto3.
-        blocks: Prefix of all block objects.
-        documents: Prefix of all documents; no rule may let them expire.
+        options: the tier's options; without ``ttl`` nothing is checked.
+        credentials: source of the credentials for boto3.
+        blocks: prefix of all block objects.
+        documents: prefix of all documents; no rule may let them expire.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 

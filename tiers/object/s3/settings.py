@@ -26,8 +26,8 @@ def probe_settings(options: S3Words, credentials: CredentialSource, *, writes: b
     """Yield findings about the clocks of this machine and the service, versioning and lifecycle rules.
 
     Args:
-        options: The tier's options.
-        credentials: Source of the credentials for boto3.
+        options: the tier's options.
+        credentials: source of the credentials for boto3.
         writes: True if the tier stores blocks.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -64,7 +64,7 @@ def clock_skew(headers: Mapping[str, Any], now: datetime.datetime | None = None)
 
     Args:
         headers: headers of an answer, by lower-case name.
-        now: this machine's time (default: now).
+        now: this machine's time; default: now.
     """
     try:
         date = email.utils.parsedate_to_datetime(str(headers["date"]))
