@@ -1,9 +1,11 @@
-"""The language of docstrings: first lines are short sentences that open with their subject."""
+"""The language of docstrings: short first lines that open with their subject; one style for arguments."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +28,12 @@ TURNS = re.compile(
 )
 """Turns of phrase whose noun the reader has to guess."""
 
+LISTS = re.compile(r"(Args|Raises|Attributes):$")
+"""Headings of the lists whose entries are ``name: meaning.``"""
+
+CAPITALISED = re.compile(r"(A|[A-Z][a-z]+)\b(?!/)(?<!\bTrue)(?<!\bFalse)(?<!\bNone)(?<!\bMooncake)")
+"""Ordinary first words that begin with a capital letter; acronyms and names are none."""
+
 
 @cache
 def docstrings(path: Path) -> tuple[tuple[int, str], ...]:
@@ -47,6 +55,71 @@ def test_no_docstring_has_a_turn_without_its_noun() -> None:
     texts = [(path, line, text) for path in FILES for line, text in docstrings(path)]
     wrong = [f"{path}:{line}: {match[0]}" for path, line, text in texts for match in TURNS.finditer(text)]
     assert wrong == []
+
+
+def entries(text: str) -> Iterator[str]:
+    """Yield the entries of a docstring's lists, each in one line."""
+    entry, listed = "", False
+    for line in [*inspect.cleandoc(text).split("\n"), ""]:
+        if listed and line.startswith(" " * 8):
+            entry += " " + line.strip()
+            continue
+        if entry:
+            yield entry
+        listed = bool(LISTS.match(line)) or (listed and line.startswith("    "))
+        entry = line.strip() if listed and line.startswith("    ") else ""
+
+
+def wrong_entry(entry: str) -> bool:
+    """Return True unless an entry is a name and its meaning, in lower case and with a period."""
+    _, colon, meaning = entry.partition(": ")
+    return not colon or bool(CAPITALISED.match(meaning)) or "(default:" in meaning or not meaning.endswith(".")
+
+
+def test_arguments_are_described_in_one_style() -> None:
+    wrong = [
+        f"{path}:{line}: {entry}"
+        for path in FILES
+        for line, text in docstrings(path)
+        for entry in entries(text)
+        if wrong_entry(entry)
+    ]
+    assert wrong == []
+
+
+def test_the_entries_of_a_list_are_found_with_their_further_lines() -> None:
+    text = """Do it.
+
+        Args:
+            name: name of the tier, over
+                two lines.
+            size: bytes.
+
+        Raises:
+            OSError: the file is gone.
+
+        Returns:
+            Bytes: any.
+        """
+    assert list(entries(text)) == [
+        "name: name of the tier, over two lines.",
+        "size: bytes.",
+        "OSError: the file is gone.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "meaning", ["name of the tier.", "True if it holds.", "GPU blocks; default: none.", "I/O side."]
+)
+def test_the_style_of_arguments_allows_names_and_acronyms(meaning: str) -> None:
+    assert not wrong_entry(f"name: {meaning}")
+
+
+@pytest.mark.parametrize(
+    "meaning", ["The name.", "A name.", "Name of the tier.", "a name (default: none).", "the name"]
+)
+def test_the_style_of_arguments_forbids_capitals_and_open_ends(meaning: str) -> None:
+    assert wrong_entry(f"name: {meaning}")
 
 
 @pytest.mark.parametrize("text", ["Whether it holds.", "What was stored.", "Of the rows, those that are free."])

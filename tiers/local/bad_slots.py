@@ -88,11 +88,11 @@ def exercise(store: LocalStore, slot: int) -> None:
     """Write a pattern over the whole unused ``slot``, sync it and read it back.
 
     Args:
-        store: The store that has the slot.
-        slot: Number of the slot.
+        store: the store that has the slot.
+        slot: number of the slot.
 
     Raises:
-        StoreError: The slot failed its trial.
+        StoreError: the slot failed its trial.
     """
     segment, offset = store.geometry.locate(slot)
     memory = memoryview(mmap.mmap(-1, 2 * store.geometry.slot_bytes))
@@ -120,12 +120,12 @@ class BadSlots:
     The scheduler's thread owns this object; trials and writes of the document are tasks of the I/O side.
 
     Args:
-        name: The tier's name, for log lines.
-        store: The tier's store.
-        index: The index that takes slots out of use.
-        io: Runs the tasks.
-        clock: Returns monotonic seconds.
-        stop: Set when the tier shuts down.
+        name: the tier's name, for log lines.
+        store: the tier's store.
+        index: the index that takes slots out of use.
+        io: runs the tasks.
+        clock: returns monotonic seconds.
+        stop: set when the tier shuts down.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class BadSlots:
         """Take the slots in ``document`` out of use.
 
         Args:
-            document: The document as it was when the store was opened; None if there is none.
+            document: the document as it was when the store was opened; None if there is none.
         """
         if document is None:
             return
@@ -185,9 +185,9 @@ class BadSlots:
         """Record ``places``, which the index has retired because of errors of the device.
 
         Args:
-            places: The retired slots.
-            suspect: Only one of the slots is known to be bad, and not which one: all are tried at once (default:
-                False).
+            places: the retired slots.
+            suspect: True if one of the slots is bad, not known which one, so that all are tried at once; default:
+                False.
         """
         now = self._clock()
         slots = [place for place in places if isinstance(place, int)]

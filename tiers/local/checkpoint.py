@@ -122,7 +122,7 @@ class CheckpointBuilder:
         needs the GIL.
 
         Args:
-            modified: State of each segment's file (default: none).
+            modified: state of each segment's file; default: none.
         """
         keys: list[NDArray[np.uint8]] = []
         lengths: list[NDArray[np.uint16]] = []
@@ -178,7 +178,7 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> N
     """Replace the checkpoint in ``directory`` by ``checkpoint``, atomically and durably.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: the file cannot be written.
     """
     geometry = checkpoint.geometry
     header = _HEADER.pack(

@@ -27,14 +27,14 @@ class Checkpoints:
     """Writes the checkpoints of one tier.
 
     Args:
-        name: The tier's name, for log lines.
-        store: The tier's store.
-        index: The index to copy.
-        io: Runs the tasks.
-        clock: Returns monotonic seconds.
-        interval: Seconds between two checkpoints.
-        namespace: Returns the present namespace; None while the tier has none.
-        examine: Receives the comparison of the directory that precedes each checkpoint.
+        name: the tier's name, for log lines.
+        store: the tier's store.
+        index: the index to copy.
+        io: runs the tasks.
+        clock: returns monotonic seconds.
+        interval: seconds between two checkpoints.
+        namespace: returns the present namespace; None while the tier has none.
+        examine: receives the comparison of the directory that precedes each checkpoint.
     """
 
     def __init__(

@@ -18,14 +18,14 @@ def probe_direct(files: Files, directory: Path, segment: Path | None, *, read_on
     Addresses, offsets and lengths are multiples of a page.
 
     Args:
-        files: File operations to use.
-        directory: Directory for a short-lived file to try with.
-        segment: An existing file to try with instead (None: no such file). Nothing is written then, so a full disk does
+        files: file operations to use.
+        directory: directory for a short-lived file to try with.
+        segment: an existing file to try with instead (None: no such file). Nothing is written then, so a full disk does
             not matter.
-        read_only: True if the file system takes no writes (default: False).
+        read_only: True if the file system takes no writes; default: False.
 
     Raises:
-        OSError: Not even a plain file can be used in ``directory``.
+        OSError: not even a plain file can be used in ``directory``.
     """
     view = memoryview(mmap.mmap(-1, 3 * PAGE))
     if segment is not None:

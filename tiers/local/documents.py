@@ -25,9 +25,9 @@ class Documents:
     """The documents of one directory. Methods that read or write them raise :class:`StoreError`.
 
     Args:
-        directory: The tier's directory.
-        files: File operations to use.
-        lock: The lock by which this process owns the directory.
+        directory: the tier's directory.
+        files: file operations to use.
+        lock: the lock by which this process owns the directory.
     """
 
     def __init__(self, directory: Path, files: Files, lock: DirectoryLock) -> None:
@@ -48,7 +48,7 @@ class Documents:
         """Create the directory of documents and those above it, durably and for the owner only.
 
         Raises:
-            OSError: A directory cannot be created.
+            OSError: a directory cannot be created.
         """
         lost = not self._path.is_dir() and any(self._directory.glob("slots-*"))
         self._make_directory(self._path)
@@ -109,9 +109,9 @@ class Documents:
         """Replace a document atomically and durably.
 
         Args:
-            name: Name of the document.
-            data: The new content.
-            give_up: Frees space on a full disk, and returns True if it could. The tier needs its documents to enter
+            name: name of the document.
+            data: the new content.
+            give_up: frees space on a full disk, and returns True if it could. The tier needs its documents to enter
                 service.
         """
         path = self._path_of(name)
@@ -170,7 +170,7 @@ def remove_durably(files: Files, path: Path) -> None:
     directory.
 
     Raises:
-        OSError: All three ways failed; the error is that of the first.
+        OSError: all three ways failed; the error is that of the first.
     """
     ways: list[Callable[[Files, Path], None]] = [_unlink, _overwrite, _rename_directory]
     refusal: OSError | None = None

@@ -44,15 +44,15 @@ class RecoveryFeed:
     """The recovery of one tier's directory into the tier's index.
 
     Args:
-        name: The tier's name, for log lines.
-        index: The index that receives the blocks.
-        io: Runs the recovery's tasks.
-        options: Waits between attempts.
-        clock: Returns monotonic seconds.
-        stop: Set when the tier shuts down.
-        stats: Counts the blocks that a checkpoint names and that are lost.
-        announce: Called with the keys that became held.
-        on_end: Called when everything is merged.
+        name: the tier's name, for log lines.
+        index: the index that receives the blocks.
+        io: runs the recovery's tasks.
+        options: waits between attempts.
+        clock: returns monotonic seconds.
+        stop: set when the tier shuts down.
+        stats: counts the blocks that a checkpoint names and that are lost.
+        announce: called with the keys that became held.
+        on_end: called when everything is merged.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RecoveryFeed:
         """Begin a recovery.
 
         Args:
-            recover: Returns the recovery's batches. It is called again after an error, with a mask of the slots that
+            recover: returns the recovery's batches. It is called again after an error, with a mask of the slots that
                 were already returned.
         """
         self._told = np.zeros(self._index.num_slots, np.bool_)

@@ -26,15 +26,15 @@ class Growth:
     """The segments of one tier, as far as its index knows them.
 
     Args:
-        name: The tier's name, for log lines.
-        store: The tier's store.
-        index: The index that receives the slots.
-        io: Runs the tasks.
-        clock: Returns monotonic seconds.
-        examine: Receives the comparison of the directory that precedes each new segment. It returns True if the
+        name: the tier's name, for log lines.
+        store: the tier's store.
+        index: the index that receives the slots.
+        io: runs the tasks.
+        clock: returns monotonic seconds.
+        examine: receives the comparison of the directory that precedes each new segment. It returns True if the
             directory is still the opened one.
-        waiting_blocks: Returns the number of blocks of stores that wait for slots.
-        recovering: Returns True while recovery goes on to return slots.
+        waiting_blocks: returns the number of blocks of stores that wait for slots.
+        recovering: returns True while recovery goes on to return slots.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Growth:
         """Begin with an opened directory.
 
         Args:
-            existing: Segments with content, whose slots recovery returns.
-            fresh: New segments, whose slots are all free.
+            existing: segments with content, whose slots recovery returns.
+            fresh: new segments, whose slots are all free.
         """
         for number in fresh:
             self._add(number)
@@ -119,7 +119,7 @@ class Growth:
         """Wait before the next segment, because the disk is full.
 
         Args:
-            reason: The text for the log line.
+            reason: the text for the log line.
         """
         self._complete = False
         now = self._clock()

@@ -25,11 +25,11 @@ class Inspections:
     """Compares the directory of one tier with the open store.
 
     Args:
-        name: The tier's name, for log lines.
-        store: The tier's store.
-        io: Runs the task.
-        clock: Returns monotonic seconds.
-        examine: Receives the differences.
+        name: the tier's name, for log lines.
+        store: the tier's store.
+        io: runs the task.
+        clock: returns monotonic seconds.
+        examine: receives the differences.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Inspections:
         """Inspect the directory soon after the last inspection, for a reason.
 
         Args:
-            now: Do not wait after the last inspection (default: False).
+            now: do not wait after the last inspection; default: False.
         """
         self._want(0.0 if now else INSPECT_AT_ONCE_SECONDS)
 

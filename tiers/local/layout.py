@@ -44,8 +44,8 @@ def tier_directory(path: str, replica: str | None) -> Path:
     """Return the directory of one engine.
 
     Args:
-        path: The configured directory.
-        replica: The data-parallel replica, which uses a subdirectory (None: no replica).
+        path: the configured directory.
+        replica: the data-parallel replica, which uses a subdirectory (None: no replica).
 
     Raises:
         ConfigError: ``replica`` cannot be part of a path.

@@ -47,8 +47,8 @@ class DirectoryLock:
         """Take the lock; nothing to do if it is held already.
 
         Raises:
-            InUseError: Another process or tier holds the lock. The message names the owner and a remedy.
-            StoreError: The directory cannot be locked for another reason.
+            InUseError: another process or tier holds the lock. The message names the owner and a remedy.
+            StoreError: the directory cannot be locked for another reason.
         """
         if self._fd >= 0:
             return
@@ -120,7 +120,7 @@ class DirectoryLock:
         A removed lock file is made again.
 
         Raises:
-            OSError: The directory cannot be inspected.
+            OSError: the directory cannot be inspected.
         """
         if (moved := self.moved()) is not None:
             return moved
@@ -140,7 +140,7 @@ class DirectoryLock:
         """Return the reason why the path does not lead to the locked directory; None if it does.
 
         Raises:
-            OSError: The directory cannot be inspected.
+            OSError: the directory cannot be inspected.
         """
         if self._fd < 0:
             return "is not locked"
@@ -163,7 +163,7 @@ class DirectoryLock:
         """Add this lock to the process's locks.
 
         Raises:
-            PermanentStoreError: One of two directories of this process's tiers contains the other.
+            PermanentStoreError: one of two directories of this process's tiers contains the other.
         """
         with _guard:
             for other in list(_held):
@@ -232,7 +232,7 @@ def owner_of(directory: Path) -> str | None:
     refused, and takes the directory half a second later.
 
     Raises:
-        OSError: The directory cannot be opened.
+        OSError: the directory cannot be opened.
     """
     for path in (directory, directory / LOCK_NAME):
         try:

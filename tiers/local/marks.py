@@ -40,10 +40,10 @@ class WrittenMarks:
     """The marks of one directory. Any thread may call :meth:`mark`. Methods raise :class:`OSError`.
 
     Args:
-        directory: The tier's directory.
-        geometry: The shape of the segments.
-        files: File operations to use.
-        durable: Marks survive a loss of power, not only the death of the process.
+        directory: the tier's directory.
+        geometry: the shape of the segments.
+        files: file operations to use.
+        durable: marks survive a loss of power, not only the death of the process.
     """
 
     def __init__(self, directory: Path, geometry: Geometry, files: Files, *, durable: bool) -> None:

@@ -39,8 +39,8 @@ class Pace:
     """The speed at which a new segment is written ahead.
 
     Args:
-        share: Largest share of the time that writing may take (default: 0.5).
-        pieces: Pieces written at most (default: all).
+        share: largest share of the time that writing may take; default: 0.5.
+        pieces: pieces written at most; default: all.
     """
 
     def __init__(self, share: float = 0.5, pieces: int | None = None) -> None:
@@ -84,9 +84,9 @@ class NewSegments:
     """Creates the segments of one directory.
 
     Args:
-        segments: The segments in use; new ones are added to them.
-        room: The room in the directory.
-        marks: The marks of written segments.
+        segments: the segments in use; new ones are added to them.
+        room: the room in the directory.
+        marks: the marks of written segments.
     """
 
     def __init__(self, segments: Segments, room: Room, marks: WrittenMarks) -> None:
@@ -103,11 +103,11 @@ class NewSegments:
         """Create one more segment and return its number; None if the capacity is used up.
 
         Args:
-            pace: Speed and amount of the writes ahead.
-            taken: Numbers not to use (default: none).
+            pace: speed and amount of the writes ahead.
+            taken: numbers not to use; default: none.
 
         Raises:
-            StoreError: The segment cannot be created.
+            StoreError: the segment cannot be created.
         """
         try:
             number = self._next_number(taken)
@@ -127,11 +127,11 @@ class NewSegments:
         in the background later, before further segments are added.
 
         Args:
-            pace: Amount of the writes ahead; ends the creation early once it is abandoned.
+            pace: amount of the writes ahead; ends the creation early once it is abandoned.
 
         Raises:
-            OutOfSpaceError: Other files leave no room for a segment.
-            StoreError: No segment can be created.
+            OutOfSpaceError: other files leave no room for a segment.
+            StoreError: no segment can be created.
         """
         segment_bytes, capacity = self._geometry.segment_bytes, self.room.capacity
         used = used_bytes_of_few(self._directory, COUNTED_AT_ONCE) or 0
@@ -183,7 +183,7 @@ class NewSegments:
         """Return the lowest number for a new segment; None if the capacity allows no more segments.
 
         Args:
-            taken: Numbers not to use.
+            taken: numbers not to use.
         """
         existing = set(self._segments.existing())
         for number in range(self._geometry.max_segments):
@@ -199,11 +199,11 @@ class NewSegments:
         The file gets its name only when it is complete.
 
         Args:
-            segment: Number of the new segment.
-            pace: Speed and amount of the writes.
+            segment: number of the new segment.
+            pace: speed and amount of the writes.
 
         Raises:
-            OSError: The file cannot be created. Nothing is left behind.
+            OSError: the file cannot be created. Nothing is left behind.
         """
         final = self._directory / self._geometry.segment_name(segment)
         fresh = final.with_name(final.name + FRESH)

@@ -104,7 +104,7 @@ def remember(segments: Segments, marks: WrittenMarks) -> Remembered:
     From then on, new frames have higher sequence numbers than the checkpoint, even if the clock was set back.
 
     Raises:
-        OSError: The directory or the marks cannot be read.
+        OSError: the directory or the marks cannot be read.
     """
     checkpoint = read_checkpoint(segments.directory, segments.geometry, segments.files)
     there = tuple(segments.existing())
@@ -137,15 +137,15 @@ def recover(
     raised instead.
 
     Args:
-        segments: The segment files.
-        remembered: The directory's state when it was opened.
-        fingerprint: Fingerprint of the namespace and epoch.
-        stop: Ends the recovery early; the remaining slots stay unseen.
-        known: Mask of slots that an earlier recovery, which ended with an error, has returned (default: none). They may
+        segments: the segment files.
+        remembered: the directory's state when it was opened.
+        fingerprint: fingerprint of the namespace and epoch.
+        stop: ends the recovery early; the remaining slots stay unseen.
+        known: mask of slots that an earlier recovery, which ended with an error, has returned; default: none. They may
             be returned again.
 
     Raises:
-        TemporaryStoreError: Headers cannot be read for a reason that may pass.
+        TemporaryStoreError: headers cannot be read for a reason that may pass.
     """
     recovery = _Recovery(segments, remembered.segments, fingerprint, stop, known)
     checkpoint = remembered.checkpoint
@@ -332,7 +332,7 @@ class _Found:
     Of two blocks with one key, the later written one counts; the other slot is free.
 
     Args:
-        checkpoint: Blocks written before this checkpoint wait for :meth:`confirm` and :meth:`settle` (default: none).
+        checkpoint: blocks written before this checkpoint wait for :meth:`confirm` and :meth:`settle`; default: none.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:

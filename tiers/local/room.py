@@ -20,8 +20,8 @@ class Room:
     Methods raise :class:`OSError`.
 
     Args:
-        segments: The segments in use.
-        capacity: Bytes of everything in the directory.
+        segments: the segments in use.
+        capacity: bytes of everything in the directory.
     """
 
     def __init__(self, segments: Segments, capacity: int) -> None:

@@ -69,9 +69,9 @@ class Geometry:
         shrink with its blocks kept.
 
         Args:
-            capacity: Bytes of everything in the directory.
-            block_bytes: Bytes of the largest block, without header.
-            segment_size: Bytes of a segment if the capacity allows four of them.
+            capacity: bytes of everything in the directory.
+            block_bytes: bytes of the largest block, without header.
+            segment_size: bytes of a segment if the capacity allows four of them.
 
         Raises:
             ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` small segments.
@@ -166,10 +166,10 @@ class Segments:
     Reads and writes may come from any thread. Methods raise :class:`OSError`.
 
     Args:
-        directory: The tier's directory.
-        geometry: The shape of the segments.
-        files: File operations to use.
-        read_only: The file system takes no writes (default: False).
+        directory: the tier's directory.
+        geometry: the shape of the segments.
+        files: file operations to use.
+        read_only: the file system takes no writes; default: False.
     """
 
     def __init__(self, directory: Path, geometry: Geometry, files: Files, *, read_only: bool = False) -> None:
@@ -228,7 +228,7 @@ class Segments:
         """Return a descriptor of ``segment``; None if ``refused`` is True and the file system is read-only.
 
         Raises:
-            OSError: The file cannot be opened; with ENOENT if another file is in the segment's place.
+            OSError: the file cannot be opened; with ENOENT if another file is in the segment's place.
         """
         path = self.directory / self.geometry.segment_name(segment)
         try:
@@ -314,7 +314,7 @@ class Segments:
         Only clean pages can be dropped, so the pages are synced first.
 
         Raises:
-            OSError: The sync failed. All writes since the last sync are suspect then (:meth:`take_suspects`).
+            OSError: the sync failed. All writes since the last sync are suspect then (:meth:`take_suspects`).
         """
         with self._lock:
             written = self._unsynced.setdefault(segment, [])
@@ -425,9 +425,9 @@ class Segments:
         """Give the complete file ``fresh`` the name of ``segment``, and take the segment into use.
 
         Args:
-            segment: Number of the segment.
-            fresh: The file.
-            identity: Device and inode of ``fresh``.
+            segment: number of the segment.
+            fresh: the file.
+            identity: device and inode of ``fresh``.
         """
         final = self.directory / self.geometry.segment_name(segment)
         if os.path.lexists(final):

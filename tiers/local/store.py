@@ -54,13 +54,13 @@ class LocalStore(BatchStore):
     """Slots in segment files of a directory, which this process owns from :meth:`open` to :meth:`close`.
 
     Args:
-        directory: The directory.
-        geometry: The shape of the segments.
-        capacity: Bytes of everything in the directory.
-        durable: A put ends when the block would survive a loss of power; without it, the death of the process (default:
-            False).
-        direct: Use O_DIRECT if the file system takes it (default: True).
-        files: Other file operations, for tests (default: the operating system's).
+        directory: the directory.
+        geometry: the shape of the segments.
+        capacity: bytes of everything in the directory.
+        durable: a put ends when the block would survive a loss of power, not only the death of the process; default:
+            False.
+        direct: use O_DIRECT if the file system takes it; default: True.
+        files: other file operations, for tests; default: the operating system's.
     """
 
     traits = StoreTraits(medium="DISK", header_bytes=PAGE, alignment=PAGE, batches=True)
@@ -181,7 +181,7 @@ class LocalStore(BatchStore):
         """Compare the directory with the open store.
 
         Raises:
-            StoreError: The directory cannot be inspected.
+            StoreError: the directory cannot be inspected.
         """
         segments = self.segments
         try:
@@ -198,7 +198,7 @@ class LocalStore(BatchStore):
         """Delete segments that this engine cannot use until the directory is within the capacity.
 
         Raises:
-            StoreError: The files in the directory cannot be counted or deleted.
+            StoreError: the files in the directory cannot be counted or deleted.
         """
         try:
             if not self.segments.read_only:

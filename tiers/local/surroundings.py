@@ -15,9 +15,9 @@ def warn_of_small_disk(files: Files, directory: Path, capacity: int) -> None:
     """Warn of a capacity that the file system can never hold. The tier grows until the disk is full then.
 
     Args:
-        files: File operations to use.
-        directory: The tier's directory.
-        capacity: Bytes of everything in the directory.
+        files: file operations to use.
+        directory: the tier's directory.
+        capacity: bytes of everything in the directory.
     """
     size = files.size_of_disk(directory)
     if size < capacity:
@@ -34,7 +34,7 @@ class Access:
     """Reasons for which a directory cannot be written, or other users can change it.
 
     Args:
-        directory: The tier's directory.
+        directory: the tier's directory.
     """
 
     def __init__(self, directory: Path) -> None:

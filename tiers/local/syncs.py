@@ -38,8 +38,8 @@ class SyncLedger:
         """Return once the writes since :meth:`begin_write` are durable.
 
         Args:
-            ticket: The result of :meth:`begin_write`.
-            sync: Syncs the file. Not called if another thread's sync covers the writes.
+            ticket: the result of :meth:`begin_write`.
+            sync: syncs the file. Not called if another thread's sync covers the writes.
 
         Raises:
             OSError: ``sync`` raised it, or another sync of this file failed since :meth:`begin_write`.

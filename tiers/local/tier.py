@@ -49,10 +49,10 @@ class LocalTier(BlockTier):
     """A tier of slots on a local disk. The package's docstring lists its guarantees.
 
     Args:
-        context: The framework's context of the tier.
-        options: The tier's options.
-        files: Other file operations, for tests (default: the operating system's).
-        io: Another I/O side, for tests (default: one of its own).
+        context: the framework's context of the tier.
+        options: the tier's options.
+        files: other file operations, for tests; default: the operating system's.
+        io: another I/O side, for tests; default: one of its own.
 
     Raises:
         ConfigError: ``options`` do not fit the model's blocks.

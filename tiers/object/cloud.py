@@ -74,7 +74,7 @@ class Cloud(ABC):
         """
 
     def version(self, meta: ObjectMeta) -> str:
-        """Return the text that identifies one version of an object, by default the ETag; empty if there is none."""
+        """Return the text that names one version of an object, by default the ETag; empty if there is none."""
         return meta["e_tag"] or ""
 
     def digest(self, meta: ObjectMeta) -> str | None:

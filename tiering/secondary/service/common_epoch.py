@@ -120,7 +120,7 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
-        known: the epoch that was found before (default: none). If its last two documents have not changed, only newer
+        known: the epoch that was found before; default: none. If its last two documents have not changed, only newer
             documents are read.
 
     Raises:
@@ -157,7 +157,7 @@ def ensure_common(
         store: the medium.
         namespace: namespace of the engine's blocks.
         invalidations: identifiers of the invalidations.
-        known: the documents found just before (default: they are read now).
+        known: the documents found just before; default: they are read now.
 
     Raises:
         StoreError: the document cannot be written or read.
@@ -188,7 +188,7 @@ def begin_common(store: Documents, namespace: Namespace, invalidation: bytes | N
     Args:
         store: the medium.
         namespace: namespace of the engine's blocks.
-        invalidation: identifier of the invalidation, if it concerns several media (default: a new one). Nothing
+        invalidation: identifier of the invalidation, if it concerns several media; default: a new one. Nothing
             happens if the medium has it already.
 
     Raises:

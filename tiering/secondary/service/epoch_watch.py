@@ -81,8 +81,8 @@ class CommonHistory:
         certain, the answer is ``unexplained``, until :meth:`accept`.
 
         Args:
-            opening: True if the tier opens: the last document must be valid, or a new epoch begins (default: False).
-            used: True if a process has used the namespace on this medium before (default: False).
+            opening: True if the tier opens: the last document must be valid, or a new epoch begins; default: False.
+            used: True if a process has used the namespace on this medium before; default: False.
 
         Raises:
             StoreError: the documents cannot be read or written.

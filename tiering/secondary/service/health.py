@@ -50,7 +50,7 @@ class HealthCheck:
         io: I/O side that runs the probes.
         block_bytes: bytes of one block of each KV-cache group.
         on_bad_places: function that receives the places at which the device reported an error during a probe.
-        writes: False for a tier that stores nothing, whose probes write nothing (default: True).
+        writes: False for a tier that stores nothing, whose probes write nothing; default: True.
     """
 
     def __init__(
