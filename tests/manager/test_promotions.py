@@ -34,7 +34,7 @@ class World:
         self.primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 16), np.uint8).data, enable_events=True)
         self.promotions = Promotions(self.primary, self.stats, self.clock, share, RESERVED)
         self.fast, self.slow = (
-            TierState.of(FakeTier(name, load_deadline=DEADLINE), rank, tier_rows, rows)
+            TierState.of(FakeTier(name, load_deadline=DEADLINE, primary_share=min(1.0, tier_rows / rows)), rank, rows)
             for rank, name in enumerate(("fast", "slow"))
         )
         self.r1, self.r2 = self.request("r1"), self.request("r2")
@@ -445,7 +445,7 @@ def test_a_promotion_that_ended_in_time_is_never_overdue_and_does_not_hide_the_n
 def test_a_tier_without_a_deadline_is_waited_for() -> None:
     world = World()
     assert isinstance(world.fast.tier, FakeTier)
-    world.fast.tier.load_deadline = None
+    world.fast.load_deadline = None
     world.run([A])
     world.promotions.expire(1e12)
     assert world.stats.promotions_overdue == 0

@@ -17,8 +17,8 @@ X, Y = keys_of(*range(10, 20)), keys_of(*range(20, 30))
 OTHERS = keys_of(*range(100, 120))
 
 
-def make_rig(rows: int, share: float = 1.0) -> tuple[ManagerRig, FakeTier]:
-    tier = FakeTier(held={*X, *Y}, load_deadline=DEADLINE)
+def make_rig(rows: int, share: float = 1.0, deadline: float | None = DEADLINE) -> tuple[ManagerRig, FakeTier]:
+    tier = FakeTier(held={*X, *Y}, load_deadline=deadline)
     return ManagerRig(rows, [tier], promotion_share=share, reservation_deadline=1000.0), tier
 
 
@@ -75,11 +75,13 @@ def test_at_the_deadline_the_request_goes_on_with_the_leading_blocks_that_arrive
 
 
 def test_a_tier_without_a_deadline_bounds_the_wait_too() -> None:
-    rig, tier = make_rig(2)
-    tier.load_deadline = None
+    rig, _ = make_rig(2, deadline=None)
     occupy(rig, 2)
     assert rig.manager.lookup(X[0], rig.ctx) is None
-    rig.clock.advance(room.LONGEST_WAIT)
+    rig.clock.advance(room.LONGEST_WAIT - 1.0)
+    rig.step()
+    assert rig.manager.lookup(X[0], rig.ctx) is None
+    rig.clock.advance(1.0)
     rig.step()
     assert rig.manager.lookup(X[0], rig.ctx) is False
 
@@ -106,8 +108,7 @@ def test_a_prompt_longer_than_the_promotions_share_does_not_wait_for_its_own_row
 
 
 def test_a_prompt_longer_than_its_tiers_share_is_loaded_in_parts() -> None:
-    rig, tier = make_rig(8)
-    tier.primary_share = 0.25
+    tier = FakeTier(held={*X, *Y}, load_deadline=DEADLINE, primary_share=0.25)
     rig = ManagerRig(8, [tier], promotion_share=1.0)
     for blocks in (2, 4, 6):
         assert rig.manager.match_prefix(X[:6], rig.ctx) == PrefixMatch(blocks, True)

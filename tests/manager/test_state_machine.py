@@ -55,13 +55,16 @@ class WritingTier(FakeTier):
 class ManagerMachine(RuleBasedStateMachine):
     """The state machine that the module describes."""
 
+    first_tier: type[WritingTier] = WritingTier
+    """Class of the faster tier."""
+
     @initialize(policy=st.sampled_from(["lru", "arc"]), wants_all=st.booleans(), keep=st.booleans())
     def start(self, policy: str, wants_all: bool, keep: bool) -> None:
         self.clock = FakeClock()
         self.buffer = np.full((ROWS, 2), GARBAGE, np.uint8)
         self.keep = keep
         self.tiers = [
-            WritingTier(
+            self.first_tier(
                 "fast",
                 load_deadline=5.0,
                 primary_share=0.5,
@@ -76,7 +79,13 @@ class ManagerMachine(RuleBasedStateMachine):
             tier.waits = True
         primary = CPUPrimaryTierOffloadingManager(self.buffer.data, policy)
         self.manager = TieringOffloadingManager(
-            primary, self.tiers, clock=self.clock, promotion_share=0.6, reservation_deadline=20.0, keep_secondary=keep
+            primary,
+            self.tiers,
+            enable_events=True,
+            clock=self.clock,
+            promotion_share=0.6,
+            reservation_deadline=20.0,
+            keep_secondary=keep,
         )
         self.primary = primary
         self.epoch = 0
@@ -348,7 +357,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.primary.count_rows().free + self.primary.count_rows().evictable == ROWS
         stats = self.manager.get_stats()["manager"]
         assert stats["rows_reserved"] == stats["rows_quarantined"] == stats["jobs_in_flight"] == 0
-        assert stats["misreported_jobs"] == stats["tiers_out_of_service"] == 0
+        self.check_breaches(stats["misreported_jobs"], stats["tiers_out_of_service"])
+
+    def check_breaches(self, misreported: int, out_of_service: int) -> None:
+        """Check the counters of breaches of contract."""
+        assert misreported == out_of_service == 0
 
 
 TestManagerMachine = ManagerMachine.TestCase

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import compress, count, islice
 
 import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows, as_rows
+from tiering.manager.answers import SECONDS, BreachError, text_of, truth
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.intake import HELD_FOR
 
 _NO_ROWS: Rows = as_rows(())
+_NO_KEYS: frozenset[OffloadKey] = frozenset()
 
 NOBODY = ReqContext("")
 """Context of cascades that belong to no request."""
@@ -153,7 +155,7 @@ class TierJobs:
         self._pending = primary.pending
         self._states = tiers.states
         self._tiers = tiers
-        self._call = tiers.call
+        self._ask = tiers.ask
         self._promotions = promotions
         self._stats = stats
         self._clock = clock
@@ -194,6 +196,8 @@ class TierJobs:
         if not serving:
             return
         self._primary.pin(rows, len(serving))
+        rows.flags.writeable = False
+        keys = tuple(keys)
         for state in serving:
             job_id = next(self._ids)
             now = self._clock()
@@ -214,20 +218,18 @@ class TierJobs:
         """Submit the queued promotions as one load job per tier and request."""
         for promotion in self._promotions.take_queued():
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
+            rows.flags.writeable = False
             job_id = next(self._ids)
             now = self._clock()
             self._jobs[job_id] = Job(job_id, state, rows, state.deadline(now), promotion)
-            job = TransferJob(job_id, promotion.keys, rows, True, promotion.owner.ctx, now)
+            job = TransferJob(job_id, tuple(promotion.keys), rows, True, promotion.owner.ctx, now)
             self._submit(state, state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
         if not state.in_service:
             self._end(state, JobResult(job.job_id, False))
             return
-        try:
-            submit(job)
-        except Exception as error:
-            self._tiers.retire_raising(state, submit, error)
+        self._tiers.call(state, submit, job)
 
     def give_up(self, state: TierState, given: Sequence[tuple[Job, Sequence[int]]]) -> None:
         """Release rows of a tier's cascades that have not begun.
@@ -265,37 +267,64 @@ class TierJobs:
         self.collected = True
         for state in self._states:
             results: list[JobResult] = []
+            given: Iterable[JobResult] = ()
             try:
-                # What a generator returned before it raised counts.
-                results += state.tier.get_finished()
-            except Exception as error:
-                self._tiers.retire_raising(state, state.tier.get_finished, error)
+                given = state.tier.get_finished()
+                # What a generator returned before it raised counts. One that never ends must not be followed.
+                results += islice(given, len(self._jobs) + 1)
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
+                self._tiers.retire_reading(state, state.tier.get_finished, given, error)
             for result in results:
                 self._end(state, result)
         self._promotions.expire(self._clock())
 
     def _end(self, state: TierState, result: JobResult) -> None:
         try:
-            job = self._jobs.get(result.job_id)
-            keys = result.successful_keys
-            arrived = (None if result.success else frozenset[OffloadKey]()) if keys is None else frozenset(keys)
-        except Exception as error:
+            job, success, arrived = self._read(state, result)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             # Nothing is released: perhaps the tier still uses the rows of this job.
-            self._stats.misreported_jobs += 1
-            self._tiers.retire(state, f"its get_finished returned what is no result of a job: {error!r}")
+            self.count_misreport()
+            breach = str(error) if type(error) is BreachError else ""
+            self._tiers.retire(
+                state, breach or f"its get_finished returned {text_of(result)} instead of the result of a job"
+            )
             return
-        if job is None or job.state is not state:
-            self._stats.misreported_jobs += 1
-            self._tiers.retire(state, f"it reported job {result.job_id}, which is not one of its own in flight")
-            return
-        del self._jobs[result.job_id]
+        del self._jobs[job.job_id]
         self.weak.remove(job)
         if job.promotion is not None:
             self._end_promotion(state, job.promotion, arrived)
             return
-        if result.success and result.successful_keys is None:
+        if success and arrived is None:
             self._note_held(state, job.rows)
         self._primary.unpin(job.rows)
+
+    def _read(self, state: TierState, result: JobResult) -> tuple[Job, bool, frozenset[OffloadKey] | None]:
+        """Return the job of a result, its success, and the keys that succeeded.
+
+        None instead of the keys means that all share the fate of ``success``, or that the success of some does not
+        matter.
+
+        Raises:
+            BreachError: the job is not one of the tier's in flight, or does not have these keys; the text says which.
+            BaseException: ``result`` is no result of a job.
+        """
+        job = self._jobs.get(result.job_id)
+        success, keys = truth(result.success), result.successful_keys
+        if job is None or job.state is not state:
+            raise BreachError(f"it reported job {text_of(result.job_id)}, which is not one of its own in flight")
+        if keys is None:
+            return job, success, None if success else _NO_KEYS
+        if job.promotion is None:
+            return job, False, _NO_KEYS
+        of_job = job.promotion.keys
+        arrived = frozenset(islice(keys, len(of_job) + 1))
+        if not arrived.issubset(of_job):
+            raise BreachError(f"it reported job {job.job_id} with keys that are not of this job")
+        return job, success, arrived
 
     def _end_promotion(self, state: TierState, promotion: Promotion, arrived: Collection[OffloadKey] | None) -> None:
         if not state.in_service and not state.resetting:
@@ -305,7 +334,7 @@ class TierJobs:
         self._note_held(state, rows)
         if keys and not promotion.worthless:
             owner = promotion.owner
-            faster = [other for other in owner.tiers if other.rank < state.rank and other.tier.fill]
+            faster = [other for other in owner.tiers if other.rank < state.rank and other.fill]
             # The tiers know that a finished request has no further cascades.
             self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx, is_fill=True)
 
@@ -388,13 +417,13 @@ class TierJobs:
             due = state.settled_until.take(rows) <= now
             number = np.count_nonzero(due)
             if number and state.in_service:
-                asked = keys if number == len(keys) else list(compress(keys, due.tolist()))
+                asked = tuple(keys if number == len(keys) else compress(keys, due.tolist()))
                 used = rows[due]
-                state.settled_until[used] = now + (self._call(state, state.tier.used, asked, ctx) or 0.0)
+                state.settled_until[used] = now + (self._ask(state, SECONDS, state.tier.used, asked, ctx) or 0.0)
                 state.has[used] = False
 
 
 def _store_deadline(state: TierState, now: float) -> float:
     """Return the time by which a store that is submitted at ``now`` should have ended."""
-    limit = state.tier.store_deadline
+    limit = state.store_deadline
     return state.deadline(now) if limit is None else now + limit

@@ -23,13 +23,14 @@ from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch,
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
+from tiering.manager.answers import TRUTH, WANTED
 from tiering.manager.jobs import NOBODY, TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
 from tiering.manager.weak_rows import WeakRows
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
@@ -48,8 +49,9 @@ _refresh = attrgetter("refresh")
 class TieringOffloadingManager(OffloadingManager):
     """A manager of a primary and secondary tiers that cascades stored blocks and promotes missing ones.
 
-    Without secondary tiers, the manager is a CPU cache. A tier breaks its contract if it raises, or reports a job id
-    that is not its own. Such a tier is logged, counted and taken out of service; the engine goes on.
+    Without secondary tiers, the manager is a CPU cache. A tier breaks its contract if it raises, returns what its
+    contract does not allow, or reports a job that is not its own. Such a tier is logged, counted and taken out of
+    service; the engine goes on.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
-        self._search = PrefixSearch(primary_tier, self._promotions, self._call, clock)
+        self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)
         self._known = self._requests.known
@@ -203,9 +205,10 @@ class TieringOffloadingManager(OffloadingManager):
             self._owner.claim()
         readable, rows = in_primary(keys)
         request = self._known.get(req_context.req_id)
+        shared = tuple(keys) if self._states else ()  # a tier must not change the caller's keys
         for state in self._states if request is None else request.tiers:
             if state.in_service:
-                self._call(state, method_of(state.tier), keys, req_context)
+                self._call(state, method_of(state.tier), shared, req_context)
         if len(rows):
             self._jobs.report_use(readable, rows, request, req_context)
 
@@ -309,10 +312,10 @@ class TieringOffloadingManager(OffloadingManager):
             deadline: time until which the call may wait.
         """
         state = self._states[rank]
-        opened = bool(self._call(state, state.tier.open, deadline))
-        if self._call(state, state.tier.superseded):
+        opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
+        if self._tiers.ask(state, TRUTH, state.tier.superseded):
             self._follow(deadline)
-            opened = bool(self._call(state, state.tier.open, deadline))
+            opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
         return opened
 
     def hand_over(self) -> None:
@@ -354,20 +357,25 @@ class TieringOffloadingManager(OffloadingManager):
         """
         tier = state.tier
         method: Callable[[], object] = tier.take_wanted_keys
+        wanted: Sequence[OffloadKey] | None = ()
         try:
-            wanted = tier.take_wanted_keys()
-            if wanted:
-                wanted = list(dict.fromkeys(wanted))  # what is no sequence of keys raises here
+            answer = tier.take_wanted_keys()
+            if type(answer) not in (tuple, list) or answer:
+                wanted = self._tiers.read(state, WANTED, method, answer)
+                if wanted is None:
+                    return False
             method = tier.on_schedule_end
             tier.on_schedule_end()
             method = tier.superseded
-            superseded = bool(tier.superseded())
-        except Exception as error:
+            superseded = tier.superseded()
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             self._tiers.retire_raising(state, method, error)
             return False
         if wanted:
             self._jobs.cascade_held((state,), wanted, NOBODY)
-        return superseded
+        return superseded is not False and bool(self._tiers.read(state, TRUTH, method, superseded))
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.
@@ -398,8 +406,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._enable_events:
             return []
         events = self.primary_tier.take_events()
-        for state in self._states:
-            events.extend(self._call(state, state.tier.take_events) or ())
+        events += self._tiers.take_events()
         events.sort(key=_order)
         return events
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count, takewhile
-from typing import Any
 
 import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.transfer import Rows
+from tiering.manager.answers import PREFIX
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
-from tiering.manager.tiers import TierState
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 MAX_RUNS = 128
@@ -61,7 +61,7 @@ class PrefixSearch:
         self,
         primary: CPUPrimaryTierOffloadingManager,
         promotions: Promotions,
-        call: Callable[..., Any],
+        tiers: SecondaryTiers,
         clock: Callable[[], float],
     ) -> None:
         """Create the search over a manager's parts.
@@ -69,7 +69,7 @@ class PrefixSearch:
         Args:
             primary: the primary tier.
             promotions: starts the promotions of blocks that a secondary tier holds.
-            call: ``call(state, method, *arguments)`` calls a method of a tier, and returns None if the method raises.
+            tiers: the secondary tiers.
             clock: monotonic clock, in seconds.
         """
         self._primary = primary
@@ -77,7 +77,7 @@ class PrefixSearch:
         self._pending = primary.pending
         self._promotions = promotions
         self._waiters = promotions.waiters
-        self._call = call
+        self._ask = tiers.ask
         self._clock = clock
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
@@ -139,16 +139,17 @@ class PrefixSearch:
         """
         undecided, left = False, len(walk.keys) - position
         for state in request.tiers:
-            least = state.tier.min_prefix_blocks
+            least = state.min_prefix_blocks
             if not state.in_service or left < least:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
-                answer = self._call(state, state.tier.lookup_prefix, walk.keys[position:], request.ctx)
+                answer = self._ask(state, PREFIX, state.tier.lookup_prefix, walk.keys[position:], request.ctx)
                 if answer is None:
                     continue
-                end = walk.held_until[state.rank] = position + answer.held
-                may_grow = answer.undecided and answer.held < max(least, walk.at_least - position)
+                held, open_end = answer
+                end = walk.held_until[state.rank] = position + held
+                may_grow = open_end and held < max(least, walk.at_least - position)
             keys = self._run_to_promote(state, request, walk, position, end) if end - position >= least else ()
             if keys:
                 self._pin_head(walk, position)
@@ -176,7 +177,7 @@ class PrefixSearch:
         for excluded in (request.refused, request.failed.get(state.rank, _NONE)):
             if excluded:
                 keys = keys[: _leading(keys, excluded)]
-        if len(keys) < state.tier.min_prefix_blocks:
+        if len(keys) < state.min_prefix_blocks:
             return ()
         readable, pending = self._readable, self._pending
         if end < walk.at_least and not all(key in readable or key in pending for key in walk.keys[end : walk.at_least]):

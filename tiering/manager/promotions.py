@@ -143,7 +143,7 @@ class Promotions:
                 position + count < self._primary.num_rows
                 and (tier_share > count or count > 0 or self._loads_from(state))
                 and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self.rows_reserved))
-                and self.waiters.wait(request, keys[count], state.tier.load_deadline)
+                and self.waiters.wait(request, keys[count], state.load_deadline)
             )
             if not waits:
                 self.waiters.refuse(request, keys[count])
@@ -199,7 +199,7 @@ class Promotions:
     def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
         """Yield the parts of a promotion, head first, each no longer than its tier's longest load."""
         keys, rows, others = promotion.keys, promotion.rows, promotion.others
-        most = promotion.state.tier.max_load_blocks or len(keys)
+        most = promotion.state.max_load_blocks or len(keys)
         if len(keys) <= most:
             yield promotion
             return
@@ -284,7 +284,7 @@ class Promotions:
 
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
         self._reserve(promotion.owner, keys, rows)
-        medium = promotion.state.tier.medium
+        medium = promotion.state.medium
         promotion.owner.brought.update(dict.fromkeys(keys, medium))
         if promotion.others:
             row_of = dict(zip(keys, rows.tolist(), strict=True))

@@ -11,6 +11,7 @@ from tiering.api.masking import shown, shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_policy
 from tiering.errors import ConfigError
+from tiering.manager.answers import POLICY
 from tiering.manager.tiers import SecondaryTiers, TierState
 
 _log = logging.getLogger("kv_tiering.manager")
@@ -104,7 +105,7 @@ class Requests:
         self.begun = False
         """True once a request has begun."""
         self._tiers = tiers
-        self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.tier.name for state in tiers.states)])
+        self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.name for state in tiers.states)])
 
     def begin(self, ctx: ReqContext) -> Request:
         """Announce a request to the tiers that it may use, and return it.
@@ -118,15 +119,15 @@ class Requests:
             policy = NEITHER
         names, tiers = policy.tiers, self._tiers.states
         if names is not None:
-            tiers = [state for state in tiers if state.tier.name in names]
+            tiers = [state for state in tiers if state.name in names]
             if len(tiers) < len(names):
                 self._unknown_names.tell(ctx.req_id, names)
         request = Request(ctx, policy, tiers, [])
         for state in tiers:
-            if state.in_service:
-                answer = self._tiers.call(state, state.tier.on_new_request, ctx)
-                if answer is not None and answer.policy is OffloadPolicy.REQUEST_LEVEL:
-                    request.wants_all.append(state)
+            if not state.in_service:
+                continue
+            if self._tiers.ask(state, POLICY, state.tier.on_new_request, ctx) is OffloadPolicy.REQUEST_LEVEL:
+                request.wants_all.append(state)
         self.known[ctx.req_id] = request
         self.begun = True
         return request

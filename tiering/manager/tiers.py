@@ -6,15 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from operator import index
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.manager import OffloadingEvent
+from tiering.errors import ConfigError
+from tiering.manager.answers import STATISTICS, TRUTH, Answer, BreachError, read_event, text_of, truth
 from tiering.manager.stats import ManagerStats
 from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")
+
+_T = TypeVar("_T")
+
+PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
+"""Exceptions that end the process. Signal handlers raise them, and they are no fault of the tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +33,14 @@ class TierState:
     tier: SecondaryTierManager
     rank: int
     """Position among the secondary tiers; 0 is the fastest."""
+    name: str
+    """Attribute of the tier, as all attributes below up to ``fill``."""
+    medium: str
+    load_deadline: float | None
+    store_deadline: float | None
+    max_load_blocks: int | None
+    min_prefix_blocks: int
+    fill: bool
     max_loading_rows: int
     """Largest number of primary rows that the tier's loads may hold."""
     settled_until: NDArray[np.float64]
@@ -46,22 +63,91 @@ class TierState:
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
 
     @classmethod
-    def of(cls, tier: SecondaryTierManager, rank: int, max_loading_rows: int, num_rows: int) -> Self:
+    def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:
         """Return the state of a tier that is in service and holds nothing.
 
         Args:
             tier: the tier.
             rank: position among the secondary tiers; 0 is the fastest.
-            max_loading_rows: largest number of primary rows that the tier's loads may hold.
             num_rows: number of primary rows.
+
+        Raises:
+            ConfigError: an attribute of the tier has a value that its contract does not allow.
         """
-        holds_weakly = type(tier).waiting_stores is not SecondaryTierManager.waiting_stores
-        return cls(tier, rank, max_loading_rows, np.zeros(num_rows), np.zeros(num_rows, np.bool_), holds_weakly)
+        share = _attribute(tier, "primary_share", "a number from 0 to 1", _share)
+        return cls(
+            tier,
+            rank,
+            name=_attribute(tier, "name", "a text", _text),
+            medium=_attribute(tier, "medium", "a text", _text),
+            load_deadline=_attribute(tier, "load_deadline", "a positive number of seconds or None", _limit),
+            store_deadline=_attribute(tier, "store_deadline", "a positive number of seconds or None", _limit),
+            max_load_blocks=_attribute(tier, "max_load_blocks", "a positive whole number or None", _optional_count),
+            min_prefix_blocks=_attribute(tier, "min_prefix_blocks", "a positive whole number", _count),
+            fill=_attribute(tier, "fill", "True or False", truth),
+            max_loading_rows=max(1, int(share * num_rows)),
+            settled_until=np.zeros(num_rows),
+            has=np.zeros(num_rows, np.bool_),
+            holds_weakly=type(tier).waiting_stores is not SecondaryTierManager.waiting_stores,
+        )
 
     def deadline(self, now: float) -> float:
         """Return the time by which a load that is submitted at ``now`` should have ended."""
-        limit = self.tier.load_deadline
+        limit = self.load_deadline
         return math.inf if limit is None else now + limit
+
+
+def _attribute(tier: SecondaryTierManager, name: str, expected: str, read: Callable[[Any], _T]) -> _T:
+    """Return an attribute of a tier.
+
+    Args:
+        tier: the tier.
+        name: name of the attribute.
+        expected: description of the allowed values.
+        read: function that converts the value, and raises anything if the value is not allowed.
+
+    Raises:
+        ConfigError: the attribute does not exist, or its value is not allowed.
+    """
+    value: object = None
+    try:
+        value = getattr(tier, name)
+        return read(value)
+    except Exception as error:
+        raise ConfigError(
+            f"a {type(tier).__name__}, which is a secondary tier: its attribute {name} is {text_of(value)}, "
+            f"but must be {expected}"
+        ) from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise BreachError
+    return value
+
+
+def _share(value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise BreachError
+    return float(value)
+
+
+def _limit(value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not value > 0.0:
+        raise BreachError
+    return float(value)
+
+
+def _count(value: int) -> int:
+    if not index(value) > 0:
+        raise BreachError
+    return index(value)
+
+
+def _optional_count(value: int | None) -> int | None:
+    return None if value is None else _count(value)
 
 
 class _Shares:
@@ -95,8 +181,8 @@ class _Shares:
 class SecondaryTiers:
     """The secondary tiers of one manager, in service or not.
 
-    A tier breaks its contract if it raises, or reports a job that is not its own. Such a tier is logged, counted and
-    taken out of service until a restart.
+    A tier breaks its contract if it raises, returns what its contract does not allow, or reports a job that is not its
+    own. Such a tier is logged, counted and taken out of service until a restart.
     """
 
     def __init__(
@@ -115,27 +201,74 @@ class SecondaryTiers:
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
             on_retired: function that is called when a tier was taken out of service until a restart.
+
+        Raises:
+            ConfigError: an attribute of a tier has a value that its contract does not allow.
         """
-        self.states = [
-            TierState.of(tier, rank, max(1, int(tier.primary_share * num_rows)), num_rows)
-            for rank, tier in enumerate(tiers)
-        ]
+        self.states = [TierState.of(tier, rank, num_rows) for rank, tier in enumerate(tiers)]
         """All tiers, fastest first."""
         self._stats = stats
         self._clock = clock
         self._on_retired = on_retired
 
-    def call(self, state: TierState, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of a tier; if the method raises, take the tier out of service and return None."""
+    def call(self, state: TierState, method: Callable[..., object], *arguments: object) -> None:
+        """Call a method of a tier whose answer has no meaning; if it raises, take the tier out of service."""
         try:
-            return method(*arguments)
-        except Exception as error:
+            method(*arguments)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            self.retire_raising(state, method, error)
+
+    def ask(self, state: TierState, answer: Answer[_T], method: Callable[..., object], *arguments: object) -> _T | None:
+        """Call a method of a tier and return its answer.
+
+        If the method raises, or its contract does not allow the answer, take the tier out of service and return None.
+
+        Args:
+            state: the tier.
+            answer: what the method may return.
+            method: the method.
+            arguments: arguments of the method.
+        """
+        try:
+            given = method(*arguments)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             self.retire_raising(state, method, error)
             return None
+        return self.read(state, answer, method, given, *arguments)
 
-    def retire_raising(self, state: TierState, method: Callable[..., Any], error: Exception) -> None:
+    def read(
+        self, state: TierState, answer: Answer[_T], method: Callable[..., object], given: object, *arguments: object
+    ) -> _T | None:
+        """Return what a ``method`` of a tier has ``given``, as :meth:`ask` does."""
+        try:
+            return answer.read(given, *arguments)
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
+            self.retire(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
+            return None
+
+    def retire_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""
-        self.retire(state, f"its {getattr(method, '__name__', method)} raised {error!r}", exc_info=True)
+        self.retire(state, f"its {_name(method)} raised {text_of(error)}", exc_info=True)
+
+    def retire_reading(
+        self, state: TierState, method: Callable[..., object], given: object, error: BaseException
+    ) -> None:
+        """Take a tier out of service because the elements that its ``method`` has ``given`` cannot be read.
+
+        ``error`` is the present exception: a :class:`BreachError`, or one that the method or its answer has raised.
+        """
+        if isinstance(error, BreachError):
+            self.retire(state, f"its {_name(method)} returned {error}")
+        elif not hasattr(type(given), "__iter__"):
+            self.retire(state, f"its {_name(method)} returned {text_of(given)}, which has no elements")
+        else:
+            self.retire_raising(state, method, error)
 
     def retire(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
         """Take a tier out of service until a restart, because it broke its contract.
@@ -148,7 +281,7 @@ class SecondaryTiers:
         if state.in_service or state.resetting:
             state.in_service = state.resetting = False
             self._stats.tiers_out_of_service += 1
-            _log.error("tier %s is out of service until a restart: %s", state.tier.name, reason, exc_info=exc_info)
+            _log.error("tier %s is out of service until a restart: %s", state.name, reason, exc_info=exc_info)
             self._on_retired(state)
 
     def end_reset(self, state: TierState) -> None:
@@ -157,9 +290,9 @@ class SecondaryTiers:
         The tier may need steps to complete its reset, for example to find that its directory is gone.
         """
         self.call(state, state.tier.on_schedule_end)
-        if state.resetting and self.call(state, state.tier.reset_done):
+        if state.resetting and self.ask(state, TRUTH, state.tier.reset_done):
             state.in_service, state.resetting = True, False
-            _log.warning("tier %s has completed its reset and is in service again", state.tier.name)
+            _log.warning("tier %s has completed its reset and is in service again", state.name)
 
     def reset(self, seconds: float, revision: str | None) -> bool:
         """Reset all tiers.
@@ -186,11 +319,11 @@ class SecondaryTiers:
         """
         for state in self.states:
             self._reset(state, state.tier.follow, deadline)
-            if state.in_service and self.call(state, state.tier.superseded):
+            if state.in_service and self.ask(state, TRUTH, state.tier.superseded):
                 self.retire(state, "it did not enter the new common epoch that it reported")
 
-    def _reset(self, state: TierState, reset: Callable[..., bool], *arguments: object) -> bool:
-        if self.call(state, reset, *arguments):
+    def _reset(self, state: TierState, reset: Callable[..., object], *arguments: object) -> bool:
+        if self.ask(state, TRUTH, reset, *arguments):
             if state.resetting:
                 state.in_service, state.resetting = True, False
             return True
@@ -199,7 +332,7 @@ class SecondaryTiers:
             _log.error(
                 "tier %s is out of service until its medium has confirmed the reset: its old blocks are not served any "
                 "more, but a restart before then could find them again",
-                state.tier.name,
+                state.name,
             )
         return False
 
@@ -217,14 +350,34 @@ class SecondaryTiers:
         for state in self.states:
             deadline = shares.next_deadline()
             self.call(state, state.tier.drain, deadline)
-            stopped = bool(self.call(state, state.tier.shutdown, deadline)) and stopped
+            stopped = bool(self.ask(state, TRUTH, state.tier.shutdown, deadline)) and stopped
         return stopped
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each tier that has some, by the tier's name."""
         tiers = {}
         for state in self.states:
-            stats = self.call(state, state.tier.get_stats)
-            if stats is not None:
-                tiers[state.tier.name] = stats.as_dict()
+            fields = self.ask(state, STATISTICS, state.tier.get_stats)
+            if fields is not None:
+                tiers[state.name] = fields
         return tiers
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events of all tiers since the last call; those of each tier are in the tier's order."""
+        events: list[OffloadingEvent] = []
+        for state in self.states:
+            given: object = ()
+            method = state.tier.take_events
+            try:
+                given = method()
+                # What a generator returned before it raised counts.
+                events.extend(read_event(event, state.name) for event in given)
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
+                self.retire_reading(state, method, given, error)
+        return events
+
+
+def _name(method: Callable[..., object]) -> object:
+    return getattr(method, "__name__", method)

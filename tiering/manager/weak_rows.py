@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.transfer import Rows
+from tiering.manager.answers import UNREAD, BreachError, text_of
 from tiering.manager.jobs import Job, TierJobs
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 TAKE_AFTER = 0.1
@@ -42,10 +43,6 @@ PART_AT_ONCE = 16
 
 LOOK_AT = 256
 """Number of rows that a search looks at; four times the needed rows if these are more."""
-
-
-class _BreachError(Exception):
-    """An answer of a tier that breaks its contract."""
 
 
 class _Waiting:
@@ -119,14 +116,16 @@ class WeakRows:
         waiting = _Waiting()
         for rank, asked in by_tier.items():
             state = self._states[rank]
-            answer = self._tiers.call(state, state.tier.waiting_stores, [job.job_id for job in asked])
-            if answer is None:
+            answer = self._tiers.ask(state, UNREAD, state.tier.waiting_stores, [job.job_id for job in asked])
+            if answer is None or answer[0] is None:
                 continue
             try:
-                found = _rows_of(asked, answer.rows)
-                since = float(answer.since)
-            except Exception as error:
-                self._breach(state, f"its waiting_stores returned what is not its own: {error}")
+                found = _rows_of(asked, answer[0].rows)
+                since = float(answer[0].since)
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
+                self._breach(state, "its waiting_stores returned what is not its own", answer[0], error)
                 continue
             if found:
                 waiting.rows += found
@@ -179,21 +178,23 @@ class WeakRows:
             state, jobs = self._states[rank], asked[rank]
             if not state.in_service:
                 continue
-            wanted_rows = {job_id: wanted for job_id, (_, wanted) in jobs.items()}
-            answer = self._tiers.call(state, state.tier.withdraw_stores, wanted_rows)
+            wanted_rows = {job_id: tuple(wanted) for job_id, (_, wanted) in jobs.items()}
+            answer = self._tiers.ask(state, UNREAD, state.tier.withdraw_stores, wanted_rows)
             if answer is None:
                 continue
             try:
-                given = _given(jobs, answer)
-            except Exception as error:
+                given = _given(jobs, answer[0])
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
                 # Nothing is released: perhaps the tier still reads these rows.
-                self._breach(state, f"it withdrew rows that are not to be withdrawn: {error}")
+                self._breach(state, "it withdrew rows that are not to be withdrawn", answer[0], error)
                 continue
             self._jobs.give_up(state, given)
 
-    def _breach(self, state: TierState, reason: str) -> None:
+    def _breach(self, state: TierState, reason: str, answer: object, error: BaseException) -> None:
         self._jobs.count_misreport()
-        self._tiers.retire(state, reason)
+        self._tiers.retire(state, f"{reason}: {text_of(answer)} ({text_of(error)})")
 
 
 def _job_id(entry: tuple[Job, Sequence[int]]) -> int:
@@ -211,7 +212,7 @@ def _rows_of(jobs: Sequence[Job], answer: Sequence[Sequence[int]]) -> list[tuple
         Exception: the answer is not what the contract asks for.
     """
     if len(answer) != len(jobs):
-        raise _BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
+        raise BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
     found: list[tuple[Job, Sequence[int]]] = []
     for job, rows in zip(jobs, answer, strict=True):
         if len(rows):
@@ -232,11 +233,11 @@ def _given(
         Exception: the answer is not what the contract asks for.
     """
     if len(answer) > len(jobs):
-        raise _BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
+        raise BreachError(f"{len(answer)} answers for {len(jobs)} jobs")
     given: dict[int, tuple[Job, Sequence[int]]] = {}
     for job_id, rows in answer:
         if job_id not in jobs or job_id in given:
-            raise _BreachError(f"job {job_id} is not a store of its own with these rows")
+            raise BreachError(f"job {job_id} is not a store of its own with these rows")
         if len(rows):
             job, wanted = jobs[job_id]
             given[job_id] = (job, _checked(job_id, wanted, rows))
@@ -250,8 +251,8 @@ def _checked(job_id: int, allowed: list[int], rows: Sequence[int]) -> list[int]:
         Exception: that is not the case.
     """
     if len(rows) > len(allowed):
-        raise _BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
+        raise BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
     checked = list(map(index, rows))
     if checked != allowed and (len(set(checked)) < len(checked) or not set(checked).issubset(allowed)):
-        raise _BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")
+        raise BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")
     return checked

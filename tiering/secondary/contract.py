@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
@@ -130,6 +132,9 @@ class SecondaryTierManager(ABC):
       includes jobs that failed or never started.
     - When a load is reported successful for a key, its row holds verified bytes of that key.
     - No method raises because of the medium. A tier in trouble answers lookups with False and fails jobs.
+
+    A tier that raises, or returns what a method does not allow, is out of service until a restart. The log says which
+    method it was, and what it returned. The manager reads the attributes once, when it is created.
     """
 
     medium: str = ""
@@ -186,11 +191,20 @@ class SecondaryTierManager(ABC):
         """Return the number of leading ``keys`` that are held, and True if the next key is undecided.
 
         This is the batch form of :meth:`lookup`. The default implementation calls :meth:`lookup` for each key.
+
+        Raises:
+            TypeError: a :meth:`lookup` returned something else than its contract allows.
         """
         for held, key in enumerate(keys):
             answer = self.lookup(key, req_context)
-            if answer is not True:
-                return PrefixAnswer(held, answer is None)
+            if answer is True:
+                continue
+            if answer is not None and answer is not False:
+                if not isinstance(answer, np.bool_):
+                    raise TypeError(f"lookup returned a {type(answer).__name__}, not True, False or None")
+                if answer:
+                    continue
+            return PrefixAnswer(held, answer is None)
         return PrefixAnswer(len(keys), False)
 
     # ------------------------------------------------------------------------------------------------------------- jobs

@@ -15,7 +15,8 @@ from tiering.secondary.contract import JobResult, SecondaryTierManager, Transfer
 class FakeTier(SecondaryTierManager):
     """A tier that a test controls step by step; no bytes are moved.
 
-    Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time.
+    Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time, but a manager reads the
+    name, and ``load_deadline`` to ``fill``, only once, when it is created.
     """
 
     medium = "FAKE"

@@ -1,0 +1,151 @@
+"""Checks of the answers of secondary tiers.
+
+A tier may be anybody's code. An answer that its contract does not allow must neither raise in the scheduler's step nor
+be taken for another answer. Each check costs one look at the type of the answer, not at each block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from operator import index
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
+from tiering.api.masking import shown
+from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class BreachError(Exception):
+    """An answer of a tier that breaks its contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[_T_co]):
+    """What a method of a tier may return."""
+
+    expected: str
+    """Description of the allowed answers, for the log."""
+    read: Callable[..., _T_co]
+    """Function that converts an answer, and raises anything if the contract does not allow the answer.
+
+    Its arguments are the answer and the arguments of the method.
+    """
+
+
+def text_of(value: object) -> str:
+    """Return a short text that shows ``value`` on one line, also if its own methods raise."""
+    try:
+        return " ".join(shown(value).split())
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def truth(answer: object, *_: object) -> bool:
+    """Return a truth value as a bool.
+
+    Raises:
+        BreachError: ``answer`` is no truth value.
+    """
+    if answer is True or answer is False:
+        return answer
+    if isinstance(answer, np.bool_):
+        return bool(answer)
+    raise BreachError
+
+
+def _prefix(answer: Any, keys: Sequence[OffloadKey], _: ReqContext) -> tuple[int, bool]:
+    held, undecided = answer
+    held = index(held)
+    if not 0 <= held <= len(keys):
+        raise BreachError
+    return held, truth(undecided)
+
+
+def _policy(answer: object, _: ReqContext) -> OffloadPolicy:
+    if isinstance(answer, RequestOffloadingContext) and isinstance(answer.policy, OffloadPolicy):
+        return answer.policy
+    raise BreachError
+
+
+def _seconds(answer: object, *_: object) -> float:
+    if not isinstance(answer, (float, int, Real)):
+        raise BreachError
+    seconds = float(answer)
+    if not seconds >= 0.0:
+        raise BreachError
+    return seconds
+
+
+def _statistics(answer: object) -> dict[str, Any]:
+    if not isinstance(answer, TierStats):
+        raise BreachError
+    fields: dict[str, Any] = {name: getattr(answer, name) for name in TierStats.__slots__}
+    latency = fields.pop("job_latency")
+    if len(latency) != len(JOB_LATENCY_BUCKETS) + 1:
+        raise BreachError
+    return {name: _number(value) for name, value in fields.items()} | {"job_latency": list(map(_number, latency))}
+
+
+def _number(value: object) -> int | float:
+    """Return a statistic as a plain number: reports cross processes, and Prometheus refuses other values."""
+    if not isinstance(value, (float, int, Real)) or not 0.0 <= float(value) < math.inf:
+        raise BreachError
+    return int(value) if isinstance(value, (int, np.integer)) else float(value)
+
+
+def _wanted(answer: Any) -> list[OffloadKey]:
+    if isinstance(answer, (bytes, str)):
+        raise BreachError
+    # A generator has no length: it might never end.
+    return list(dict.fromkeys(answer)) if len(answer) else []
+
+
+def _unread(answer: Any, *_: object) -> tuple[Any]:
+    return (answer,)
+
+
+UNREAD = Answer("anything", _unread)
+"""Any answer, in a tuple of its own; the caller reads it."""
+TRUTH = Answer("True or False", truth)
+PREFIX = Answer("a PrefixAnswer for the keys that it was asked for", _prefix)
+POLICY = Answer("a RequestOffloadingContext", _policy)
+SECONDS = Answer("a number of seconds", _seconds)
+WANTED = Answer("a sequence of keys", _wanted)
+STATISTICS = Answer("TierStats with finite numbers", _statistics)
+
+_MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))
+_LOCALITIES = frozenset((LOCAL, REMOTE))
+_BYTES = frozenset((bytes,))
+
+
+def read_event(event: object, tier: str) -> OffloadingEvent:
+    """Return an event as it is.
+
+    Args:
+        event: what a tier has returned as an event.
+        tier: name of the tier.
+
+    Raises:
+        BreachError: consumers of events do not understand the event, or it is another tier's; the text shows it.
+    """
+    if (
+        isinstance(event, OffloadingEvent)
+        and event.medium in _MEDIA
+        and event.locality in _LOCALITIES
+        and event.tier == tier
+        and type(event.order) is int
+        and type(event.removed) is bool
+        and type(event.keys) in (list, tuple)
+        and _BYTES.issuperset(map(type, event.keys))
+    ):
+        return event
+    raise BreachError(f"{text_of(event)} instead of an event of its own")
