@@ -41,12 +41,15 @@ class ThreadLimit:
 class HeldStarts:
     """Starts of threads that take until the test releases them, except those on the test's own thread.
 
+    Args:
+        only: beginning of the names of the threads whose starts are held; default: all.
+
     Attributes:
         own: names of the threads that the thread of the test started itself.
         held: names of the threads whose start began to wait.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, only: str = "") -> None:
         self.own: list[str] = []
         self.held: list[str] = []
         self._released = threading.Event()
@@ -56,7 +59,7 @@ class HeldStarts:
         def slow(thread: threading.Thread) -> None:
             if threading.current_thread() is test:
                 self.own.append(thread.name)
-            else:
+            elif thread.name.startswith(only):
                 self.held.append(thread.name)
                 self._released.wait()
             start(thread)

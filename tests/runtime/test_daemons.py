@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.thread_limit import ThreadLimit
+from tests.thread_limit import HeldStarts, ThreadLimit
 from tiering.runtime import daemons
 from tiering.runtime.daemons import DaemonThreads
+from tiering.runtime.launch import Launch
 from tiering.testing.clock import until
 
 
@@ -74,6 +75,43 @@ def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
     gate.set()
     assert until(lambda: not threads.running())
     assert done == [0, 1, 2]
+
+
+def test_a_stop_gives_up_the_threads_that_nothing_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldStarts(monkeypatch, "other")
+    threads, gate, done = DaemonThreads("t", 3), threading.Event(), threading.Event()
+    pieces = Pieces(threads)
+    pieces.run(gate.wait)
+    assert until(lambda: threads.idle == 0 and not threads._seats.starting)
+    Launch("other", print, print).begin()
+    assert until(lambda: held.held == ["other"])
+    pieces.run(done.set)
+    assert len(threads.running()) == 2
+    threads.stop()
+    assert len(threads.running()) == 1
+    gate.set()
+    assert done.wait(10)
+    held.release()
+    assert until(lambda: not threads.running())
+    assert pieces.refused == 0
+
+
+def test_a_stop_leaves_the_thread_that_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldStarts(monkeypatch, "other")
+    other, threads, done = Launch("other", print, print), DaemonThreads("t", 3), threading.Semaphore(0)
+    pieces = Pieces(threads)
+    other.begin()
+    assert until(lambda: held.held == ["other"])
+    for _ in range(2):
+        pieces.run(done.release)
+    assert len(threads.running()) == 2
+    threads.stop()
+    assert len(threads.running()) == 1
+    held.release()
+    assert all(done.acquire(timeout=10) for _ in range(2))
+    assert until(lambda: not threads.running())
+    assert pieces.refused == 0
+    other.join()
 
 
 def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:

@@ -168,6 +168,55 @@ def test_a_forked_child_has_no_threads_of_its_parent_and_starts_its_own(monkeypa
     first.join()
 
 
+def test_a_start_that_hangs_is_given_up_and_the_launches_behind_it_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_START", 0.01)
+    held, hung, good = HeldStarts(monkeypatch, "hung"), Report(), Report()
+    first, second = hung.launch("hung"), good.launch("second")
+    first.begin()
+    second.begin()
+    second.join()
+    assert until(lambda: not first.is_alive())
+    assert (good.ran_on, held.held) == (["second"], ["hung"])
+    assert [type(error) for error in hung.refused] == [TimeoutError]
+    assert "the start of thread hung takes longer than 0.01 s and is given up" in caplog.text
+    held.release()
+    assert until(lambda: first._thread is not None)
+    first.join()
+    third = good.launch("third")
+    third.begin()
+    third.join()
+    assert (hung.ran_on, good.ran_on) == ([], ["second", "third"]), "the owner was told that it will not run"
+    assert until(lambda: [thread.name for thread in threading.enumerate()].count(STARTER_NAME) == 1)
+
+
+def test_while_too_many_starts_hang_launches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_START", 0.01)
+    monkeypatch.setattr(module, "_starter", module._Starter())
+    held, report = HeldStarts(monkeypatch), Report()
+    launches = [report.launch(f"hung {number}") for number in range(module.MAX_STARTERS + 2)]
+    for launch in launches:
+        launch.begin()
+    assert until(lambda: len(report.refused) == len(launches))
+    assert len(held.held) == module.MAX_STARTERS
+    late = report.launch("late")
+    late.begin()
+    assert str(report.refused[-1]) == f"can't start new thread: {module.MAX_STARTERS} starts hang"
+    held.release()
+    assert until(lambda: all(not launch.is_alive() for launch in launches))
+    assert until(lambda: _runs(report))
+    assert report.ran_on == ["again"]
+
+
+def _runs(report: Report) -> bool:
+    """Launch a thread, and return True if it was started."""
+    launch = report.launch("again")
+    launch.begin()
+    launch.join()
+    return bool(report.ran_on)
+
+
 def test_a_seat_has_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     held, seats, report = HeldStarts(monkeypatch), Seats(), Report()
     for _ in range(3):

@@ -60,8 +60,13 @@ class DaemonThreads:
             self._refuse()
 
     def stop(self) -> None:
-        """End the threads once the work submitted so far has been run; no further work is accepted."""
+        """End the threads once the work submitted so far has been run; no further work is accepted.
+
+        Threads whose start has not begun are given up, but for one that work waits for and no other thread would run.
+        """
         self._stopped = True
+        starting = len(self._seats.starting)
+        self._seats.cancel_seats(keep=int(not self._waiting.empty() and len(self._seats.taken) <= starting))
         self._waiting.put(None)
 
     def running(self) -> list[Launch]:

@@ -6,6 +6,11 @@ of the process, the starter, therefore starts all threads that may be needed on 
 
 The starter begins with the first launch of the process, which belongs to the opening of a tier, and lives as long as
 the process. If it cannot be started, launches are refused, and a later launch tries again.
+
+A start may hang, for example if the new thread finds no memory for its first steps. A second thread therefore watches
+the starter. A start that takes longer than :data:`LONGEST_START` is given up: its launch is refused, and another
+starter goes on with the launches behind it. The number of starters is bounded. While all of them hang, launches are
+refused.
 """
 
 from __future__ import annotations
@@ -16,12 +21,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 _log = logging.getLogger("kv_tiering.io")
 
 STARTER_NAME = "kv-tiering-starter"
 """Name of the thread that starts others."""
+
+LONGEST_START = 10.0
+"""Seconds after which the start of a thread is given up.
+
+On an overloaded machine, a start may take a large part of a second.
+"""
+
+MAX_STARTERS = 4
+"""Largest number of starters, those included whose start hangs."""
 
 _RETRY_SECONDS = 0.1
 """Seconds after a failure to start the starter until the next try."""
@@ -42,7 +57,7 @@ class Launch:
         refused: called once instead of ``target``.
     """
 
-    __slots__ = ("_claim", "_process", "_refused", "_settled", "_target", "_thread", "name")
+    __slots__ = ("_claim", "_outcome", "_process", "_refused", "_settled", "_target", "_thread", "name")
 
     def __init__(self, name: str, target: Callable[[], object], refused: Refused) -> None:
         self.name = name
@@ -52,6 +67,8 @@ class Launch:
         self._process = _starter.process
         self._claim = threading.Lock()
         """Taken by the first of two: the starter, or :meth:`cancel`."""
+        self._outcome = threading.Lock()
+        """Taken by the first of two: the started thread, or the report that it will not run."""
         self._settled = threading.Event()
         """Set once the thread runs, or ``refused`` has returned."""
         self._thread: threading.Thread | None = None
@@ -97,16 +114,27 @@ class Launch:
         if not self._claim.acquire(blocking=False):
             return
         try:
-            thread = threading.Thread(target=self._target, name=self.name, daemon=True)
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             thread.start()
         except Exception as error:
             self._settle(error)
         else:
             self._thread = thread
-            self._target = self._refused = _nothing
             self._settled.set()
 
+    def give_up(self, error: BaseException) -> None:
+        """Refuse the thread for ``error``, although its start has begun, unless it runs already."""
+        self._settle(error)
+
+    def _run(self) -> None:
+        if not self._outcome.acquire(blocking=False):
+            return
+        target, self._target, self._refused = self._target, _nothing, _nothing
+        target()
+
     def _settle(self, error: BaseException | None) -> None:
+        if not self._outcome.acquire(blocking=False):
+            return
         refused, self._target, self._refused = self._refused, _nothing, _nothing
         try:
             refused(error)
@@ -115,8 +143,22 @@ class Launch:
         self._settled.set()
 
 
+class _Start:
+    """A start that is under way, for the thread that watches it."""
+
+    __slots__ = ("ended", "late", "launch")
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.ended = threading.Lock()
+        """Held until the start has ended."""
+        self.ended.acquire()
+        self.late = False
+        """True if the start was given up."""
+
+
 class _Starter:
-    """The thread that starts others, and the launches that wait for it."""
+    """The thread that starts others, the launches that wait for it, and the thread that watches it."""
 
     def __init__(self) -> None:
         self.begin_anew()
@@ -126,10 +168,17 @@ class _Starter:
         self.process = object()
         """A value that differs between a process and its forked children."""
         self._launches: SimpleQueue[Launch] = SimpleQueue()
+        self._starts: SimpleQueue[_Start] = SimpleQueue()
+        """The starts that have begun, for the thread that watches them."""
         self._runs = False
+        """True while a starter serves the launches."""
+        self._watched = False
+        """True once the starts are watched."""
         self._due = float("-inf")
+        self._stuck = 0
+        """Number of starters whose start was given up and has not returned."""
         self._lock = threading.Lock()
-        """Held to start the starter; no thread takes it once the starter runs."""
+        """Held to begin and to end a starter; no caller takes it while a starter serves."""
 
     def request(self, launch: Launch) -> None:
         """Queue a launch, or refuse it if there is no starter."""
@@ -137,15 +186,23 @@ class _Starter:
             self._launches.put(launch)
         else:
             launch.refuse(error)
+            self._refuse_all(error)
+
+    def _refuse_all(self, error: Exception) -> None:
+        with suppress(Empty):
+            while True:
+                self._launches.get_nowait().refuse(error)
 
     def _begin(self) -> Exception | None:
-        """Start the starter, and return the reason if it cannot be started now.
+        """Start a starter, and return the reason if none can be started now.
 
         The low-level call does not wait until the new thread runs.
         """
         with self._lock:
             if self._runs:
                 return None
+            if self._stuck >= MAX_STARTERS:
+                return RuntimeError(f"can't start new thread: {self._stuck} starts hang")
             if time.monotonic() < self._due:
                 return RuntimeError("can't start new thread")
             try:
@@ -159,7 +216,46 @@ class _Starter:
     def _serve(self) -> None:
         threading.current_thread().name = STARTER_NAME
         while True:
-            self._launches.get().start()
+            start = _Start(self._launches.get())
+            if self._watched or self._begin_watch():
+                self._starts.put(start)
+            start.launch.start()
+            start.ended.release()
+            with self._lock:
+                if start.late:
+                    self._stuck -= 1
+                    if self._runs:
+                        threading.current_thread().name = f"{STARTER_NAME} (ended)"
+                        return  # another starter has taken over
+                    self._runs = True
+
+    def _begin_watch(self) -> bool:
+        """Start the thread that watches the starter, and return False if it cannot be started now."""
+        try:
+            _thread.start_new_thread(self._watch, ())
+        except (RuntimeError, MemoryError):
+            return False
+        self._watched = True
+        return True
+
+    def _watch(self) -> None:
+        while True:
+            start = self._starts.get()
+            if start.ended.acquire(timeout=LONGEST_START):
+                continue
+            with self._lock:
+                if start.ended.acquire(blocking=False):
+                    continue
+                start.late = True
+                self._stuck += 1
+                self._runs = False
+            threading.current_thread().name = f"{STARTER_NAME}-watch"
+            _log.error(
+                "the start of thread %s takes longer than %g s and is given up", start.launch.name, LONGEST_START
+            )
+            start.launch.give_up(TimeoutError(f"its start takes longer than {LONGEST_START:g} s"))
+            if (error := self._begin()) is not None:
+                self._refuse_all(error)
 
 
 class Seats:
@@ -219,9 +315,13 @@ class Seats:
         for launch in list(self._launched):
             launch.cancel()
 
-    def cancel_seats(self) -> None:
-        """Give up the threads with a seat whose start has not begun."""
-        for seat in list(self.starting):
+    def cancel_seats(self, keep: int = 0) -> None:
+        """Give up the threads with a seat whose start has not begun.
+
+        Args:
+            keep: number of threads not to give up, those requested first; default 0.
+        """
+        for seat in list(self.starting)[keep:]:
             if (launch := self.taken.get(seat)) is not None:
                 launch.cancel()
 
