@@ -1,4 +1,4 @@
-"""A tier of a user's own may answer anything: the step goes on, and the tier is out of service with one clear line."""
+"""Whatever a tier answers, the step goes on, and the tier is left out with one clear line in the log."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class BreachError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[_T_co]):
-    """What a method of a tier may return."""
+    """The answers that a method of a tier may give."""
 
     expected: str
     """Description of the allowed answers, for the log."""
