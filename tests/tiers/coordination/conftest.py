@@ -9,7 +9,20 @@ import pytest
 from examples.valkey_server import ValkeyServer, serving
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.coordination.fleet import Fleet
+from tiering.secondary import claims
+from tiering.testing.tier_rig import PATIENCE_SECONDS
+from tiers.coordination import coordination
 from tiers.valkey.client import ServerAddress, ValkeyClient
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for an answer of the server for as long as it takes on a busy machine.
+
+    Otherwise machines do without a server that is slow, and stores begin without an answer to their claims.
+    """
+    monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(claims, "CLAIM_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 from examples.valkey_server import ValkeyServer
 from tests.servers import moto_server
 from tests.tiers.object.suites import FleetSuite
+from tiering.testing.tier_tests import K
 
 
 class TestCoordinatedTierOnMoto(FleetSuite):
@@ -15,3 +16,16 @@ class TestCoordinatedTierOnMoto(FleetSuite):
     @pytest.fixture(autouse=True)
     def _coordinated(self, _medium: None, server: ValkeyServer) -> None:
         self.options = self.options.model_copy(update={"coordination": server.url})
+
+    @pytest.mark.usefixtures("patience")
+    def test_two_engines_share_a_bucket(self) -> None:
+        """The directory denies a block until its upload was told; a notice then corrects the miss."""
+        self.options = self.options.model_copy(update={"absent_ttl": 3600.0})
+        one, two = self.make_rig().open(), self.make_rig().open()
+        try:
+            one.store(K[:6])
+            two.wait(lambda: two.lookup(K[:8]) == 6)
+            assert two.load(K[:6]) == K[:6]
+        finally:
+            one.close()
+            two.close()

@@ -15,6 +15,7 @@ from tests.tiers import pool_machine
 from tests.tiers.coordination.fleet import Fleet, find, ready
 from tests.tiers.machines import ROOT
 from tiering import load_stack, open_manager
+from tiering.secondary import claims
 from tiering.secondary.coordination import Claim
 from tiering.secondary.index.places import place_prefix
 from tiering.testing.clock import FakeClock
@@ -29,7 +30,7 @@ NEVER_VERIFY = ("tiers.coordination.coordination.VERIFIED_SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
-def trust(monkeypatch: pytest.MonkeyPatch) -> None:
+def trust(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
     """Verify no denial of a complete directory, so that requests can be counted."""
     monkeypatch.setattr(*NEVER_VERIFY)
 
@@ -117,7 +118,11 @@ class TestWithoutAServer:
         assert one.store(K[:4]) == K[:4]
         assert two.lookup(K[:4]) == 4
 
-    def test_a_server_that_hangs_keeps_no_store_and_no_lookup(self, own_fleet: Fleet) -> None:
+    def test_a_server_that_hangs_keeps_no_store_and_no_lookup(
+        self, own_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", 0.2)
+        monkeypatch.setattr(claims, "CLAIM_SECONDS", 0.1)
         one, two = own_fleet.machine(), own_fleet.machine()
         with own_fleet.server.paused():
             assert one.store(K[:4]) == K[:4]
@@ -220,9 +225,9 @@ class TestWrongHints:
     ) -> None:
         one = fleet.machine()
         dead = directory_of(fleet, one, client)
-        monkeypatch.setattr(directory, "LEASE_MS", 300)
         assert client.call(*dead.claim(digests_of(names_of(one)))) == b"1111"
-        assert one.store(K[:4]) == []
+        monkeypatch.setattr(directory, "LEASE_MS", 300)
+        assert one.store(K[:4]) == [], "the refused claim shortens the other one"
         assert until(lambda: one.store(K[:4]) == K[:4])
 
     def test_another_bucket_and_another_epoch_have_directories_of_their_own(
