@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process, started
+from tests.patience import PATIENT
 from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig, segment_files
 from tiering.cli import tiers as tiers_module
@@ -45,7 +46,9 @@ def make_s3(bucket: RawBucket, moto: S3Endpoint) -> Iterator[Make]:
     rigs: list[TierRig] = []
 
     def build(model: str = "model-a") -> TierRig:
-        options = S3Options(bucket=bucket.name, endpoint_url=moto.endpoint, prefix="prod", compression="zstd")
+        options = S3Options(
+            bucket=bucket.name, endpoint_url=moto.endpoint, prefix="prod", compression="zstd", **PATIENT
+        )
         rigs.append(TierRig(lambda context: S3_TIER.build(options, context), group_bytes=(65536,), model=model))
         return rigs[-1].open()
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.fake_s3 import FakeS3
+from tests.patience import PATIENT
 from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
 from tiering.manager.waiting import wait_for_prefix, wait_until_idle
 from tiering.primary.memory.region import PAGE, SharedRegion
@@ -23,6 +24,7 @@ QUICK: Mapping[str, Any] = {
     "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
     "retries": {"attempts": 1},
     "absent_ttl": "20ms",
+    **PATIENT,
 }
 """Words of a shared tier that soon notices an outage, its end, and new blocks."""
 

@@ -16,6 +16,7 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration import fork_child
 from tests.integration.fork_child import AFTER, BEFORE, fork, keys
+from tests.patience import PATIENT
 from tests.tiers.local.rig import LocalRig
 from tiering.api.inert_manager import InertManager
 from tiering.api.manager import OffloadingManager
@@ -86,7 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
 
 
 def test_a_child_asks_a_bucket_nothing(fake: FakeS3) -> None:
-    words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod"}
+    words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", **PATIENT}
     rig = TierRig(lambda context: S3_TIER.build(S3Options.model_validate(words), context), group_bytes=(8192,)).open()
     stored = keys(range(8))
     rig.store(stored)

@@ -57,7 +57,7 @@ def make_named_tier(memory: MemoryMedium, context: TierContext, **options: objec
         context,
         BlockTierOptions.model_validate({"type": "named", **options}),
         NamedMemoryStore(memory),
-        SharedIndex(absent_ttl=0.05),
+        SharedIndex(absent_ttl=0.05, lookup_deadline=20.0),
         place_prefix=lambda namespace: f"{namespace.directory}/{namespace.epoch.hex()}/",
     )
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from tests.patience import PATIENT
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def machine(path: Path, tier: Mapping[str, Any], work: str, count: int, **words:
     Raises:
         AssertionError: the machine did not end well.
     """
-    path.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [dict(tier)], **words}))
+    path.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [{**PATIENT, **tier}], **words}))
     command = [sys.executable, "-m", "tests.tiers.pool_machine", str(path), work, str(count)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from examples.valkey_server import serving
 from tests.fake_s3 import FakeS3, Trouble, fake_s3
+from tests.patience import PATIENT
 from tests.tiers.liar import WrongWrites, lies_after_an_outage
 from tests.tiers.local.rig import LocalRig
 from tiering.testing.tier_rig import TierRig
@@ -42,11 +43,11 @@ def make(tmp_path: Path, bucket: FakeS3) -> Iterator[Make]:
                 rig = LocalRig(tmp_path, **QUICK)  # type: ignore[arg-type]
             elif kind == "s3":
                 place = {"bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "prefix": "prod"}
-                s3 = S3Options.model_validate({**place, **QUICK, **words})
+                s3 = S3Options.model_validate({**place, **PATIENT, **QUICK, **words})
                 rig = TierRig(lambda context: S3_TIER.build(s3, context), group_bytes=(BLOCK,))
             else:
                 server = stack.enter_context(serving())
-                pool = ValkeyOptions.model_validate({"url": server.url, **QUICK, **words})
+                pool = ValkeyOptions.model_validate({"url": server.url, **PATIENT, **QUICK, **words})
                 rig = TierRig(lambda context: VALKEY_TIER.build(pool, context), group_bytes=(BLOCK,))
             rig.open()
             stack.callback(rig.close)
@@ -109,7 +110,7 @@ def test_slots_that_read_back_other_bytes_take_no_stores(make: Make) -> None:
 
 def test_a_tier_that_stores_nothing_is_kept_out_of_service_by_lies_too(make: Make, bucket: FakeS3) -> None:
     make("s3").store(K[:4])
-    rig = make("s3", admission="none", lookup_deadline="10s")
+    rig = make("s3", admission="none")
     assert rig.lookup(K[:4]) == 4
     breaker = rig.tier._life._io.breakers.reads  # type: ignore[attr-defined]
     bucket.fail(Trouble.FLIP, method="GET", times=10**9)

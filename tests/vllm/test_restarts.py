@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENT
 from tests.servers import RawBucket, S3Endpoint, rclone_server
 from tests.vllm.models import write_llama
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, Answer, answers_without_tiers, engine, prompt, whole_blocks, wrong
@@ -39,7 +40,7 @@ def local(path: Path) -> dict[str, Any]:
 
 
 def s3(server: S3Endpoint, bucket: RawBucket) -> dict[str, Any]:
-    return {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint, "prefix": "kv/"}
+    return {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint, "prefix": "kv/", **PATIENT}
 
 
 def test_back_from_the_local_disk_after_a_restart_under_another_path_in_larger_blocks_too(

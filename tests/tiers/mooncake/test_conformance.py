@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from examples.mooncake_pool import Master
+from tests.patience import PATIENT
 from tests.tiers.mooncake.pool import Raw
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
@@ -34,7 +35,10 @@ class _Served:
     def _medium(self, pool: Master, raw: Raw) -> None:
         self.raw = raw
         self.options = MooncakeOptions(
-            master=pool.address, prefix=f"test-{next(_prefixes)}", absent_ttl=0.05, load_deadline=20.0
+            master=pool.address,
+            prefix=f"test-{next(_prefixes)}",
+            absent_ttl=0.05,
+            **PATIENT,
         )
 
     def _name(self, place: Place) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from examples.mooncake_pool import Master, Owner, serving
 from tests.cli.runner import kv_tiering
+from tests.patience import PATIENT
 from tests.tiers.machines import machine
 from tests.tiers.mooncake.pool import Raw
 from tiering.api.namespace import FORMAT_VERSION
@@ -34,7 +35,7 @@ def make() -> Iterator[Make]:
         quick = {
             "absent_ttl": 0.02,
             "present_ttl": 0.02,
-            "load_deadline": 20.0,
+            **PATIENT,
             "breaker": {"failures": 3, "probe_after": 0.05},
         }
         options = MooncakeOptions.model_validate({"master": master.address, **quick, **words})

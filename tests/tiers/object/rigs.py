@@ -8,6 +8,7 @@ from typing import TypeAlias
 import pytest
 
 from tests.fake_s3 import FakeS3
+from tests.patience import PATIENT
 from tiering.api.namespace import Namespace
 from tiering.testing.tier_rig import TierRig
 from tiers.object import S3_TIER, S3Options
@@ -18,6 +19,7 @@ FAST: Mapping[str, object] = {
     "breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "50ms"},
     "retries": {"attempts": 3, "backoff": "1ms"},
     "absent_ttl": "20ms",
+    **PATIENT,
 }
 """Options with which a tier notices the end of an outage at once."""
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from tests.patience import PATIENT
 from tests.servers import Bucket, Endpoint
 from tests.tiers.object.rigs import namespace_of
 from tiering.block_store import Place
@@ -55,7 +56,7 @@ class Served:
         endpoint, self.bucket = served
         for name, value in endpoint.environment().items():
             monkeypatch.setenv(name, value)
-        words = endpoint.words(BUCKET, f"test-{next(_prefixes)}") | {"absent_ttl": 0.05}
+        words = endpoint.words(BUCKET, f"test-{next(_prefixes)}") | {"absent_ttl": 0.05, **PATIENT}
         self.definition = tier_definition(words["type"])
         options = self.definition.options.model_validate(words)
         assert isinstance(options, BucketOptions)

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
+from tests.patience import PATIENT
 from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Collected, Limits
@@ -39,7 +40,8 @@ def make(fake: FakeS3) -> Iterator[Make]:
     rigs: list[TierRig] = []
 
     def build(revision: str | None = None, **words: object) -> TierRig:
-        chosen = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod", "max_inflight": 2} | words
+        place = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod"}
+        chosen = {**place, "max_inflight": 2, **PATIENT, **words}
         rig = TierRig(
             lambda context: S3_TIER.build(S3Options.model_validate(chosen), context),
             group_bytes=(BLOCK_BYTES,),
@@ -218,7 +220,7 @@ def finds_six(rig: TierRig) -> bool:
 def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_start(
     fake: FakeS3, make: Make, open_store: Open
 ) -> None:
-    one, two = make(), make(absent_ttl="20ms", lookup_deadline="10s")
+    one, two = make(), make(absent_ttl="20ms")
     assert one.store(OBJECTS[:4]) == OBJECTS[:4]
     (begun,) = begin_epochs(open_store())
     for rig in (one, two):
@@ -226,7 +228,7 @@ def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_sta
         assert rig.load(OBJECTS[:4]) == []
     assert namespace_of(one).epoch == begun.epoch
     assert one.store(OBJECTS[:6]) == OBJECTS[:6]
-    for rig in (two, make(lookup_deadline="10s")):
+    for rig in (two, make()):
         # The machine may believe for a moment that blocks are absent.
         rig.wait(partial(finds_six, rig))
         assert rig.load(OBJECTS[:6]) == OBJECTS[:6]

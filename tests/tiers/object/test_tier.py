@@ -162,13 +162,13 @@ class TestCompression:
         assert element_size(Namespace.build(other, (1024,))) == size
 
 
-PATIENT: dict[str, object] = {"lookup_deadline": "20s", "absent_ttl": "60s"}
-"""Options with which a lookup waits for its probe on a busy machine too."""
+REMEMBERING: dict[str, object] = {"absent_ttl": "60s"}
+"""Options with which a miss is remembered until the store that follows."""
 
 
 class TestLooksBeforePuts:
     def test_blocks_that_a_lookup_missed_are_put_without_a_look(self, fake: FakeS3, make: Make) -> None:
-        rig = make(**PATIENT).open()
+        rig = make(**REMEMBERING).open()
         assert rig.lookup(K[:4]) == 0
         looks = len(fake.asked("HEAD"))
         assert rig.store(K[:4]) == K[:4]
@@ -178,7 +178,7 @@ class TestLooksBeforePuts:
         assert rig.load(K[:4]) == K[:4]
 
     def test_a_block_that_another_engine_has_put_meanwhile_is_not_replaced(self, fake: FakeS3, make: Make) -> None:
-        first, second = make(**PATIENT).open(), make(**PATIENT).open()
+        first, second = make(**REMEMBERING).open(), make(**REMEMBERING).open()
         assert first.lookup(K[:2]) == second.lookup(K[:2]) == 0
         assert first.store(K[:2]) == K[:2]
         stored = {name: fake.objects[name] for name in fake.objects if "/blocks/" in name}
@@ -187,14 +187,14 @@ class TestLooksBeforePuts:
         assert second.tier.get_stats().answers_conflict == 2
 
     def test_without_a_conditional_put_every_put_looks(self, fake: FakeS3, make: Make) -> None:
-        rig = make(conditional_put=False, **PATIENT).open()
+        rig = make(conditional_put=False, **REMEMBERING).open()
         assert rig.lookup(K[:2]) == 0
         looks = len(fake.asked("HEAD"))
         assert rig.store(K[:2]) == K[:2]
         assert len(fake.asked("HEAD")) == looks + 2
 
     def test_after_misses_in_a_row_a_lookup_probes_one_block(self, fake: FakeS3, make: Make) -> None:
-        rig = make(**PATIENT).open()
+        rig = make(**REMEMBERING).open()
         for number in range(MISSES_IN_A_ROW):
             assert rig.lookup(keys_of(*range(100 + 8 * number, 108 + 8 * number))) == 0
         looks = len(fake.asked("HEAD"))

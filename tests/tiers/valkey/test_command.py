@@ -11,6 +11,7 @@ import yaml
 
 from examples.valkey_server import ValkeyServer, serving
 from tests.cli.runner import kv_tiering
+from tests.patience import PATIENT
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.valkey import VALKEY_TIER, ValkeyOptions
@@ -44,7 +45,9 @@ def fill(server: ValkeyServer, *models: str) -> None:
     """Store six blocks of each model, and end."""
     for model in models:
         rig = TierRig(
-            lambda context: VALKEY_TIER.build(ValkeyOptions(url=server.url), context), group_bytes=(BLOCK,), model=model
+            lambda context: VALKEY_TIER.build(ValkeyOptions(url=server.url, **PATIENT), context),
+            group_bytes=(BLOCK,),
+            model=model,
         ).open()
         rig.store(K[:6])
         rig.close()
@@ -151,7 +154,7 @@ def test_gc_removes_blocks_of_epochs_that_nobody_uses(
     assert kv_tiering("gc", stack, "--grace", "1ms", "--yes").code == 0
     assert count(raw) == 6
     rig = TierRig(
-        lambda context: VALKEY_TIER.build(ValkeyOptions(url=own_server.url), context), group_bytes=(BLOCK,)
+        lambda context: VALKEY_TIER.build(ValkeyOptions(url=own_server.url, **PATIENT), context), group_bytes=(BLOCK,)
     ).open()
     assert rig.load(K[:6]) == K[:6]
     rig.close()

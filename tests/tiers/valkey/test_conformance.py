@@ -9,6 +9,7 @@ import pytest
 import valkey
 
 from examples.valkey_server import ValkeyServer
+from tests.patience import PATIENT
 from tiering.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
@@ -30,7 +31,10 @@ class _Served:
     def _medium(self, server: ValkeyServer) -> None:
         self.raw = valkey.Valkey(port=server.port)
         self.options = ValkeyOptions(
-            url=server.url, prefix=f"test-{next(_prefixes)}", absent_ttl=0.05, load_deadline=20.0
+            url=server.url,
+            prefix=f"test-{next(_prefixes)}",
+            absent_ttl=0.05,
+            **PATIENT,
         )
 
     def _name(self, place: Place) -> str:

@@ -9,6 +9,7 @@ import pytest
 import valkey
 
 from examples.valkey_server import ValkeyServer, serving
+from tests.patience import PATIENT
 from tests.tiers.valkey.relay import Relay
 from tiering.api.namespace import FORMAT_VERSION
 from tiering.block_store import Done
@@ -35,7 +36,7 @@ def make() -> Iterator[Make]:
         quick = {
             "absent_ttl": 0.02,
             "present_ttl": 0.02,
-            "load_deadline": 20.0,
+            **PATIENT,
             "breaker": {"failures": 3, "probe_after": 0.05},
         }
         url = server if isinstance(server, str) else server.url
