@@ -24,7 +24,7 @@ from tiering.runtime.launch import STARTER_NAME
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 20.0
 """Seconds that stopped threads, processes and files may take to disappear."""
 
 SLOW_TIMEOUT = 1200

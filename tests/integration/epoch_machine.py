@@ -109,6 +109,15 @@ class Machine:
         assert wait_until_idle(self.manager)
         return found
 
+    def await_disk(self) -> None:
+        """Step until the disk is in service, whatever the bucket does."""
+
+        def serves() -> bool:
+            self.manager.on_schedule_end()
+            return bool(self.available("local"))
+
+        assert until(serves)
+
     def await_bucket(self) -> None:
         """Step until the bucket is in service, and so is the disk, which may have begun an epoch for it."""
 

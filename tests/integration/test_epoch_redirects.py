@@ -6,7 +6,6 @@ that an engine in an epoch finds no block of another one, whatever host answers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, Machine, bucket_
 from tiering.api.namespace import Namespace
 from tiering.secondary.service.common_epoch import begin_common
 from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
+from tiering.testing.clock import SettableClock
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until
 from tiers.object.options import S3Options
@@ -27,21 +27,12 @@ K = keys_of(*range(4))
 NAMESPACE = Namespace.build(MODEL, (BLOCK_BYTES,))
 
 
-class Clock:
-    """The machine's clock, which a test sets forward."""
-
-    skipped = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.skipped
-
-
 Start = Callable[..., Machine]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SettableClock:
+    return SettableClock()
 
 
 @pytest.fixture
@@ -60,11 +51,10 @@ def other() -> Iterator[FakeS3]:
 
 
 @pytest.fixture
-def start(clock: Clock) -> Iterator[Start]:
+def start(clock: SettableClock) -> Iterator[Start]:
     machines: list[Machine] = []
 
-    def build(bucket: FakeS3, weights: int, tiers: Sequence[dict[str, Any]] = ()) -> Machine:
-        words = {"open_deadline": "2s"}
+    def build(bucket: FakeS3, weights: int, tiers: Sequence[dict[str, Any]] = (), **words: object) -> Machine:
         machines.append(Machine(tiers or [bucket_tier(bucket)], weights, words, clock=clock))
         return machines[-1]
 
@@ -80,9 +70,9 @@ def store_of(bucket: FakeS3) -> ObjectStore:
     return store
 
 
-def looks(machine: Machine, clock: Clock, host: FakeS3, seconds: float = LOOK_SECONDS) -> None:
+def looks(machine: Machine, clock: SettableClock, host: FakeS3, seconds: float = LOOK_SECONDS) -> None:
     """Let the machine look for new epochs on ``host``, and enter what it finds."""
-    clock.skipped += seconds
+    clock.advance(seconds)
     asked = len(host.asked("GET", "documents/epoch-"))
 
     def looked() -> bool:
@@ -95,7 +85,7 @@ def looks(machine: Machine, clock: Clock, host: FakeS3, seconds: float = LOOK_SE
     machine.await_bucket()
 
 
-def in_a_new_epoch(start: Start, bucket: FakeS3, other: FakeS3, clock: Clock) -> tuple[Machine, Machine]:
+def in_a_new_epoch(start: Start, bucket: FakeS3, other: FakeS3, clock: SettableClock) -> tuple[Machine, Machine]:
     """Return two engines in a new epoch, the second without rows; ``other`` has the bucket of before."""
     one, two = start(bucket, 0), start(bucket, 0)
     one.store(K)
@@ -112,7 +102,7 @@ def in_a_new_epoch(start: Start, bucket: FakeS3, other: FakeS3, clock: Clock) ->
 
 
 def test_an_older_copy_has_no_block_for_an_engine_that_runs(
-    start: Start, bucket: FakeS3, other: FakeS3, clock: Clock
+    start: Start, bucket: FakeS3, other: FakeS3, clock: SettableClock
 ) -> None:
     _, two = in_a_new_epoch(start, bucket, other, clock)
     epoch = two.epoch
@@ -127,7 +117,7 @@ def test_an_older_copy_has_no_block_for_an_engine_that_runs(
 
 
 def test_the_bucket_of_another_fleet_has_no_block_either(
-    start: Start, bucket: FakeS3, other: FakeS3, clock: Clock
+    start: Start, bucket: FakeS3, other: FakeS3, clock: SettableClock
 ) -> None:
     start(other, 7).store(K)
     _, two = in_a_new_epoch(start, bucket, FakeS3(), clock)
@@ -139,7 +129,7 @@ def test_the_bucket_of_another_fleet_has_no_block_either(
 
 
 def test_an_engine_whose_disk_remembers_does_not_start_on_an_older_copy(
-    start: Start, bucket: FakeS3, other: FakeS3, clock: Clock, tmp_path: Path
+    start: Start, bucket: FakeS3, other: FakeS3, clock: SettableClock, tmp_path: Path
 ) -> None:
     in_a_new_epoch(start, bucket, other, clock)
     tiers = [disk_tier(tmp_path / "disk"), bucket_tier(bucket)]
@@ -147,6 +137,7 @@ def test_an_engine_whose_disk_remembers_does_not_start_on_an_older_copy(
     before.store(K)
     before.manager.shutdown()
     bucket.redirect_to = other.endpoint
-    later = start(bucket, 1, tiers)
+    later = start(bucket, 1, tiers, open_deadline="2s")
+    later.await_disk()
     assert later.available("s3") == 0, "it would have to begin the epoch there, and writes are not redirected"
     assert later.find(K, 1) == 4, "from its disk"

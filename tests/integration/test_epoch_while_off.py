@@ -106,6 +106,7 @@ def test_a_bucket_that_comes_back_with_a_new_epoch_gets_no_block_served_meanwhil
     stored = blocks_of(bucket)
     bucket.fail(503, times=10**9)
     machine = start(tmp_path, bucket, open_deadline="500ms")
+    machine.await_disk()
     assert machine.find(K[:4], 0) == 4, "while the bucket is down, the disk serves"
     machine.store(K[4:6])
     machine.weights = 1
@@ -127,6 +128,7 @@ def test_a_bucket_that_comes_back_with_its_epoch_costs_nothing(tmp_path: Path, b
     ran_before(start, tmp_path, bucket)
     bucket.fail(503, times=10**9)
     machine = start(tmp_path, bucket, open_deadline="500ms")
+    machine.await_disk()
     assert machine.find(K[:4], 0) == 4
     bucket.heal()
     machine.await_bucket()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +15,7 @@ from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.chaos import ChaosPlan, Fault
+from tiering.testing.clock import SettableClock
 from tiering.testing.faults import FaultyStore
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
@@ -27,17 +27,23 @@ class Faulty:
     """A rig on a medium with faults."""
 
     def __init__(
-        self, *, shared: bool = False, seed: int = 0, plan: ChaosPlan | None = None, **options: object
+        self,
+        *,
+        shared: bool = False,
+        seed: int = 0,
+        plan: ChaosPlan | None = None,
+        **options: object,
     ) -> None:
+        self.clock = SettableClock()
         self.store = FaultyStore(seed, plan)
         self._options = {"type": "faulty", "retries": {"attempts": 3, "backoff": "1ms"}, "max_inflight": 4, **options}
         self._shared = shared
-        self.rig = TierRig(self._make, group_bytes=(4096,), num_rows=128)
+        self.rig = TierRig(self._make, group_bytes=(4096,), num_rows=128, clock=self.clock)
 
     def _make(self, context: TierContext) -> BlockTier:
         options = BlockTierOptions.model_validate(self._options)
         if self._shared:
-            index = SharedIndex(absent_ttl=0.01, lookup_deadline=5.0)
+            index = SharedIndex(absent_ttl=0.01, lookup_deadline=PATIENCE_SECONDS)
             return BlockTier(
                 context, options, self.store, index, place_prefix=lambda namespace: f"{namespace.fingerprint.hex()}/"
             )
@@ -103,12 +109,14 @@ def test_a_load_that_hangs_is_reported_once_when_it_has_ended(faulty: Faulty) ->
 
 
 def test_a_medium_that_hangs_takes_the_tier_out_of_service_and_it_comes_back() -> None:
-    with Faulty(deadline="600ms", primary_share=0.02, breaker={"probe_after": "10ms"}) as faulty:
+    with Faulty(deadline="1h", primary_share=0.02, breaker={"probe_after": "10ms"}) as faulty:
         rig = faulty.rig
         rig.store(K[:4])
         faulty.store.inject(Fault.HANG, gets=8)
         jobs = [rig.submit_load(K[n : n + 1], first_row=40 + n) for n in range(4)]
         rig.wait(lambda: faulty.store.hanging == 4)
+        assert rig.tier.get_stats().available == 1
+        faulty.clock.advance(3600)
         rig.wait(lambda: rig.tier.get_stats().loads_overdue == 4)
         rig.wait(lambda: rig.tier.get_stats().available == 0)
         assert rig.lookup(K[:4]) == 0
@@ -140,7 +148,7 @@ def test_shutdown_with_a_hanging_load_says_so_and_succeeds_later() -> None:
         faulty.store.inject(Fault.HANG, gets=1)
         job_id = rig.submit_load(K[:1])
         rig.wait(lambda: faulty.store.hanging == 1)
-        assert rig.tier.shutdown(time.monotonic() + 0.05) is False
+        assert rig.tier.shutdown(rig.context.clock() + 0.05) is False
         faulty.store.release()
         assert rig.close() is True
         rig.results += rig.tier.get_finished()
@@ -156,7 +164,7 @@ def test_a_medium_whose_io_hung_at_shutdown_is_closed_when_the_io_ends(monkeypat
         faulty.store.inject(Fault.HANG, gets=1)
         rig.submit_load(K[:1])
         rig.wait(lambda: faulty.store.hanging == 1)
-        assert rig.tier.shutdown(time.monotonic() + 0.05) is False
+        assert rig.tier.shutdown(rig.context.clock() + 0.05) is False
         assert not closed.is_set()
         faulty.store.release()
         assert closed.wait(PATIENCE_SECONDS)
@@ -169,7 +177,7 @@ def test_a_load_that_hangs_over_a_reset_fails_and_fills_no_index() -> None:
         faulty.store.inject(Fault.HANG, gets=1)
         job_id = rig.submit_load(K[:1])
         rig.wait(lambda: faulty.store.hanging == 1)
-        assert rig.tier.reset(time.monotonic() + 0.2) is True
+        assert rig.tier.reset(rig.context.clock() + 0.2) is True
         rig.store(K[:2])
         faulty.store.release()
         assert rig.result(job_id).successful_keys == []
@@ -216,7 +224,7 @@ def test_whatever_fails_no_wrong_block_arrives_and_every_job_is_reported_once(se
             elif action < 0.97:
                 arrived += len(rig.load(keys[: rig.lookup(keys)]))
             else:
-                rig.tier.reset(time.monotonic() + 5)
+                rig.tier.reset(rig.context.clock() + PATIENCE_SECONDS)
         rig.wait(lambda: not rig.tier.has_pending_work())
         assert set(rig.reports().values()) == {1}, f"seed {seed}"
         assert arrived > 0, f"seed {seed}"

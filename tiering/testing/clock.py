@@ -37,12 +37,29 @@ class FakeClock:
             self.slept.append(seconds)
 
 
-def until(predicate: Callable[[], object], timeout: float = 10.0) -> bool:
+class SettableClock:
+    """The clock of real monotonic seconds, which a test sets forward. Any thread may use it.
+
+    Deadlines may be long then: they pass on command, and not because a machine is busy.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._skipped
+
+    def advance(self, seconds: float) -> None:
+        """Set the clock forward by ``seconds``."""
+        self._skipped += seconds
+
+
+def until(predicate: Callable[[], object], timeout: float = 30.0) -> bool:
     """Wait until ``predicate()`` holds, which another thread must bring about.
 
     Args:
         predicate: the condition.
-        timeout: seconds of real time to wait at most; default: 10.
+        timeout: seconds of real time to wait at most; default: 30.
 
     Returns:
         True if the condition held in time.

@@ -49,6 +49,7 @@ class TierRig:
         num_rows: number of rows; default: 64.
         events: events are enabled in the context; default: False.
         revision: revision of the weights in the context; default: none.
+        clock: function that returns monotonic seconds, which pass by themselves; default: the real ones.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TierRig:
         num_rows: int = 64,
         events: bool = False,
         revision: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
@@ -68,7 +70,13 @@ class TierRig:
         """Bytes of a block, per KV-cache group."""
         namespace = make_namespace(model, group_bytes)
         self.context = TierContext(
-            "conformance", self.rows.data, group_bytes, namespace, enable_events=events, revision=revision
+            "conformance",
+            self.rows.data,
+            group_bytes,
+            namespace,
+            enable_events=events,
+            clock=clock,
+            revision=revision,
         )
         """The context that the tier was made with."""
         self.tier = make_tier(self.context)
@@ -84,14 +92,14 @@ class TierRig:
         Raises:
             TimeoutError: the tier does not serve in time.
         """
-        if not self.tier.open(time.monotonic() + PATIENCE_SECONDS):
+        if not self.tier.open(self.context.clock() + PATIENCE_SECONDS):
             raise TimeoutError("the tier did not come into service")
         self.tier.on_new_request(REQUEST)
         return self
 
     def close(self) -> bool:
         """Shut the tier down, and return True if it ended in time."""
-        return self.tier.shutdown(time.monotonic() + PATIENCE_SECONDS)
+        return self.tier.shutdown(self.context.clock() + PATIENCE_SECONDS)
 
     def content(self, key: OffloadKey) -> bytes:
         """Return the content of the block of ``key``."""

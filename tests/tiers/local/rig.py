@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class LocalRig(TierRig):
         events: bool = False,
         num_rows: int = 256,
         revision: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: object,
     ) -> None:
         self.local_options = make_options(path, **options)
@@ -42,7 +43,13 @@ class LocalRig(TierRig):
             return LocalTier(context, self.local_options, files=files)
 
         super().__init__(
-            make_tier, group_bytes=group_bytes, model=model, events=events, num_rows=num_rows, revision=revision
+            make_tier,
+            group_bytes=group_bytes,
+            model=model,
+            events=events,
+            num_rows=num_rows,
+            revision=revision,
+            clock=clock,
         )
 
     def open(self) -> LocalRig:
@@ -57,7 +64,7 @@ class LocalRig(TierRig):
 
     def abandon(self) -> None:
         """End like a killed process: no checkpoint, no cleanup."""
-        self.tier.io.close(time.monotonic() + PATIENCE_SECONDS)
+        self.tier.io.close(self.context.clock() + PATIENCE_SECONDS)
         self.tier.store.close()
 
     def held(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -17,6 +17,7 @@ from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
 from tiering.secondary.contract import TierContext
 from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.testing.clock import SettableClock
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import make_namespace
@@ -222,15 +223,17 @@ def test_a_slot_with_a_read_that_hangs_is_not_reused_and_its_job_is_reported_whe
     def hang(operation: str, path: Path) -> None:
         if operation == "read" and not go.is_set():
             hanging.set()
-            go.wait(30)
+            go.wait(120)
 
-    with opened(tmp_path, files=device, deadline="50ms", max_inflight=2, primary_share=1.0) as rig:
-        rig.wait(lambda: rig.store(K[:2]) == K[:2])
+    clock = SettableClock()
+    with opened(tmp_path, files=device, clock=clock, max_inflight=2, primary_share=1.0) as rig:
+        assert rig.store(K[:2]) == K[:2]
         slot = rig.place(K[0])
         device.fail = hang
         try:
             job = rig.submit_load(K[:1])
             assert hanging.wait(20)
+            clock.advance(rig.local_options.deadline)
             rig.wait(lambda: rig.tier.get_stats().loads_overdue == 1)
             slots = rig.tier.index.slots
             for start in range(0, 2 * slots, 8):

@@ -68,7 +68,7 @@ def test_a_name_without_an_address(open_store: Open) -> None:
 
 
 def test_no_answer_in_time(fake: FakeS3, open_store: Open) -> None:
-    store = open_store(request_timeout="200ms")
+    store = open_store(request_timeout="1s")
     fake.fail(Trouble.HANG, method="GET", part="ns/1")
     assert "no answer within the time-out" in str(get_failure(store))
 

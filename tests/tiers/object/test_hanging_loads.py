@@ -22,7 +22,7 @@ def test_after_the_first_load_that_hangs_lookups_say_no_until_the_bucket_answers
     fake: FakeS3, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    rig = make(load_deadline="200ms", request_timeout="10s", breaker={"probe_after": "10ms", "probe_max": "50ms"})
+    rig = make(load_deadline="1s", request_timeout="10s", breaker={"probe_after": "10ms", "probe_max": "50ms"})
     rig.open()
     rig.store(K[:8])
     fake.fail(Trouble.HANG, method="GET", part="/blocks/", times=9)
@@ -38,7 +38,7 @@ def test_after_the_first_load_that_hangs_lookups_say_no_until_the_bucket_answers
 
 
 def test_one_block_that_hangs_while_others_arrive_does_not_open_the_breaker(fake: FakeS3, make: Make) -> None:
-    rig = make(load_deadline="300ms", request_timeout="10s", breaker={"failures": 8})
+    rig = make(load_deadline="2s", request_timeout="10s", breaker={"failures": 8})
     rig.open()
     rig.store(K[:8])
     fake.fail(Trouble.HANG, method="GET", part="/blocks/")

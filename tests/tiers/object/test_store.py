@@ -152,7 +152,7 @@ class TestErrors:
         assert len(fake.asked("GET", PLACE)) == 1
 
     def test_a_hang_ends_after_the_request_timeout(self, fake: FakeS3, open_store: Open) -> None:
-        store = open_store(request_timeout="200ms")
+        store = open_store(request_timeout="1s")
         fake.fail(Trouble.HANG, method="GET", part=PLACE)
         assert isinstance(failure_of(lambda: store.get_one(empty(PLACE))), TemporaryStoreError)
         assert fake.hanging.acquire(blocking=False)
@@ -259,7 +259,7 @@ class TestProbe:
         assert store.probe(["ns/1", "ns/2"]).held == (True, None)
 
     def test_probes_that_hang_end_after_the_request_timeout(self, fake: FakeS3, open_store: Open) -> None:
-        store = open_store(request_timeout="300ms")
+        store = open_store(request_timeout="1s")
         fake.fail(Trouble.HANG, method="HEAD", times=1000)
         assert store.probe([f"ns/{at}" for at in range(4)]).held == (None,) * 4
         assert len(fake.asked("HEAD")) == 4

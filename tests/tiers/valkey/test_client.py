@@ -232,7 +232,7 @@ def test_a_restarted_server_is_used_again(own_server: ValkeyServer, connect: Con
 def test_a_hung_server_fails_calls_within_the_timeout_and_late_answers_are_not_mixed_up(
     own_server: ValkeyServer, connect: Connect
 ) -> None:
-    client = connect(own_server, timeout=0.2)
+    client = connect(own_server, timeout=1.0)
     client.call("SET", "a", b"late")
     parts = [view(b"....")]
     with own_server.paused():
@@ -264,7 +264,7 @@ def test_a_late_answer_is_never_taken_for_the_next_commands() -> None:
 
         threads.submit(accept)
         address = ServerAddress("127.0.0.1", listener.getsockname()[1])
-        client = ValkeyClient(address, connect_timeout=5.0, timeout=0.2)
+        client = ValkeyClient(address, connect_timeout=5.0, timeout=1.0)
         try:
             with pytest.raises(TemporaryStoreError, match="time-out"):
                 client.read_into("key", [view(b"....")])

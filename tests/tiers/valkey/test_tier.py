@@ -207,8 +207,8 @@ def test_a_tier_whose_server_comes_later_comes_into_service(own_server: ValkeySe
 
 
 def test_a_hung_server_fails_loads_and_writes_no_row_afterwards(own_server: ValkeyServer, make: Make) -> None:
-    rig = make(own_server, request_timeout=0.2, retries={"attempts": 1})
-    rig.store(K[:4])
+    rig = make(own_server, request_timeout=1.0, retries={"attempts": 1})
+    rig.wait(lambda: rig.store(K[:4]) == K[:4])
     with own_server.paused():
         assert rig.load(K[:4], first_row=40) == []
         rig.rows[40:44] = 0x11
