@@ -92,6 +92,7 @@ def test_a_tier_that_opens_again_does_not_enter_the_successor_that_it_found_befo
     last = begin(rig)
     for _ in range(3):
         rig.tier.follow(rig.clock())
+        assert rig.tier.namespace is None or rig.epoch == last
         rig.io.run_tasks()
         rig.finished()
     assert rig.epoch == last
@@ -355,6 +356,20 @@ class TestLostDocuments:
         rig.store.read_document = read_document  # type: ignore[method-assign]
         look(rig)
         assert rig.tier.superseded()
+
+    def test_count_if_a_look_finds_them_that_the_tier_does_not_hear_of(self, rig: Rig) -> None:
+        # The look has been waiting for a thread since before the tier opened its medium again.
+        rig.context.agreement.in_use = lambda: True
+        rig.clock.advance(LOOK_SECONDS)
+        rig.finished()
+        rig.context.agreement.learn([new_invalidation()], dropped=True)
+        rig.io.run_tasks("open")
+        rig.clock.advance(SURE_SECONDS + 1)
+        rig.store.documents.clear()
+        rig.io.run_tasks("epoch")
+        rig.finished()
+        look(rig)
+        assert rig.tier.superseded(), "an epoch that began meanwhile may be lost too"
 
     def test_a_damaged_document_is_replaced_by_an_engine_that_starts(self, rig: Rig) -> None:
         (last,) = [name for name in rig.store.documents if name.startswith("epoch") and name.endswith("-1")]

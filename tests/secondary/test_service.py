@@ -7,15 +7,15 @@ import logging
 import pytest
 
 from tests.secondary.fakes import FakeIo, FakeStore, make_namespace
-from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome
 from tiering.errors import CorruptBlockError, DeviceError, InUseError, OverdueError, StoreError, TemporaryStoreError
 from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind
 from tiering.secondary.options import BreakerOptions
+from tiering.secondary.service.common_epoch import begin_common, find_common
 from tiering.secondary.service.epoch import EpochDocument, epoch_document
 from tiering.secondary.service.failures import FailureLog
-from tiering.secondary.service.opener import Opener
+from tiering.secondary.service.opener import Entered, Opener
 from tiering.secondary.service.service import IN_USE_SECONDS, Backoff, TierService
 from tiering.testing.clock import FakeClock
 
@@ -31,7 +31,7 @@ class Rig:
         self.clock = FakeClock()
         self.store = FakeStore()
         self.io = FakeIo(self.store, self.clock, OPTIONS)
-        self.entered: list[Namespace] = []
+        self.entered: list[Entered] = []
         self.opener = Opener("t", self.store, NAMESPACE, shared=shared)
         self.service = TierService("t", self.opener, self.io, OPTIONS, self.clock, self.entered.append)
 
@@ -67,7 +67,7 @@ def test_a_medium_that_answers_is_in_service_after_one_attempt() -> None:
     assert (rig.service.attempting, rig.service.in_service) == (True, False)
     rig.attempt()
     assert (rig.service.attempting, rig.service.in_service, rig.service.error) == (False, True, None)
-    assert [space.base for space in rig.entered] == [NAMESPACE.base]
+    assert [entered.namespace.base for entered in rig.entered] == [NAMESPACE.base]
 
 
 def test_one_attempt_runs_at_a_time() -> None:
@@ -148,7 +148,7 @@ def test_a_reset_of_an_own_medium_is_out_of_service_until_its_document_is_writte
     assert not rig.service.in_service
     rig.attempt()
     assert rig.service.in_service
-    assert rig.entered[-1].epoch == target.namespace.epoch
+    assert rig.entered[-1].namespace.epoch == target.namespace.epoch
     found = EpochDocument.parse(rig.store.documents[DOCUMENT])
     assert found is not None
     assert (found.epoch, found.private) == (target.namespace.epoch, True)
@@ -160,7 +160,7 @@ def test_a_reset_of_a_shared_medium_moves_at_once_and_writes_nothing() -> None:
     target = rig.opener.target(None)
     rig.service.leave(target)
     assert rig.service.in_service
-    assert rig.entered[-1] == target.namespace
+    assert rig.entered[-1] == Entered(target.namespace)
     assert rig.store.documents == documents
     assert not rig.io.tasks
 
@@ -174,7 +174,7 @@ def test_the_later_of_two_resets_counts_if_an_attempt_for_the_earlier_one_runs()
     assert not rig.service.in_service
     rig.attempt()
     assert rig.service.in_service
-    assert rig.entered[-1].epoch == second.namespace.epoch
+    assert rig.entered[-1].namespace.epoch == second.namespace.epoch
 
 
 def test_a_suspended_service_enters_nothing_until_it_is_resumed() -> None:
@@ -188,6 +188,55 @@ def test_a_suspended_service_enters_nothing_until_it_is_resumed() -> None:
     assert rig.store.opened == 2
 
 
+def test_an_attempt_on_a_medium_that_was_left_meanwhile_does_not_count() -> None:
+    rig = Rig(shared=True)
+    rig.service.start()
+    rig.io.run_tasks()
+    rig.service.suspend()
+    rig.service.resume(None)
+    rig.store.documents.clear()
+    rig.io.poll()
+    assert (rig.entered, rig.service.in_service) == ([], False)
+    rig.attempt()
+    (entered,) = rig.entered
+    assert entered.common == find_common(rig.store, NAMESPACE)
+
+
+def test_an_attempt_that_began_before_the_medium_was_to_be_opened_again_does_not_count() -> None:
+    rig = Rig(shared=True)
+    rig.service.start()
+    rig.io.run_tasks()
+    begun = begin_common(rig.store, NAMESPACE)
+    rig.service.again()
+    rig.io.poll()
+    assert (rig.entered, rig.service.in_service) == ([], False)
+    rig.attempt()
+    assert rig.entered == [Entered(NAMESPACE.with_epoch(begun.epoch or b""), begun)]
+
+
+def test_an_attempt_that_fails_after_it_was_overtaken_is_tried_again_after_a_wait() -> None:
+    rig = Rig(shared=True)
+    rig.service.start()
+    rig.service.again()
+    rig.attempt(DOWN)
+    assert rig.wait(0.7) == 0
+    assert rig.wait(0.6) == 1
+    rig.attempt()
+    assert rig.service.in_service
+
+
+def test_an_epoch_that_was_entered_for_a_reset_is_not_the_common_one_that_was_found_before() -> None:
+    rig = Rig(shared=True)
+    rig.service.start()
+    rig.io.run_tasks()
+    target = rig.opener.target(None)
+    rig.service.leave(target)
+    rig.io.poll()
+    rig.attempt()
+    assert rig.entered == [Entered(target.namespace)]
+    assert rig.opener.needs_lease(rig.entered[0])
+
+
 def test_the_next_process_enters_the_epoch_of_the_document_unless_a_reset_made_it_private() -> None:
     rig = Rig().opened()
     (first,) = rig.entered
@@ -195,7 +244,7 @@ def test_the_next_process_enters_the_epoch_of_the_document_unless_a_reset_made_i
     rig.service.leave(rig.opener.target(None))
     rig.attempt()
     later = Opener("t", rig.store, NAMESPACE).enter(None)
-    assert later.epoch not in {space.epoch for space in rig.entered}
+    assert later.namespace.epoch not in {entered.namespace.epoch for entered in rig.entered}
 
 
 def test_an_epoch_document_is_read_back_and_refused_if_a_byte_differs() -> None:

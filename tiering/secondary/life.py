@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.secondary.agreement import MetEpoch
@@ -16,7 +17,7 @@ from tiering.secondary.service.epoch_record import EpochRecord
 from tiering.secondary.service.epoch_watch import EpochWatch
 from tiering.secondary.service.health import HealthCheck
 from tiering.secondary.service.lease import Lease
-from tiering.secondary.service.opener import Opener
+from tiering.secondary.service.opener import Entered, Opener
 from tiering.secondary.service.service import TierService
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -330,7 +331,7 @@ class TierLife:
             self._reopen()
         else:
             self._leave_epoch()
-            self._service.leave(self._opener.successor())
+            self._service.leave(self._successor())
         self._refresh()
 
     def follow(self, deadline: float) -> bool:
@@ -341,15 +342,20 @@ class TierLife:
         """
         (successor, self.successor), (outdated, self.outdated) = (self.successor, None), (self.outdated, False)
         if not self._opener.shared:
-            # After a reset, the weights of the process are not those of its start, so its blocks stay its own.
-            target = self._opener.target(None) if self._was_reset else self._opener.successor()
-            return self._leave_for(target, deadline)
+            return self._leave_for(self._successor(), deadline)
         if successor is not None:
             self._leave_for_common(successor, dropped=True)
         elif outdated:
             self._reopen()
         self._refresh()
         return True
+
+    def _successor(self) -> Target:
+        """Return a new epoch for the blocks of this process from now on.
+
+        After a reset, its weights are not those of its start, so its blocks stay its own.
+        """
+        return self._opener.target(None) if self._was_reset else self._opener.successor()
 
     def _leave_for_common(self, common: CommonEpoch, *, dropped: bool) -> None:
         """Enter ``common``, whose blocks are younger than all that the machine holds or is dropping.
@@ -359,11 +365,11 @@ class TierLife:
             dropped: True if the manager is dropping all older blocks at this moment.
         """
         self._abandon()
-        self._opener.accept(common)
+        common = self._opener.history.accept(common)
         self._agreement.enter(self._name, self._met(common), dropped=dropped)
         # A medium that is being opened again may have a later epoch by now, which the attempt finds.
         if common.epoch is not None and self._service.in_service and common.covers(self._agreement.known):
-            self._service.leave(Target(self._namespace.with_epoch(common.epoch)))
+            self._settle(Entered(self._namespace.with_epoch(common.epoch), common))
         else:
             self._service.again()
 
@@ -386,18 +392,14 @@ class TierLife:
             unexplained=common.unexplained,
         )
 
-    def _entered(self, namespace: Namespace) -> None:
-        """Record that an epoch has been entered, at the first opening or by a reset."""
-        common = self._opener.common(namespace)
-        if common is None and self._opener.was_common(namespace):
-            # A later epoch was found meanwhile. Without a record of it, this one would count as the process's own.
-            self._service.again()
-            return
+    def _entered(self, entered: Entered) -> None:
+        """Use the epoch that was entered, unless blocks may be older than an invalidation."""
+        namespace, common = entered.namespace, entered.common
         if self._record is not None:
             self._agreement.learn(self._opener.invalidations)
             if not self._record.admits(namespace):
                 logger.warning("tier %s: its blocks may be older than a new common epoch and are dropped", self._name)
-                self._service.leave(self._opener.successor())
+                self._service.leave(self._successor())
                 return
             self._record.keep(namespace)
         elif common is not None:
@@ -414,12 +416,17 @@ class TierLife:
                 self.successor = common
                 self._refresh()
                 return
-            self._opener.accept(common)
+            entered = replace(entered, common=self._opener.history.accept(common))
             self._agreement.enter(self._name, self._met(common))
+        self._settle(entered)
+
+    def _settle(self, entered: Entered) -> None:
+        """Store and look up blocks in the epoch that was entered, from now on."""
+        namespace, common = entered.namespace, entered.common
         self._common = common
         self.namespace = namespace
         self._jobs.enter(namespace)
-        self._lease.hold(namespace if self._opener.needs_lease(namespace) else None)
+        self._lease.hold(namespace if self._opener.needs_lease(entered) else None)
         self._watch.watch(namespace if common is not None else None)
         if self._place_prefix is not None:
             self._index.enter(self._place_prefix(namespace))

@@ -119,7 +119,7 @@ def test_machines_that_start_together_agree_on_one_epoch(fake: FakeS3, machines:
         for number in range(machines)
     ]
     with ThreadPoolExecutor(machines) as pool:
-        epochs = {namespace.epoch for namespace in pool.map(lambda medium: medium.enter(None), media)}
+        epochs = {entered.namespace.epoch for entered in pool.map(lambda medium: medium.enter(None), media)}
     for medium in media:
         medium.close(5)
     assert len(epochs) == 1

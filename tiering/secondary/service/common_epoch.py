@@ -43,11 +43,16 @@ class CommonEpoch:
 
     documents: tuple[EpochDocument | None, ...] = ()
     """The documents in order; None for one that is damaged, or missing before others. Default: none."""
-    unexplained: bool = False
-    """True if documents that this process knew were lost, perhaps with newer ones; default False.
+    loss: int = 0
+    """Number of the last loss of documents that this process knew, perhaps with newer ones; 0 (default): none.
 
     Blocks of this machine may then be older than an invalidation that no process remembers.
     """
+
+    @property
+    def unexplained(self) -> bool:
+        """True if documents were lost, perhaps with some that this process did not know."""
+        return self.loss > 0
 
     @property
     def epoch(self) -> bytes | None:

@@ -70,7 +70,10 @@ class CommonHistory:
         self._known: CommonEpoch | None = None
         self._seen = 0.0
         """Time at which the last look began that succeeded."""
-        self._unexplained = False
+        self._losses = 0
+        """Number of losses so far that may include documents which this process did not know."""
+        self._accepted = 0
+        """Number of the last of these losses that :meth:`accept` was told of."""
         self._told = False
 
     def look(self, *, opening: bool = False, used: bool = False) -> CommonEpoch:
@@ -97,11 +100,15 @@ class CommonHistory:
             if self._needs(found, opening):
                 found = self._begin(found, opening=opening, used=used and known is None)
             self._known, self._seen = found, began
-            return replace(found, unexplained=True) if self._unexplained else found
+            return replace(found, loss=self._losses) if self._losses > self._accepted else found
 
-    def accept(self) -> None:
-        """Record that the machine has dropped all blocks that may be older than an invalidation."""
-        self._unexplained = False
+    def accept(self, found: CommonEpoch) -> CommonEpoch:
+        """Return ``found`` without its loss, because the machine holds no block that may be older than it.
+
+        A loss that another look has found later still counts. The scheduler's thread calls this method.
+        """
+        self._accepted = max(self._accepted, found.loss)
+        return replace(found, loss=0)
 
     def _lost(self, known: CommonEpoch, found: CommonEpoch, now: float) -> CommonEpoch:
         """Return the common epoch after documents that were known have gone, or have others in their place."""
@@ -115,7 +122,7 @@ class CommonHistory:
             else "whether a new epoch had begun is unknown, so the engine drops all blocks that were stored before",
         )
         if not sure:
-            self._unexplained = True
+            self._losses += 1
         elif self._writes:
             found = restore_common(self._store, self._namespace, known, found)
             parameters = parameters_document(self._namespace)

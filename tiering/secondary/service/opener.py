@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.block_store import BlockStore
@@ -33,6 +33,20 @@ _LOG_PERIOD = 30.0
 _THREAD_RETRY_SECONDS = 0.01
 _THREAD_WAIT_SECONDS = 1.0
 """Seconds for which closing retries to start its thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """An epoch that was entered.
+
+    An attempt to open a medium returns the whole value and leaves no part of it elsewhere, because a later attempt, or
+    a reset, may overtake it.
+    """
+
+    namespace: Namespace
+    """Namespace in the epoch."""
+    common: CommonEpoch | None = None
+    """The medium's common epoch, if ``namespace`` is in it; None (default) in an epoch of the process or a revision."""
 
 
 class Opener:
@@ -70,9 +84,6 @@ class Opener:
         self._closer: threading.Thread | None = None
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
-        self._common: CommonEpoch | None = None
-        self._commons: set[bytes] = set()
-        """All common epochs that this process has found on the medium."""
         self._agreement = agreement or EpochAgreement()
         self.history = CommonHistory(name, store, namespace, self._agreement, writes=writes, clock=clock)
         """Documents of the common epoch of a shared medium."""
@@ -115,8 +126,8 @@ class Opener:
                 return Target(named, revision)
         return Target(self._namespace.next_epoch(), revision, private=revision is None)
 
-    def enter(self, target: Target | None) -> Namespace:
-        """Open the store unless it is open, and return the namespace in the epoch that was entered.
+    def enter(self, target: Target | None) -> Entered:
+        """Open the store unless it is open, and return the epoch that was entered.
 
         Without a ``target`` this is the epoch of the blocks on the medium. An epoch that another process began by a
         reset belongs to that process. In this case a fresh epoch begins, for this process and later ones.
@@ -135,22 +146,22 @@ class Opener:
             self._begin(target)
         known = self._check_parameters()
         if target is not None:
-            namespace = target.namespace
+            entered = Entered(target.namespace)
         elif not self.shared:
-            namespace = self._enter_own(known=known)
+            entered = Entered(self._enter_own(known=known))
         elif self._revision is not None:
-            namespace = self._namespace.revision_epoch(self._revision)
+            entered = Entered(self._namespace.revision_epoch(self._revision))
         else:
-            namespace = self._enter_common(used=known)
+            entered = self._enter_common(used=known)
         if not known and self._writes:
             # After the epoch, because parameters without an epoch mean that the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
         self._told.clear()
-        return namespace
+        return entered
 
-    def needs_lease(self, namespace: Namespace) -> bool:
+    def needs_lease(self, entered: Entered) -> bool:
         """Return True if blocks are stored in the entered epoch and no epoch document names it."""
-        return self.shared and self._writes and self.common(namespace) is None
+        return self.shared and self._writes and entered.common is None
 
     def forget(self) -> None:
         """Record that the store was closed: :meth:`enter` opens it again."""
@@ -292,32 +303,12 @@ class Opener:
 
     # -------------------------------------------------------------------------------------------------- a shared medium
 
-    def _enter_common(self, *, used: bool) -> Namespace:
+    def _enter_common(self, *, used: bool) -> Entered:
         """Enter the common epoch of all processes without a revision; the first process begins it."""
         found = self.history.look(opening=True, used=used)
         for document in found.damaged(self._namespace):
             self._tell_loss(document, missing=False, known=True)
-        self._find(found)
-        return self._namespace.with_epoch(found.epoch or NO_EPOCH)
-
-    def accept(self, found: CommonEpoch) -> None:
-        """Record that the tier enters the common epoch ``found``, and that the machine holds no older block."""
-        self._find(replace(found, unexplained=False))
-        self.history.accept()
-
-    def _find(self, found: CommonEpoch) -> None:
-        if found.epoch is not None:
-            self._commons.add(found.epoch)
-        self._common = found
-
-    def was_common(self, namespace: Namespace) -> bool:
-        """Return True if ``namespace`` is in an epoch that this process has found as the common one."""
-        return namespace.epoch in self._commons
-
-    def common(self, namespace: Namespace) -> CommonEpoch | None:
-        """Return the common epoch if ``namespace`` is in it; None if not."""
-        common = self._common
-        return common if common is not None and common.epoch == namespace.epoch else None
+        return Entered(self._namespace.with_epoch(found.epoch or NO_EPOCH), found)
 
     # ---------------------------------------------------------------------------------------------- both kinds of media
 

@@ -6,13 +6,12 @@ import logging
 import random
 from collections.abc import Callable
 
-from tiering.api.namespace import Namespace
 from tiering.errors import InUseError, TieringError
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import BreakerOptions
 from tiering.secondary.service.epoch import Target
-from tiering.secondary.service.opener import Opener
+from tiering.secondary.service.opener import Entered, Opener
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -56,7 +55,7 @@ class TierService:
         io: I/O side that runs the attempts.
         options: lengths of the waits between attempts.
         clock: function that returns monotonic seconds.
-        on_entered: function that the scheduler's thread calls with the namespace each time an epoch has been entered.
+        on_entered: function that the scheduler's thread calls each time an epoch has been entered.
     """
 
     attempting: bool
@@ -71,7 +70,7 @@ class TierService:
         io: IoSide,
         options: BreakerOptions,
         clock: Callable[[], float],
-        on_entered: Callable[[Namespace], None],
+        on_entered: Callable[[Entered], None],
     ) -> None:
         self._name = name
         self._opener = opener
@@ -83,6 +82,8 @@ class TierService:
         self._borrowing = False
         self._stopped = False
         self._suspended = False
+        self._overtaken = False
+        """True if the running attempt began before the tier left the medium, so that its result says nothing."""
         self.attempting = False
         self.in_service = False
         self.error: BaseException | None = None
@@ -108,7 +109,7 @@ class TierService:
         process. On a shared medium only this process moves, so nothing needs to be written.
         """
         if self._opener.shared and self.in_service:
-            self._on_entered(target.namespace)
+            self._on_entered(Entered(target.namespace))
             return
         self.in_service = False
         # An epoch that is not entered yet is as new as this one: nothing was stored since.
@@ -118,15 +119,17 @@ class TierService:
         self.start()
 
     def again(self) -> None:
-        """Leave service until the medium has been opened again, in the epoch that it has then."""
+        """Leave service until the medium has been opened again, in the epoch that it has from now on."""
         self.in_service = False
         self._target = None
+        self._overtaken = self.attempting
         self.start()
 
     def suspend(self) -> None:
         """Leave service until :meth:`resume`, because the medium is not the one that was opened."""
         self.in_service = False
         self._suspended = True
+        self._overtaken = self.attempting
 
     def resume(self, target: Target | None) -> None:
         """Open the closed store again, and enter the epoch of ``target``.
@@ -148,10 +151,14 @@ class TierService:
         self._stopped = True
         self.in_service = False
 
-    def _ended(self, entered: Namespace | None, error: BaseException | None) -> None:
+    def _ended(self, entered: Entered | None, error: BaseException | None) -> None:
         self.attempting = False
         borrowed, self._borrowing = self._borrowing, False
+        overtaken, self._overtaken = self._overtaken, False
         if self._stopped or self._suspended:
+            return
+        if overtaken and error is None:
+            self.start()
             return
         target = self._target
         if entered is None:
@@ -161,7 +168,7 @@ class TierService:
                 self.start()
                 return
             self._failed(error)
-        elif target is not None and entered.epoch != target.namespace.epoch:
+        elif target is not None and entered.namespace.epoch != target.namespace.epoch:
             self.start()
         else:
             if self._backoff.failures:
