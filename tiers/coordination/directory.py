@@ -85,8 +85,8 @@ class Directory:
         return self._run(scripts.TOUCH, digests)
 
     def release(self, digests: Digests) -> tuple[Word, ...]:
-        """Return the command that ends claims."""
-        return ("DEL", *(f"{self.name}:lease:".encode() + digest for digest in cut(digests)))
+        """Return the command that ends this machine's claims; those of others stay."""
+        return self._run(scripts.RELEASE, digests, self.owner)
 
     def distrust(self) -> tuple[Word, ...]:
         """Return the command that records that the directory lacks blocks."""

@@ -168,6 +168,21 @@ A claim that is refused ends the other one after as long as its own would last; 
 KEYS: name; ARGV: digests, owner, milliseconds; returns "1" for each that is granted.
 """
 
+RELEASE = f"""
+local ended = 0
+for at = 1, #ARGV[1], {DIGEST_BYTES} do
+  local key = KEYS[1] .. ':lease:' .. string.sub(ARGV[1], at, at + {DIGEST_BYTES - 1})
+  if redis.pcall('GETRANGE', key, 0, -1) == ARGV[2] then ended = ended + redis.call('DEL', key) end
+end
+return ended
+"""
+"""End claims.
+
+A claim that has lapsed may be another machine's by now, and stays.
+
+KEYS: name; ARGV: digests, owner; returns the number of claims that were ended.
+"""
+
 TOUCH = (
     _BLOOM
     + f"""
@@ -193,5 +208,5 @@ return table.concat(answers)
 KEYS: name; ARGV: digests; returns "1" for each that was touched before, else "0".
 """
 
-ALL = (ADD, LOOK, COMPLETE, CLAIM, TOUCH)
+ALL = (ADD, LOOK, COMPLETE, CLAIM, RELEASE, TOUCH)
 """All scripts, to load after a connection was made."""

@@ -108,6 +108,25 @@ def test_a_claim_is_granted_to_one_machine_until_it_is_released(directory: Direc
     assert client.call(*other.claim(digests_of(["a", "b"]))) == b"01"
 
 
+def test_a_machine_releases_no_claim_of_another_one(directory: Directory, client: ValkeyClient) -> None:
+    other = Directory(client, "s3://bucket", "namespace/epoch/")
+    assert client.call(*directory.claim(digests_of(["a", "b"]))) == b"11"
+    lapsed = f"{directory.name}:lease:".encode() + digests_of(["a"])
+    client.call("DEL", lapsed)
+    assert client.call(*other.claim(digests_of(["a"]))) == b"1"
+    client.call(*directory.release(digests_of(["a", "b"])))
+    assert client.call(*directory.claim(digests_of(["a", "b"]))) == b"01"
+    client.call(*other.release(digests_of(["a", "b"])))
+    assert client.call(*other.claim(digests_of(["a", "b"]))) == b"10"
+
+
+def test_the_release_of_a_claim_passes_over_strange_keys(directory: Directory, client: ValkeyClient) -> None:
+    client.call(*directory.claim(digests_of(["b"])))
+    client.call("RPUSH", f"{directory.name}:lease:".encode() + digests_of(["a"]), "strange")
+    client.call(*directory.release(digests_of(["a", "b"])))
+    assert client.call(*directory.claim(digests_of(["b"]))) == b"1"
+
+
 def test_a_claim_without_an_end_gets_one_when_it_refuses_another(directory: Directory, client: ValkeyClient) -> None:
     other = Directory(client, "s3://bucket", "namespace/epoch/")
     digest = digests_of(["a"])
