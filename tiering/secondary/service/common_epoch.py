@@ -44,7 +44,7 @@ class CommonEpoch:
     documents: tuple[EpochDocument | None, ...] = ()
     """The documents in order; None for one that is damaged, or missing before others. Default: none."""
     loss: int = 0
-    """Number of the last loss of documents that this process knew, perhaps with newer ones; 0 (default): none.
+    """Number of the last loss that may include documents which no process remembers; 0 (default): none.
 
     Blocks of this machine may then be older than an invalidation that no process remembers.
     """

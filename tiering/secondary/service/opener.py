@@ -46,7 +46,7 @@ class Entered:
     namespace: Namespace
     """Namespace in the epoch."""
     common: CommonEpoch | None = None
-    """The medium's common epoch, if ``namespace`` is in it; None (default) in an epoch of the process or a revision."""
+    """The medium's common epoch, if ``namespace`` is in it; None (default): it is in another epoch."""
 
 
 class Opener:
