@@ -6,6 +6,7 @@ The content of a block names the weights that computed it, so an old block in a 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import Machine, bucket_tier, disk_tier
 from tiering.testing.keys import keys_of
+from tiering.testing.until import until
 from tiers.local.store import LocalStore
 from tiers.object.epochs import begin_epochs
 from tiers.object.options import S3Options
@@ -39,10 +41,17 @@ def start() -> Iterator[Start]:
     """Function that starts an engine."""
     machines: list[Machine] = []
 
-    def build(path: Path | None, bucket: FakeS3 | None, *, weights: int = 0, **words: object) -> Machine:
+    def build(
+        path: Path | None,
+        bucket: FakeS3 | None,
+        *,
+        weights: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        **words: object,
+    ) -> Machine:
         tiers = [] if path is None else [disk_tier(path)]
         tiers += [] if bucket is None else [bucket_tier(bucket)]
-        machines.append(Machine(tiers, weights, words))
+        machines.append(Machine(tiers, weights, words, clock))
         return machines[-1]
 
     yield build
@@ -163,6 +172,63 @@ def test_a_disk_that_was_used_without_the_bucket_is_kept_only_if_the_epoch_has_n
     machine.manager.shutdown()
     begin_epoch(bucket)
     assert start(tmp_path, bucket, weights=1).find(K[:4], 1) == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_image_of_the_disk_from_before_the_epoch_serves_nothing(
+    tmp_path: Path, bucket: FakeS3, start: Start, epochs: int
+) -> None:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    ran_before(start, disk, bucket)
+    shutil.copytree(disk, image)
+    for weights in range(1, epochs + 1):
+        begin_epoch(bucket)
+        machine = start(disk, bucket, weights=weights)
+        machine.await_bucket()
+        machine.store(K[:2])
+        machine.manager.shutdown()
+    shutil.rmtree(disk)
+    shutil.copytree(image, disk)
+    machine = start(disk, bucket, weights=epochs)
+    machine.await_bucket()
+    assert machine.disk_blocks == 0
+    assert machine.find(K[:4], epochs) == 2, "the bucket has these"
+    machine.store(K[2:4])
+    machine.manager.shutdown()
+    later = start(disk, bucket, weights=epochs)
+    assert later.disk_blocks == 2, "what was stored since"
+    assert later.find(K[:4], epochs) == 4
+
+
+def test_an_image_of_before_that_takes_the_place_of_the_disk_in_use_serves_nothing(
+    tmp_path: Path, bucket: FakeS3, start: Start
+) -> None:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    skipped = 0.0
+    ran_before(start, disk, bucket)
+    shutil.copytree(disk, image)
+    begin_epoch(bucket)
+    machine = start(disk, bucket, weights=1, clock=lambda: time.monotonic() + skipped)
+    machine.await_bucket()
+    machine.store(K[:2])
+    disk.rename(tmp_path / "replaced")
+    image.rename(disk)
+
+    def opened_again() -> bool:
+        nonlocal skipped
+        skipped += 0.1
+        machine.manager.on_schedule_end()
+        machine.manager.has_pending_work()
+        return bool(machine.manager.get_stats()["tiers"]["local"]["blocks_lost"]) and machine.available("local") == 1
+
+    assert until(opened_again)
+    machine.await_bucket()
+    assert machine.disk_blocks == 0
+    machine.store(K[2:4])
+    machine.manager.shutdown()
+    later = start(disk, bucket, weights=1)
+    assert later.disk_blocks == 2, "what was stored since"
+    assert later.find(K[:4], 1) == 4
 
 
 def test_a_bucket_that_was_taken_out_of_the_stack_is_recognised(tmp_path: Path, bucket: FakeS3, start: Start) -> None:
