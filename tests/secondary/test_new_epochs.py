@@ -10,7 +10,8 @@ from tiering.secondary.agreement import EpochAgreement, MetEpoch
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.service.common_epoch import begin_common, ensure_common, find_common, new_invalidation
 from tiering.secondary.service.epoch import epoch_document
-from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
+from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS, CommonHistory
+from tiering.testing.clock import FakeClock
 
 
 def begin(rig: Rig) -> bytes:
@@ -370,6 +371,25 @@ class TestLostDocuments:
         rig.finished()
         look(rig)
         assert rig.tier.superseded(), "an epoch that began meanwhile may be lost too"
+
+    @pytest.mark.parametrize(
+        ("passed", "set_forward", "known"),
+        [(30.0, 0.0, True), (30.0, 4e4, False), (30.0, -4e4, True), (120.0, -4e4, False)],
+        ids=["", "the machine slept", "its clock was set back", "its clock was set back in an outage"],
+    )
+    def test_are_unexplained_after_a_sleep_of_the_machine_whatever_its_clock_was_set_to(
+        self, rig: Rig, passed: float, set_forward: float, known: bool
+    ) -> None:
+        clock, wall = FakeClock(7.0), FakeClock(1e9)
+        agreement = EpochAgreement()
+        history = CommonHistory("t", rig.store, rig.context.namespace, agreement, writes=True, clock=clock, wall=wall)
+        before = history.look(opening=True)
+        clock.advance(passed)
+        wall.advance(passed + set_forward)
+        rig.store.documents.clear()
+        after = history.look()
+        assert after.unexplained is not known
+        assert (after == before) is known
 
     def test_a_damaged_document_is_replaced_by_an_engine_that_starts(self, rig: Rig) -> None:
         (last,) = [name for name in rig.store.documents if name.startswith("epoch") and name.endswith("-1")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,8 @@ class CommonHistory:
         agreement: common epochs that the shared tiers of the stack have met.
         writes: False for a tier that stores nothing, which begins no epoch.
         clock: function that returns monotonic seconds.
+        wall: function that returns seconds since 1970 (default: ``time.time``). Its time also passes while the machine
+            sleeps.
     """
 
     def __init__(
@@ -59,17 +62,18 @@ class CommonHistory:
         *,
         writes: bool,
         clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._name = name
         self._store = store
         self._namespace = namespace
         self._agreement = agreement
         self._writes = writes
-        self._clock = clock
+        self._clocks = (clock, wall)
         self._lock = threading.Lock()
         self._known: CommonEpoch | None = None
-        self._seen = 0.0
-        """Time at which the last look began that succeeded."""
+        self._seen = (0.0, 0.0)
+        """Times at which the last look began that succeeded, one of each clock."""
         self._losses = 0
         """Number of losses so far that may include documents which this process did not know."""
         self._accepted = 0
@@ -91,12 +95,11 @@ class CommonHistory:
             StoreError: the documents cannot be read or written.
         """
         with self._lock:
-            began = self._clock()
+            began = self._times()
             known = self._known
             found = find_common(self._store, self._namespace, known=known)
             if known is not None and not found.continues(known):
-                # The loss happened at any time until now; reading may have taken long.
-                found = self._lost(known, found, self._clock())
+                found = self._lost(known, found)
             if self._needs(found, opening):
                 found = self._begin(found, opening=opening, used=used and known is None)
             self._known, self._seen = found, began
@@ -110,9 +113,17 @@ class CommonHistory:
         self._accepted = max(self._accepted, found.loss)
         return replace(found, loss=0)
 
-    def _lost(self, known: CommonEpoch, found: CommonEpoch, now: float) -> CommonEpoch:
+    def _times(self) -> tuple[float, float]:
+        """Return the present time of each clock."""
+        monotonic, wall = self._clocks
+        return monotonic(), wall()
+
+    def _lost(self, known: CommonEpoch, found: CommonEpoch) -> CommonEpoch:
         """Return the common epoch after documents that were known have gone, or have others in their place."""
-        sure = now - self._seen <= SURE_SECONDS or self._agreement.vouched(self._name)
+        # The loss happened at any time until now; reading may have taken long. Monotonic time stops while the machine
+        # sleeps, and a wall clock may be set back: the larger of the two spans counts.
+        unseen = max(now - seen for now, seen in zip(self._times(), self._seen, strict=True))
+        sure = unseen <= SURE_SECONDS or self._agreement.vouched(self._name)
         logger.warning(
             "tier %s: its medium has lost documents of its common epoch, as after a restart, a flush or the return to "
             "an older copy; %s",
