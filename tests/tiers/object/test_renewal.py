@@ -90,6 +90,22 @@ def test_what_another_machine_renewed_meanwhile_is_not_copied_again(bucket: Buck
     assert bucket.copied == []
 
 
+@pytest.mark.parametrize(("ahead", "copies"), [(3 * DAY, 3), (-3 * DAY, 0)], ids=["ahead", "behind"])
+def test_a_clock_that_is_wrong_by_days_costs_at_most_one_copy_per_period(
+    bucket: Bucket, ahead: float, copies: int
+) -> None:
+    service = 10 * DAY
+    bucket.written = {"a": service}
+    for _ in range(30):
+        bucket.now = service + ahead
+        bucket.renewal.saw("a", bucket.written["a"])
+        assert until(bucket.settled)
+        if bucket.copied and bucket.written["a"] > service:
+            bucket.written["a"] = service  # the service writes its own time
+        service += 10.0
+    assert len(bucket.copied) == copies
+
+
 def test_heads_have_precedence_and_memory_is_bounded(bucket: Bucket) -> None:
     bucket.gate.clear()
     names = [f"{number:06}" for number in range(2 * MOST_WAITING)]
