@@ -177,6 +177,30 @@ def test_the_later_of_two_resets_counts_if_an_attempt_for_the_earlier_one_runs()
     assert rig.entered[-1].namespace.epoch == second.namespace.epoch
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("revision", [None, "new weights"])
+def test_a_reset_while_the_attempt_for_an_earlier_one_ends_enters_an_epoch_of_its_own_kind(
+    shared: bool, revision: str | None
+) -> None:
+    """An epoch that is held is as new as the one asked for, but only if the same processes may read it."""
+    rig = Rig(shared=shared)
+    rig.service.start()
+    first, second = rig.opener.target(None), rig.opener.target(revision)
+    rig.service.leave(first)
+    rig.attempt()
+    rig.io.run_tasks()
+    rig.service.leave(second)
+    for _ in range(2):
+        rig.io.poll()
+        rig.io.run_tasks()
+    entered = first if revision is None else second
+    assert [found.namespace for found in rig.entered] == [entered.namespace]
+    if not shared:
+        stored = EpochDocument.parse(rig.store.documents[DOCUMENT])
+        assert stored is not None
+        assert (stored.epoch, stored.private) == (entered.namespace.epoch, entered.private)
+
+
 def test_a_suspended_service_enters_nothing_until_it_is_resumed() -> None:
     rig = Rig().opened()
     rig.service.suspend()
