@@ -1,4 +1,4 @@
-"""A machine that is slow, withdraws an upload, or is killed never ends the claim of the machine that goes on."""
+"""A machine that is slow, withdraws an upload or was killed ends no claim of another one."""
 
 from __future__ import annotations
 
