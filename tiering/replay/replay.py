@@ -16,6 +16,7 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
+from tiering.manager.weak_rows import TAKE_AFTER
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
@@ -29,6 +30,9 @@ GIB = 1 << 30
 PROGRESS_BLOCKS = 1 << 15
 """Number of blocks between two reports of progress."""
 
+OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
+"""Seconds after which a store that found no room is offered again: it may take rows of waiting stores then."""
+
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -41,6 +45,8 @@ class _Running:
     """Leading blocks that the engine's own cache had."""
     stored: bool = False
     """True once the prompt is being computed: the next event is its end."""
+    refused: bool = False
+    """True once the store of the whole prompt has found no room."""
 
 
 class DeviceCache:
@@ -130,6 +136,9 @@ class Replay:
                 reported = self._blocks
                 progress(self._blocks)
         self._run_until(math.inf)
+        for tier in self.stack.tiers:
+            tier.tier.drain(math.inf)
+        self._manager.on_schedule_end()
         result = self._result(time.perf_counter() - start)
         self._manager.shutdown()
         return result
@@ -212,7 +221,10 @@ class Replay:
         self._at(self._clock.now + seconds + prefill, running)
 
     def _end(self, running: _Running) -> None:
-        """Store the blocks of a prompt that has been computed, and end its request."""
+        """Store the blocks of a prompt that has been computed, and end its request.
+
+        A store without room is offered once more, as an engine does, and then the longest half of it that has room.
+        """
         manager, ctx = self._manager, running.ctx
         keys = running.keys
         while keys:
@@ -224,6 +236,11 @@ class Replay:
                     new = frozenset(output.keys_to_store)
                     manager.touch([key for key in keys if key not in new], ctx)
                 break
+            if not running.refused:
+                running.refused = True
+                manager.on_schedule_end()
+                self._at(self._clock.now + OFFER_AGAIN_AFTER, running)
+                return
             keys = keys[: len(keys) // 2]
         if self._device is not None:
             self._device.fill(running.keys)

@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count, repeat
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import OverdueError, StoreError
 from tiering.replay.model import MediumModel
+from tiering.replay.queues import LoadQueue, Speed, StoreQueue
 from tiering.secondary.io.layers.breaker import Breakers
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
@@ -107,36 +107,10 @@ class SimulatedStore(BlockStore):
         self._documents[name] = data
 
 
-@dataclass(slots=True)
-class _Queue:
-    """The loads or the stores of one medium, one job after the other."""
-
-    bytes_per_second: float
-    """Bandwidth of the medium in this direction."""
-    latency: float
-    """Time until the first byte of a block arrives, in seconds."""
-    at_once: int
-    """Number of blocks that are moved at the same time."""
-    free_at: float = 0.0
-    """Time at which all submitted jobs will have ended."""
-    jobs: int = 0
-    """Number of jobs submitted."""
-    blocks: int = 0
-    """Number of blocks moved."""
-
-    def add(self, start: float, blocks: int, moved: int) -> float:
-        """Add a job that begins at ``start``, and return its duration in seconds."""
-        waves = math.ceil(blocks / self.at_once)
-        seconds = max(self.latency + moved / self.bytes_per_second, waves * self.latency)
-        self.free_at = start + seconds
-        self.blocks += blocks
-        return seconds
-
-
 class SimulatedIo:
     """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
 
-    Loads and stores have one queue each. See :mod:`tiering.replay.model` for the duration of a job.
+    Loads and stores have one queue each (:mod:`tiering.replay.queues`).
 
     Args:
         name: name of the tier.
@@ -159,11 +133,12 @@ class SimulatedIo:
         self.store: SimulatedStore = store
         self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
-        self.loads = _Queue(model.read_bytes_per_second, model.latency, options.depth.start)
+        at_once = options.depth.start
+        self.loads = LoadQueue(Speed(model.read_bytes_per_second, model.latency, at_once))
         """Loads from the medium."""
-        self.stores = _Queue(model.write_bytes_per_second, model.latency, options.depth.start)
+        self.stores = StoreQueue(Speed(model.write_bytes_per_second, model.latency, at_once), bytes_ratio)
         """Stores to the medium."""
-        self.load_depth = self.store_depth = options.depth.start
+        self.load_depth = self.store_depth = at_once
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.probes = 0
         """Number of probes."""
@@ -173,51 +148,47 @@ class SimulatedIo:
         self._ratio = bytes_ratio
         self._clock = clock
         self._order = count()
-        self._jobs: list[tuple[float, int, IoJob, Outcome | None]] = []
-        self._load_ends: list[float] = []
+        self._loads: list[tuple[float, int, IoJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
         self._deadlines: list[float] = []
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
-        loads, tasks = self._load_ends, self._tasks
-        end = loads[0] if loads else math.inf
+        loads, tasks = self._loads, self._tasks
+        end = loads[0][0] if loads else math.inf
         return tasks[0][0] if tasks and tasks[0][0] < end else end
 
     def next_end(self) -> float:
         """Return the time at which the next job, task or probe ends; infinity if none is under way."""
-        jobs, tasks = self._jobs, self._tasks
-        end = jobs[0][0] if jobs else math.inf
+        loads, tasks = self._loads, self._tasks
+        end = self.stores.next_end
+        if loads and loads[0][0] < end:
+            end = loads[0][0]
         return tasks[0][0] if tasks and tasks[0][0] < end else end
 
     def submit(self, job: IoJob) -> None:
-        loads, stats = job.kind is IoKind.LOAD, self.stats
-        queue = self.loads if loads else self.stores
-        queue.jobs += 1
         now = self._clock.now
+        if job.kind is IoKind.STORE:
+            self.stores.submit(job, now)
+            self.due = min(self.due, self.stores.next_end)
+            return
+        queue, stats = self.loads, self.stats
+        queue.jobs += 1
+        self._clock.loads += 1
+        heapq.heappush(self._deadlines, job.deadline)
         start = max(now, queue.free_at)
-        if loads:
-            self._clock.loads += 1
-            heapq.heappush(self._deadlines, job.deadline)
         if start >= job.deadline:
-            overdue = OverdueError(f"the {job.kind.value} waited longer than the tier's deadline")
-            self._add(job, max(job.deadline, now), overdue)
+            overdue = OverdueError("the load waited longer than the tier's deadline")
+            self._add_load(job, max(job.deadline, now), overdue)
             return
         blocks, moved = len(job.keys), int(sum(job.sizes) * self._ratio)
-        seconds = queue.add(start, blocks, moved)
+        stats.read_seconds += queue.add(start, blocks, moved)
         stats.requests += blocks
-        if loads:
-            stats.read_bytes += moved
-            stats.read_seconds += seconds
-        else:
-            stats.written_bytes += moved
-            stats.written_seconds += seconds
-        self._add(job, queue.free_at, None)
+        stats.read_bytes += moved
+        self._add_load(job, queue.free_at, None)
 
-    def _add(self, job: IoJob, end: float, failure: Outcome | None) -> None:
-        heapq.heappush(self._jobs, (end, next(self._order), job, failure))
-        if job.kind is IoKind.LOAD:
-            heapq.heappush(self._load_ends, end)
+    def _add_load(self, job: IoJob, end: float, failure: Outcome | None) -> None:
+        heapq.heappush(self._loads, (end, next(self._order), job, failure))
         self.due = min(self.due, end, job.deadline)
 
     def run(self, task: IoTask) -> None:
@@ -239,36 +210,44 @@ class SimulatedIo:
         self.due = min(self.due, end)
 
     def poll(self) -> Sequence[IoResult]:
-        now, tasks, jobs = self._clock.now, self._tasks, self._jobs
-        loads, deadlines = self._load_ends, self._deadlines
+        now, tasks, loads, deadlines = self._clock.now, self._tasks, self._loads, self._deadlines
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
         ended: list[IoResult] = []
-        while jobs and jobs[0][0] <= now:
-            _, _, job, failure = heapq.heappop(jobs)
-            ended.append(self._result(job, failure))
-        while loads and loads[0] <= now:
-            heapq.heappop(loads)
+        while loads and loads[0][0] <= now:
+            _, _, job, failure = heapq.heappop(loads)
+            ended.append(self._loaded(job, failure))
+        if self.stores.next_end <= now:
+            ended += self._stored(now)
         while deadlines and deadlines[0] <= now:
             heapq.heappop(deadlines)
-        self.due = min(
-            tasks[0][0] if tasks else math.inf,
-            jobs[0][0] if jobs else math.inf,
-            deadlines[0] if deadlines else math.inf,
-        )
+        self.due = min(self.next_end(), deadlines[0] if deadlines else math.inf)
         return ended
 
-    def _result(self, job: IoJob, failure: Outcome | None) -> IoResult:
+    def _loaded(self, job: IoJob, failure: Outcome | None) -> IoResult:
         outcomes: list[Outcome]
         if failure is not None:
             outcomes = [failure] * len(job.keys)
-        elif job.kind is IoKind.STORE:
-            self.store.hold(job.places)
-            outcomes = [Done.DONE] * len(job.keys)
         else:
             outcomes = [Done.DONE if held else Done.ABSENT for held in self.store.held(job.places)]
         return IoResult(job, outcomes, sum(job.sizes), 0.0)
+
+    def _stored(self, now: float) -> list[IoResult]:
+        """Return the results of the stores that have ended, and hold their blocks."""
+        stores, stats = self.stores, self.stats
+        before = stores.blocks
+        ended = stores.take_ended(now)
+        for job, outcomes, _, _ in ended:
+            done = outcomes.count(Done.DONE)
+            self.store.hold(
+                job.places
+                if done == len(outcomes)
+                else [place for place, outcome in zip(job.places, outcomes, strict=True) if outcome is Done.DONE]
+            )
+        stats.requests += stores.blocks - before
+        stats.written_bytes, stats.written_seconds = stores.written_bytes, stores.written_seconds
+        return ended
 
     def wait(self, timeout: float) -> bool:
         """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
@@ -277,12 +256,12 @@ class SimulatedIo:
         return end <= self._clock.now
 
     def waiting_rows(self, job_id: int) -> list[int]:
-        """Return nothing: a store's time is fixed when it is submitted."""
-        return []
+        return self.stores.waiting_rows(job_id, self._clock.now)
 
     def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        """Withdraw nothing: no store waits."""
-        return ()
+        withdrawn = self.stores.withdraw(rows, self._clock.now)
+        self.due = min(self.due, self.stores.next_end)
+        return withdrawn
 
     @property
     def store_begun(self) -> float:
@@ -294,7 +273,9 @@ class SimulatedIo:
 
     def drain(self, deadline: float) -> bool:
         """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
-        self._clock.now = max([self._clock.now, *(job[0] for job in self._jobs), *(task[0] for task in self._tasks)])
+        ends = [end for end, *_ in self._loads] + [end for end, *_ in self._tasks]
+        self._clock.now = max([self._clock.now, self.stores.run_out(), *ends])
+        self.due = self._clock.now
         return True
 
     def close(self, deadline: float) -> bool:
