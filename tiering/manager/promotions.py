@@ -143,13 +143,34 @@ class Promotions:
                 position + count < self._primary.num_rows
                 and (tier_share > count or count > 0 or self._loads_from(state))
                 and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self.rows_reserved))
-                and self.waiters.wait(request, keys[count], state.load_deadline)
+                and self.waiters.wait(request, keys[count], position + count, len(keys), state)
             )
             if not waits:
                 self.waiters.refuse(request, keys[count])
             elif not self.waiters.comes_first(request):
                 count = 0
         return Started(self._start(state, request, keys[:count]) if count else 0, waits)
+
+    def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
+        """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
+
+        The answer is known without a search for a request that is not the first of the queue and holds no rows, while
+        the limits leave fewer rows than suffice for its promotion. Many requests may wait, and each asks at every step.
+
+        Returns:
+            The position; None if only a search can tell.
+        """
+        wait = self.waiters.behind(request)
+        if wait is None or request.asked or request.reserved or not wait.state.in_service:
+            return None
+        tier_share = wait.state.max_loading_rows - wait.state.loading_rows
+        share = self._max_rows - self.rows_promoting - self.rows_reserved
+        if min(share, tier_share) >= wait.rows or (tier_share <= 0 and not self._loads_from(wait.state)):
+            return None
+        key, position = wait.key, wait.position
+        if position >= len(keys) or keys[position] != key:
+            return None
+        return None if key in self._primary.readable or key in self._primary.pending else position
 
     def _loads_from(self, state: TierState) -> bool:
         """Return True if a load from a tier is queued, or runs and is not given up."""

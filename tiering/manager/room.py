@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
+from tiering.manager.tiers import TierState
 
 MAX_WAITING = 64
 """Largest number of requests that wait for rows; promotions of further requests are misses."""
@@ -23,7 +24,7 @@ LONGEST_WAIT = 30.0
 """Longest wait for rows, in seconds, for promotions from a tier without a deadline."""
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
     """The wait of one request."""
 
     began: float
@@ -32,6 +33,12 @@ class _Wait(NamedTuple):
     """Time at which the wait ends."""
     key: OffloadKey
     """The first key without a row, which becomes a miss when the wait ends in vain."""
+    position: int
+    """Position of that key in the prompt."""
+    rows: int
+    """Number of rows that suffice for the promotion."""
+    state: TierState
+    """The tier that holds the blocks."""
 
 
 def held_by(request: Request) -> int:
@@ -50,7 +57,7 @@ class RoomWaiters:
     def __init__(self, stats: ManagerStats, clock: Callable[[], float]) -> None:
         self._stats = stats
         self._clock = clock
-        self._waits: dict[Request, _Wait] = {}
+        self._waits: dict[Request, Wait] = {}
         self.first_end = math.inf
         """Time before which no wait ends."""
 
@@ -66,23 +73,34 @@ class RoomWaiters:
         wait = self._waits.get(request)
         return None if wait is None else wait.began
 
-    def wait(self, request: Request, key: OffloadKey, limit: float | None) -> bool:
-        """Let a request wait for a row for ``key``, and return False if there is no room in the queue.
+    def behind(self, request: Request) -> Wait | None:
+        """Return the wait of a request that is not the first of the queue; None for all other requests."""
+        wait = self._waits.get(request)
+        return None if wait is None or self.comes_first(request) else wait
+
+    def wait(self, request: Request, key: OffloadKey, position: int, rows: int, state: TierState) -> bool:
+        """Let a request wait for rows, and return False if there is no room in the queue.
+
+        The request waits as long as the tier lets it wait for a load, else :data:`LONGEST_WAIT`.
 
         Args:
             request: the request; its deadline is the one of its first wait in a row.
             key: the first block without a row.
-            limit: longest wait in seconds; None: :data:`LONGEST_WAIT`.
+            position: position of that block in the prompt.
+            rows: number of rows that suffice for the promotion.
+            state: the tier that holds the blocks.
         """
         wait = self._waits.get(request)
         if wait is None:
             if len(self._waits) >= MAX_WAITING:
                 return False
-            now = self._clock()
-            wait = _Wait(now, now + (LONGEST_WAIT if limit is None else limit), key)
-            self.first_end = min(self.first_end, wait.until)
+            now, limit = self._clock(), state.load_deadline
+            until = now + (LONGEST_WAIT if limit is None else limit)
+            self.first_end = min(self.first_end, until)
             self._stats.promotions_waited += 1
-        self._waits[request] = _Wait(wait.began, wait.until, key)
+        else:
+            now, until = wait.began, wait.until
+        self._waits[request] = Wait(now, until, key, position, rows, state)
         return True
 
     def may_get_rows(self, request: Request, rows: int) -> bool:
