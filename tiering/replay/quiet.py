@@ -53,7 +53,11 @@ class QuietTier(BlockTier):
 
     def submit_load(self, job: TransferJob) -> None:
         self._look_at = 0.0
+        submitted = self._simulated.loads.jobs
         super().submit_load(job)
+        if self._simulated.loads.jobs > submitted:
+            ends, request = self._now.load_ends, job.req_context.req_id
+            ends[request] = max(self._simulated.loads.free_at, ends.get(request, 0.0))
 
     def get_finished(self) -> Iterable[JobResult]:
         now = self._now.now

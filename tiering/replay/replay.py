@@ -30,6 +30,9 @@ GIB = 1 << 30
 PROGRESS_BLOCKS = 1 << 15
 """Number of blocks between two reports of progress."""
 
+SHORTEST_WAIT = 1e-6
+"""Shortest time after which a request that waits asks again, in seconds."""
+
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
 """Seconds after which a store that found no room is offered again: it may take rows of waiting stores then."""
 
@@ -41,8 +44,10 @@ class _Running:
     ctx: ReqContext
     request: TraceRequest
     keys: list[OffloadKey]
-    computed: int
+    computed: int = 0
     """Leading blocks that the engine's own cache had."""
+    begun: bool = False
+    """True once the manager knows the request."""
     stored: bool = False
     """True once the prompt is being computed: the next event is its end."""
     refused: bool = False
@@ -105,6 +110,8 @@ class Replay:
         self._device = DeviceCache(device_blocks) if device_blocks else None
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
+        self._waiting: list[_Running] = []
+        self._look_at = math.inf
         self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(t.tier.name for t in self.stack.tiers)], 0)
         self._requests = self._blocks = self._tokens = self._computed = 0
         self._times, self._times_without = Times(), Times()
@@ -130,8 +137,9 @@ class Replay:
         for request in requests:
             if self._first is None:
                 self._first = request.time
-            self._run_until(request.time - self._first)
-            self._arrive(request, request.time - self._first)
+            now = request.time - self._first
+            self._run_until(now)
+            self._arrive(request, max(now, self._clock.now))
             if progress is not None and self._blocks - reported >= PROGRESS_BLOCKS:
                 reported = self._blocks
                 progress(self._blocks)
@@ -146,54 +154,91 @@ class Replay:
     # ----------------------------------------------------------------------------------------------------------- events
 
     def _run_until(self, end: float) -> None:
-        events = self._events
-        while events and events[0][0] <= end:
-            now, _, running = heapq.heappop(events)
+        """Process the events before ``end``; those of one moment are one step of the engine."""
+        while (now := self._next_event()) < end:
             self._clock.now = max(self._clock.now, now)
+            self._step(self._clock.now)
+
+    def _next_event(self) -> float:
+        events = self._events
+        return min(events[0][0], self._look_at) if events else self._look_at
+
+    def _step(self, now: float) -> None:
+        events = self._events
+        due: list[_Running] = []
+        if self._look_at <= now:
+            due, self._waiting = self._waiting, []
+        while events and events[0][0] <= now:
+            due.append(heapq.heappop(events)[2])
+        asking = self._waiting
+        for running in due:
             if running.stored:
                 self._end(running)
-            else:
-                self._ask(running)
+            elif not self._ask(running):
+                asking.append(running)
+        self._manager.on_schedule_end()
+        if asking:
+            self._wait(asking, now)
+        else:
+            self._look_at = math.inf
+
+    def _wait(self, asking: list[_Running], now: float) -> None:
+        """Choose the time at which each of the requests that wait asks again.
+
+        A request whose loads have just begun asks when they end, all others when the next load or probe ends.
+        """
+        ends = self._clock.load_ends
+        self._waiting = asking
+        if ends:
+            self._waiting = []
+            for running in asking:
+                end = ends.get(running.ctx.req_id)
+                if end is None:
+                    self._waiting.append(running)
+                else:
+                    self._at(max(end, now + SHORTEST_WAIT), running)
+            ends.clear()
+        self._look_at = math.inf
+        if self._waiting:
+            wake = self.stack.next_answer()
+            if math.isinf(wake):
+                # The requests wait for rows, or for a block that another request stores now.
+                stores = (when for when, _, other in self._events if other.stored)
+                wake = min([self.stack.next_end(), *stores])
+            if math.isinf(wake):
+                wake = now + LOOK_AGAIN
+            self._look_at = max(wake, now + SHORTEST_WAIT)
 
     def _at(self, when: float, running: _Running) -> None:
         self._number += 1
         heapq.heappush(self._events, (when, self._number, running))
 
     def _arrive(self, request: TraceRequest, now: float) -> None:
-        self._clock.now = self._last = max(self._clock.now, now)
+        self._last = now
         self._requests += 1
         keys = keys_of(request.hashes)
         self._blocks += len(keys)
         self._tokens += request.input_tokens
-        ctx = ReqContext(f"r{self._requests}")
-        self._manager.on_new_request(ctx)
-        computed = self._device.hits(keys) if self._device is not None else 0
-        self._manager.touch(keys, ctx)
-        self._ask(_Running(ctx, request, keys, computed))
+        self._at(now, _Running(ReqContext(f"r{self._requests}"), request, keys))
 
-    def _ask(self, running: _Running) -> None:
-        """Look up a request's blocks; wait if some are being promoted, else load, compute and store."""
-        wanted = running.keys[running.computed :]
+    def _begin(self, running: _Running) -> None:
+        """Announce a request to the manager."""
+        keys, ctx = running.keys, running.ctx
+        self._manager.on_new_request(ctx)
+        running.computed = self._device.hits(keys) if self._device is not None else 0
+        running.begun = True
+        self._manager.touch(keys, ctx)
+
+    def _ask(self, running: _Running) -> bool:
+        """Look up a request's blocks and load them, and return False if some are still being promoted."""
+        if not running.begun:
+            self._begin(running)
+        wanted = running.keys[running.computed :] if running.computed else running.keys
         answer = self._manager.match_prefix(wanted, running.ctx)
-        if not answer.pending:
-            self._manager.on_schedule_end()
-        else:
-            loads = self.stack.clock.loads
-            self._manager.on_schedule_end()
-            if self.stack.clock.loads > loads:
-                wake = max([tier.io.loads.free_at for tier in self.stack.tiers])
-            else:
-                wake = self.stack.next_answer()
-            if math.isinf(wake):
-                # The request waits for rows, or for a block that another request stores now.
-                stores = (when for when, _, other in self._events if other.stored)
-                wake = min([self.stack.next_end(), *stores])
-            if math.isinf(wake):
-                wake = self._clock.now + LOOK_AGAIN
-            self._at(max(wake, self._clock.now + 1e-6), running)
-            return
-        hits = wanted[: answer.hits]
-        self._load(running, hits)
+        if answer.pending:
+            return False
+        self._load(running, wanted[: answer.hits])
+        return True
 
     def _load(self, running: _Running, hits: list[OffloadKey]) -> None:
         manager, model, request = self._manager, self._model, running.request
@@ -238,14 +283,12 @@ class Replay:
                 break
             if not running.refused:
                 running.refused = True
-                manager.on_schedule_end()
                 self._at(self._clock.now + OFFER_AGAIN_AFTER, running)
                 return
             keys = keys[: len(keys) // 2]
         if self._device is not None:
             self._device.fill(running.keys)
         manager.on_request_finished(ctx)
-        manager.on_schedule_end()
 
     # ---------------------------------------------------------------------------------------------------------- results
 

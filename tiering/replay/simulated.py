@@ -26,13 +26,13 @@ SLOT_HEADER_BYTES = 4096
 class Clock:
     """Simulated time in seconds, which all media of a replay share; the replay sets :attr:`now`."""
 
-    __slots__ = ("loads", "now", "read")
+    __slots__ = ("load_ends", "now", "read")
 
     def __init__(self) -> None:
         self.now = 0.0
         """The present time, in seconds."""
-        self.loads = 0
-        """Number of loads submitted to all media so far."""
+        self.load_ends: dict[str, float] = {}
+        """Id of each request whose loads have begun since the replay last looked → the time at which they end."""
         self.read: Callable[[], float] = partial(getattr, self, "now")
         """Function that returns the present time."""
 
@@ -174,7 +174,6 @@ class SimulatedIo:
             return
         queue, stats = self.loads, self.stats
         queue.jobs += 1
-        self._clock.loads += 1
         heapq.heappush(self._deadlines, job.deadline)
         start = max(now, queue.free_at)
         if start >= job.deadline:
