@@ -94,6 +94,41 @@ def test_a_medium_that_is_too_slow_drops_stores() -> None:
     assert result.tiers[1].bytes_written < 500 * BLOCK_BYTES
 
 
+def test_a_slow_tier_whose_stores_wait_keeps_no_rows_from_the_others() -> None:
+    """The bucket writes a block a second: all rows would soon wait for it."""
+    slow = MediumModel(read_bytes_per_second=BLOCK_BYTES, write_bytes_per_second=BLOCK_BYTES, latency=0.01)
+    model = MODEL.model_copy(update={"tiers": {"s3": slow}})
+    trace = [request(3 * number, range(100 * (number % 10), 100 * (number % 10) + 20)) for number in range(60)]
+    alone = replayed(trace, 60, DISK, model=model)
+    bucket: dict[str, Any] = {"type": "s3", "bucket": "kv-cache", "deadline": "1h"}
+    both = replayed(trace, 60, DISK, bucket, model=model)
+    assert hits(both)["local"] > 0.9 * hits(alone)["local"] > 500
+    assert both.tiers[2].blocks_dropped > 100
+    assert 0 < both.tiers[2].blocks_at_end < 200
+
+
+def test_a_store_without_room_is_offered_once_more_when_it_may_take_rows() -> None:
+    slow = MediumModel(read_bytes_per_second=BLOCK_BYTES, write_bytes_per_second=BLOCK_BYTES, latency=0.01)
+    model = MODEL.model_copy(update={"tiers": {"local": slow}})
+    # The second prompt is computed while eight of the first one's ten blocks wait for the disk.
+    trace = [request(0, range(10)), request(1, range(50, 60)), request(2.5, range(50, 60))]
+    result = replayed(trace, 10, {**DISK, "deadline": "1h"}, model=model)
+    assert result.stores_without_room >= 1
+    assert hits(result)["cpu"] >= 5
+
+
+def test_a_saturated_tier_is_told_by_the_result_and_not_by_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    slow = MediumModel(read_bytes_per_second=BLOCK_BYTES, write_bytes_per_second=1000 * BLOCK_BYTES, latency=0.01)
+    model = MODEL.model_copy(update={"tiers": {"s3": slow}})
+    bucket = {"type": "s3", "bucket": "kv-cache", "load_deadline": "2s", "breaker": {"failures": 1}}
+    trace = [request(30 * number, range(50 * (number % 4), 50 * (number % 4) + 20)) for number in range(20)]
+    result = replayed(trace, 40, bucket, model=model)
+    tier = result.tiers[1]
+    assert tier.loads_overdue > 0
+    assert 0 < tier.seconds_out_of_service < result.trace_seconds
+    assert not caplog.records
+
+
 def test_second_touch_writes_only_what_comes_again() -> None:
     trace = [request(100 * n, [*range(4), *range(100 * n + 10, 100 * n + 14)]) for n in range(5)]
     everything = replayed(trace, 1000, DISK).tiers[1]

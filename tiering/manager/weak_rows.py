@@ -54,6 +54,10 @@ class _Waiting:
         self.since: list[tuple[TierState, float]] = []
         """For each tier with such cascades, the time since when it has begun no store."""
 
+    def keeps_up(self, now: float) -> bool:
+        """Return True if cascades wait, and their tiers have begun a store lately."""
+        return bool(self.since) and all(now - since < TAKE_AFTER for _, since in self.since)
+
 
 class WeakRows:
     """Takes rows from the waiting cascades of one manager.
@@ -88,13 +92,16 @@ class WeakRows:
             least: smallest useful number of rows; if fewer can be taken, none is. Default 1.
         """
         now = self._clock()
+        patient = since is None or now - since < TAKE_AFTER
         wanted = max(count, min(ROWS_AT_ONCE, self._order.rows // PART_AT_ONCE))
         chosen: list[int] = []
         # Where rows can be taken at all, the oldest cascades nearly always suffice.
         for limit in (wanted * (1 + len(self._states)), max(LOOK_AT, 4 * count)):
             jobs, behind = self._order.window(limit)
             waiting = self._look(jobs)
-            chosen = self._choose(waiting, now, patient=since is None or now - since < TAKE_AFTER)[:wanted]
+            if patient and len(self._states) == 1 and waiting.keeps_up(now):
+                return 0  # No other tier has a block, so that no row can be taken at once.
+            chosen = self._choose(waiting, now, patient=patient)[:wanted]
             if len(chosen) == wanted or behind is None:
                 break
         if len(chosen) < wanted:
@@ -154,10 +161,11 @@ class WeakRows:
 
     def _expendable(self, rows: Rows, waiting: _Waiting, now: float) -> NDArray[np.bool_]:
         """Return a mask of the ``rows`` whose blocks another tier has, or that wait for tiers in trouble only."""
-        waits = {
-            state.rank: np.isin(rows, [row for job, found in waiting.rows if job.state is state for row in found])
-            for state, _ in waiting.since
-        }
+        # For so few rows, Python's sets cost much less than numpy's functions of sets.
+        places, waits = rows.tolist(), {}
+        for state, _ in waiting.since:
+            waiting_rows = {row for job, found in waiting.rows if job.state is state for row in found}
+            waits[state.rank] = np.fromiter(map(waiting_rows.__contains__, places), np.bool_, len(places))
         expendable = np.ones(len(rows), np.bool_)
         for state, since in waiting.since:
             if not now - since >= TAKE_AFTER:
@@ -253,6 +261,8 @@ def _checked(job_id: int, allowed: list[int], rows: Sequence[int]) -> list[int]:
     if len(rows) > len(allowed):
         raise BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
     checked = list(map(index, rows))
-    if checked != allowed and (len(set(checked)) < len(checked) or not set(checked).issubset(allowed)):
+    if checked in (allowed, allowed[::-1]):
+        return checked
+    if len(set(checked)) < len(checked) or not set(checked).issubset(allowed):
         raise BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")
     return checked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from tiering.replay.simulated import Clock, SimulatedIo
 from tiering.secondary.block_tier import BlockTier
@@ -14,6 +16,18 @@ from tiering.secondary.options import BlockTierOptions
 
 LOOK_AGAIN = 1.0
 """Longest simulated time between two looks, in seconds. The tier's own chores are due after minutes."""
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Let the package log errors only: what happens to simulated media is told by the result of a replay."""
+    log = logging.getLogger("kv_tiering")
+    level = log.level
+    log.setLevel(max(log.getEffectiveLevel(), logging.ERROR))
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class QuietTier(BlockTier):
@@ -43,6 +57,8 @@ class QuietTier(BlockTier):
         self._simulated = io
         self._now = clock
         self._look_at = 0.0
+        self._out_of_service = 0.0
+        self._out_since: float | None = None
         super().__init__(context, options, io.store, index, place_prefix=place_prefix, io=io)
 
     def submit_store(self, job: TransferJob) -> None:
@@ -67,7 +83,19 @@ class QuietTier(BlockTier):
         # Breakers that are not closed have probes of their own, at times of their own.
         if self._simulated.breakers.state is BreakerState.CLOSED:
             self._look_at = now + LOOK_AGAIN
+        if self._simulated.breakers.reads.state is not BreakerState.CLOSED:
+            if self._out_since is None:
+                self._out_since = now
+        elif self._out_since is not None:
+            self._out_of_service += now - self._out_since
+            self._out_since = None
         return finished
+
+    @property
+    def out_of_service(self) -> float:
+        """Number of seconds during which the tier answered no lookups, because its loads came too late."""
+        since = self._out_since
+        return self._out_of_service + (0.0 if since is None else self._now.now - since)
 
     def drain(self, deadline: float) -> bool:
         self._look_at = 0.0

@@ -18,6 +18,7 @@ from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.manager.weak_rows import TAKE_AFTER
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
+from tiering.replay.quiet import quiet_log
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
@@ -133,6 +134,13 @@ class Replay:
             progress: function that is called with the number of blocks so far; default none.
         """
         start = time.perf_counter()
+        with quiet_log():
+            self._replay(requests, progress)
+            result = self._result(time.perf_counter() - start)
+            self._manager.shutdown()
+        return result
+
+    def _replay(self, requests: Iterable[TraceRequest], progress: Callable[[int], None] | None) -> None:
         reported = 0
         for request in requests:
             if self._first is None:
@@ -147,9 +155,6 @@ class Replay:
         for tier in self.stack.tiers:
             tier.tier.drain(math.inf)
         self._manager.on_schedule_end()
-        result = self._result(time.perf_counter() - start)
-        self._manager.shutdown()
-        return result
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -335,7 +340,7 @@ class Replay:
     def _plain(self, name: str, capacity: int | None, blocks: int, price: float) -> TierResult:
         hits = self._hits[name]
         rate = hits / self._blocks if self._blocks else 0.0
-        return TierResult(name, capacity, hits, rate, hits * self.stack.block_bytes, 0, 0, 0, 0, 0, blocks, price)
+        return TierResult(name, capacity, hits, rate, hits * self.stack.block_bytes, 0, 0, 0, 0, 0, 0.0, blocks, price)
 
     def _tier(self, tier: SimulatedTier, stats: dict[str, int], months: float) -> TierResult:
         io, prices, name = tier.io, tier.model, tier.tier.name
@@ -361,8 +366,9 @@ class Replay:
             bytes_written=io.stats.written_bytes,
             requests=io.loads.blocks + io.stores.blocks + io.probes,
             blocks_declined=stats["stores_declined"],
-            blocks_dropped=stats["stores_dropped"],
+            blocks_dropped=stats["stores_dropped"] + stats["stores_withdrawn"] + stats["cascades_failed"],
             loads_overdue=stats["loads_overdue"],
+            seconds_out_of_service=tier.tier.out_of_service,
             blocks_at_end=blocks,
             dollars_per_month=dollars,
         )

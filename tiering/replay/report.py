@@ -81,6 +81,12 @@ def advice(study: Study) -> list[str]:
                 f"The tier {tier.name} dropped {tier.blocks_dropped:,} blocks that its medium was too slow to take: "
                 "admission: second_touch writes less."
             )
+        if tier.seconds_out_of_service:
+            lines.append(
+                f"The tier {tier.name} is saturated: {tier.loads_overdue:,} blocks came too late, and it served nothing "
+                f"for {tier.seconds_out_of_service:,.1f} s of {best.trace_seconds:,.0f} s. A faster medium, or more "
+                "capacity in front of it, gives these hits back."
+            )
     return lines
 
 
@@ -215,6 +221,7 @@ def _tiers(result: ReplayResult, *, single: bool) -> str:
         "declined",
         "dropped",
         "overdue",
+        "out of service",
         "price / month",
     ]
     rows = [
@@ -231,6 +238,7 @@ def _tiers(result: ReplayResult, *, single: bool) -> str:
                 f"{tier.blocks_declined:,}",
                 f"{tier.blocks_dropped:,}",
                 f"{tier.loads_overdue:,}",
+                f"{tier.seconds_out_of_service:,.1f} s" if tier.seconds_out_of_service else "",
                 dollars(tier.dollars_per_month),
             )
         )

@@ -70,9 +70,11 @@ class TierResult:
     blocks_declined: int
     """Blocks that admission declined, or that had no room."""
     blocks_dropped: int
-    """Blocks that were not stored because the medium was too slow."""
+    """Blocks that were not stored because the medium was too slow, those included that gave up their rows."""
     loads_overdue: int
     """Blocks whose load missed the tier's deadline."""
+    seconds_out_of_service: float
+    """Seconds during which the tier served nothing, because so many loads missed its deadline."""
     blocks_at_end: int
     """Blocks held at the end."""
     dollars_per_month: float

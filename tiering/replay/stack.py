@@ -16,7 +16,6 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.replay.model import MediumModel, ReplayModel
 from tiering.replay.quiet import QuietTier
 from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
-from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.index.slots import SlotIndex
@@ -41,7 +40,7 @@ class SimulatedTier:
     """Options of the tier, from the stack."""
     model: MediumModel
     """Speed and price of its medium."""
-    tier: BlockTier
+    tier: QuietTier
     """The tier, with its real index, admission and jobs."""
     io: SimulatedIo
     """Its simulated I/O side."""

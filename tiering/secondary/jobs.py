@@ -338,7 +338,7 @@ class TierJobs:
             return
         self._hooks.on_result(result)
         done = result.outcomes.count(Done.DONE)
-        if done < len(result.outcomes):
+        if done + result.outcomes.count(Done.ABSENT) < len(result.outcomes):
             ended = zip(io_job.places, result.outcomes, strict=True)
             if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
                 self._hooks.retire(bad)

@@ -33,6 +33,8 @@ class FailureLog:
     def note(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
         """Record that ``job`` ended with ``outcomes``, not all of them done."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
+        if not errors:
+            return
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
         self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
         others = [

@@ -1,0 +1,91 @@
+"""Queues of a simulated medium, whose times can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tiering.block_store import Done
+from tiering.errors import OverdueError
+from tiering.replay.queues import Speed, StoreQueue
+from tiering.secondary.io.messages import IoJob, IoKind, IoResult
+
+TEN_A_SECOND = Speed(bytes_per_second=1000.0, latency=0.0, at_once=1)
+"""Blocks of 100 bytes, ten a second."""
+
+
+def store(number: int, blocks: int, deadline: float = math.inf) -> IoJob:
+    rows = [100 * number + block for block in range(blocks)]
+    return IoJob(number, IoKind.STORE, [b"%d" % row for row in rows], rows, rows, [100] * blocks, b"", 0.0, deadline)
+
+
+def numbers(results: list[IoResult]) -> list[int]:
+    return [result.job.job_id for result in results]
+
+
+def test_stores_are_written_one_after_the_other() -> None:
+    queue = StoreQueue(TEN_A_SECOND, 1.0)
+    assert queue.next_end == math.inf
+    queue.submit(store(1, 10), 0.0)
+    queue.submit(store(2, 5), 0.5)
+    assert queue.next_end == pytest.approx(1.0)
+    assert numbers(queue.take_ended(0.99)) == []
+    assert numbers(queue.take_ended(1.0)) == [1]
+    assert queue.next_end == pytest.approx(1.5)
+    assert numbers(queue.take_ended(9.0)) == [2]
+    queue.submit(store(3, 1), 9.0)
+    assert queue.next_end == pytest.approx(9.1), "the medium has rested since"
+    assert (queue.jobs, queue.blocks, queue.written_bytes) == (3, 15, 1500)
+    assert queue.written_seconds == pytest.approx(1.5)
+
+
+def test_blocks_that_have_not_begun_are_withdrawn_and_the_queue_ends_earlier() -> None:
+    queue = StoreQueue(TEN_A_SECOND, 0.5)
+    for number, blocks in ((1, 10), (2, 4), (3, 2)):
+        queue.submit(store(number, blocks), 0.0)
+    # At 20 blocks a second, which the ratio makes of ten: four blocks are written, and the fifth is under way.
+    assert queue.waiting_rows(1, 0.21) == [109, 108, 107, 106, 105]
+    assert queue.waiting_rows(2, 0.21) == [203, 202, 201, 200]
+    assert queue.waiting_rows(7, 0.21) == []
+    wanted = {1: {101, 104, 105, 109}, 2: {201, 202, 999}, 3: {300, 301}, 7: {1}}
+    assert queue.withdraw(wanted, 0.21) == [(1, [105, 109]), (2, [201, 202]), (3, [300, 301])]
+    assert queue.withdraw(wanted, 0.21) == [], "they are withdrawn already, or have begun"
+    assert queue.waiting_rows(2, 0.21) == [203, 200]
+    assert queue.next_end <= 0.21, "a store without blocks has ended"
+    (gone,) = queue.take_ended(0.21)
+    assert (gone.job.job_id, gone.outcomes, gone.transfer_bytes) == (3, [Done.ABSENT] * 2, 0)
+    assert queue.next_end == pytest.approx(0.4)
+    first, second = queue.take_ended(0.5)
+    assert [at for at, outcome in enumerate(first.outcomes) if outcome is Done.ABSENT] == [5, 9]
+    assert (second.outcomes, second.transfer_bytes) == ([Done.DONE, Done.ABSENT, Done.ABSENT, Done.DONE], 200)
+    assert (queue.blocks, queue.written_bytes) == (10, 500)
+
+
+def test_a_store_fails_at_its_deadline_if_it_has_not_begun() -> None:
+    queue = StoreQueue(TEN_A_SECOND, 1.0)
+    for number, deadline in ((1, 0.2), (2, 0.3), (3, 2.0)):
+        queue.submit(store(number, 10, deadline), 0.0)
+    assert queue.next_end == pytest.approx(0.3)
+    (late,) = queue.take_ended(0.3)
+    assert late.job.job_id == 2
+    assert all(isinstance(outcome, OverdueError) for outcome in late.outcomes)
+    assert late.transfer_bytes == 0
+    assert numbers(queue.take_ended(5.0)) == [1, 3], "a store that has begun goes on"
+    assert queue.blocks == 20
+
+
+def test_all_stores_end_when_the_queue_runs_out() -> None:
+    queue = StoreQueue(TEN_A_SECOND, 1.0)
+    queue.submit(store(1, 10), 3.0)
+    queue.submit(store(2, 10), 3.0)
+    assert queue.run_out() == pytest.approx(5.0)
+    assert queue.next_end <= 0.0, "their results wait to be taken"
+    assert numbers(queue.take_ended(0.0)) == [1, 2]
+    assert queue.next_end == math.inf
+
+
+def test_many_blocks_take_as_many_latencies_as_they_need_waves() -> None:
+    speed = Speed(bytes_per_second=1e9, latency=0.5, at_once=4)
+    assert speed.seconds(4, 4000) == pytest.approx(0.5, abs=1e-5)
+    assert speed.seconds(9, 9000) == pytest.approx(1.5)
