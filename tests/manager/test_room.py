@@ -249,3 +249,47 @@ def test_what_is_left_of_a_prompt_decides_if_a_tier_is_asked() -> None:
     rig.store(X[:4])
     assert rig.manager.match_prefix(X[:7], rig.ctx) == PrefixMatch(4, False)
     assert far.asked == []
+
+
+def test_a_request_behind_the_first_is_answered_without_a_search_while_too_few_rows_are_left() -> None:
+    rig, tier = make_rig(8, share=0.5)
+    second, third = rig.request("r2"), rig.request("r3")
+    assert rig.manager.match_prefix(X[:4], third) == PrefixMatch(4, True)
+    rig.step()
+    assert rig.manager.match_prefix(Y[:2], rig.ctx) == PrefixMatch(0, True)
+    assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(0, True)
+    tier.asked.clear()
+    for _ in range(3):
+        assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(0, True)
+        rig.step()
+    assert not tier.asked
+    assert rig.manager.match_prefix(Y[4:6], second) == PrefixMatch(0, True)
+    assert rig.manager.match_prefix(Y[8:9], second) == PrefixMatch(0, True)
+    assert tier.asked == [Y[8]], "another prompt is searched for"
+    assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(0, True)
+    arrive(rig, tier)
+    load(rig, X[:4], third)
+    assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(3, True), "enough rows for the whole prompt"
+
+
+def test_a_request_behind_the_first_does_not_wait_for_a_tier_that_is_out_of_service() -> None:
+    rig, tier = make_rig(8, share=0.5)
+    second, third = rig.request("r2"), rig.request("r3")
+    rig.manager.match_prefix(X[:4], third)
+    rig.step()
+    for keys, ctx in ((Y[:2], rig.ctx), (Y[4:7], second)):
+        assert rig.manager.match_prefix(keys, ctx).pending
+    tier.raises.add("get_finished")
+    rig.step()
+    assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(0, False)
+
+
+def test_a_request_behind_the_first_finds_a_block_that_came_by_another_way() -> None:
+    rig, tier = make_rig(8, share=0.5)
+    second, third = rig.request("r2"), rig.request("r3")
+    rig.manager.match_prefix(X[:4], third)
+    rig.step()
+    for keys, ctx in ((Y[:2], rig.ctx), (Y[4:5], second)):
+        assert rig.manager.match_prefix(keys, ctx).pending
+    rig.store(Y[4:5], rig.request("r4"))
+    assert rig.manager.match_prefix(Y[4:5], second) == PrefixMatch(1, False)

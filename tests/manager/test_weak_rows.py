@@ -409,6 +409,17 @@ def test_a_search_looks_at_a_bounded_number_of_rows_however_many_wait() -> None:
     assert max(map(len, tier.asked_about)) <= LOOK_AT
 
 
+def test_a_store_that_must_wait_for_the_only_tier_looks_at_few_rows() -> None:
+    tier = FakeTier(waits=True)
+    rig, _ = full_of_small_stores(tier, 4096)
+    tier.begun_at = rig.clock()
+    assert not store(rig, keys_of(5000))
+    assert 0 < sum(map(len, tier.asked_about)) <= 2 * ROWS_AT_ONCE
+    rig.clock.advance(TAKE_AFTER)
+    tier.begun_at = rig.clock()
+    assert store(rig, keys_of(5000))
+
+
 def test_the_rows_that_are_looked_at_are_few_for_each_row_that_is_taken() -> None:
     tier = FakeTier(waits=True)
     rig, _ = full_of_small_stores(tier, 4096)

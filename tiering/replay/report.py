@@ -83,9 +83,9 @@ def advice(study: Study) -> list[str]:
             )
         if tier.seconds_out_of_service:
             lines.append(
-                f"The tier {tier.name} is saturated: {tier.loads_overdue:,} blocks came too late, and it served nothing "
-                f"for {tier.seconds_out_of_service:,.1f} s of {best.trace_seconds:,.0f} s. A faster medium, or more "
-                "capacity in front of it, gives these hits back."
+                f"The tier {tier.name} is saturated: {tier.loads_overdue:,} blocks came too late, and it served "
+                f"nothing for {tier.seconds_out_of_service:,.1f} s of {best.trace_seconds:,.0f} s. A faster medium, "
+                "or more capacity in front of it, gives these hits back."
             )
     return lines
 
