@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from tiering.api.keys import OffloadKey
+from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager.prefix_search import MAX_RUNS
 from tiering.secondary.contract import PrefixAnswer
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
+
+K = keys_of(*range(10))
 
 
 class CountingTier(FakeTier):
@@ -103,3 +106,60 @@ def test_an_heir_of_a_promotion_holds_one_reservation() -> None:
     rig.manager.on_request_finished(heir)
     assert rig.stat("rows_evictable") == 2
     assert rig.stat("rows_reserved") == 0
+
+
+class CountedKeys(list[OffloadKey]):
+    """Keys that count how often they are gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_request_that_waits_for_loads_alone_is_answered_without_a_search() -> None:
+    tier = FakeTier(held=set(K[:6]))
+    rig = ManagerRig(8, [tier], promotion_share=1.0)
+    rig.store(K[:2])
+    keys, other = CountedKeys(K[:6]), rig.request("r2")
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(keys, ctx) == PrefixMatch(6, True)
+    rig.step()
+    keys.walks = 0
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(keys, ctx) == PrefixMatch(6, True)
+    assert keys.walks == 0
+    assert rig.manager.match_prefix(K[:4], rig.ctx) == PrefixMatch(4, True), "another prompt"
+    assert rig.manager.match_prefix(K[:6], rig.ctx, at_least=7) == PrefixMatch(6, False)
+    tier.finish_all()
+    rig.step()
+    assert rig.manager.match_prefix(keys, other) == PrefixMatch(6, False)
+
+
+def test_a_request_whose_load_failed_in_part_goes_on_at_once() -> None:
+    tier = FakeTier(held=set(K[:6]), max_load_blocks=3)
+    rig = ManagerRig(8, [tier], promotion_share=1.0)
+    other = rig.request("r2")
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(K[:6], ctx) == PrefixMatch(6, True)
+    rig.step()
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(K[:6], ctx) == PrefixMatch(6, True)
+    tier.finish(tier.loads[0], keys=K[:1])
+    rig.step()
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(K[:6], ctx) == PrefixMatch(1, False)
+
+
+def test_a_request_whose_load_is_overdue_goes_on_at_once() -> None:
+    near, far = FakeTier("near", held=set(K[:3]), load_deadline=1.0), FakeTier("far", held=set(K[:6]))
+    rig = ManagerRig(8, [near, far], promotion_share=1.0)
+    other = rig.request("r2")
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(K[:6], ctx) == PrefixMatch(6, True)
+    rig.step()
+    rig.clock.advance(1.0)
+    rig.step()
+    for ctx in (rig.ctx, other):
+        assert rig.manager.match_prefix(K[:6], ctx) == PrefixMatch(0, False)

@@ -112,7 +112,7 @@ def test_a_store_without_room_is_offered_once_more_when_it_may_take_rows() -> No
     model = MODEL.model_copy(update={"tiers": {"local": slow}})
     # The second prompt is computed while eight of the first one's ten blocks wait for the disk.
     trace = [request(0, range(10)), request(1, range(50, 60)), request(2.5, range(50, 60))]
-    result = replayed(trace, 10, {**DISK, "deadline": "1h"}, model=model)
+    result = replayed(trace, 10, {**DISK, "deadline": "1h", "max_inflight": 1}, model=model)
     assert result.stores_without_room >= 1
     assert hits(result)["cpu"] >= 5
 

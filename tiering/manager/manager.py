@@ -142,7 +142,12 @@ class TieringOffloadingManager(OffloadingManager):
             return PrefixMatch(0, False)
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
-        if self._waiters and (position := self._promotions.awaited_rows(request, keys)) is not None:
+        position = None
+        if request.awaited is not None:
+            position = self._promotions.awaited_loads(request, keys, at_least)
+        elif self._waiters:
+            position = self._promotions.awaited_rows(request, keys)
+        if position is not None:
             self._open_lookups.note(req_context.req_id)
             return PrefixMatch(position, True)
         hits = len(list(takewhile(self._readable.__contains__, keys)))

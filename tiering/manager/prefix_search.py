@@ -91,6 +91,7 @@ class PrefixSearch:
                 never pending.
         """
         walk = _Walk(keys, at_least)
+        request.awaited = None
         try:
             return self._walk(request, walk, position)
         finally:
@@ -127,7 +128,10 @@ class PrefixSearch:
                     break
                 pending = True
                 position += promoted
-        return PrefixMatch(position, pending and position >= walk.at_least)
+        pending = pending and position >= walk.at_least
+        if pending:
+            request.awaited = (len(keys), keys[-1], position)
+        return PrefixMatch(position, pending)
 
     def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, bool]:
         """Promote blocks from ``position`` on from the fastest tier that holds them.

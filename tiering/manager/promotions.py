@@ -151,6 +151,25 @@ class Promotions:
                 count = 0
         return Started(self._start(state, request, keys[:count]) if count else 0, waits)
 
+    @staticmethod
+    def awaited_loads(request: Request, keys: Sequence[OffloadKey], at_least: int) -> int | None:
+        """Return the number of hits in ``keys`` of a request that waits for promotions in flight alone.
+
+        A search would give the same answer until they have ended.
+
+        Args:
+            request: the request that asks.
+            keys: the prompt that it asks about.
+            at_least: smallest useful number of hits.
+
+        Returns:
+            The number of hits; None if only a search can tell.
+        """
+        awaited = request.awaited
+        if awaited is None or not request.asked or awaited[0] != len(keys) or awaited[1] != keys[-1]:
+            return None
+        return awaited[2] if awaited[2] >= at_least else None
+
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
         """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
 
@@ -296,9 +315,11 @@ class Promotions:
     def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
         """Note that the tier failed to load ``keys``; its requests do not ask it for them again."""
         rank = promotion.state.rank
+        promotion.owner.awaited = None
         promotion.owner.failed.setdefault(rank, set()).update(keys)
         for key in keys:
             for request in promotion.others.get(key, ()):
+                request.awaited = None
                 request.failed.setdefault(rank, set()).add(key)
 
     # ----------------------------------------------------------------------------------------------------- reservations
@@ -397,9 +418,11 @@ class Promotions:
         self._forget(promotion)
         promotion.awaited = False
         self.rows_promoting -= len(promotion.keys)
+        promotion.owner.awaited = None
         promotion.owner.refused.update(promotion.keys)
         for key, requests in promotion.others.items():
             for request in requests:
+                request.awaited = None
                 request.refused.add(key)
         self._primary.disown(promotion.keys, as_rows(promotion.rows))
 

@@ -41,6 +41,11 @@ class Request:
     """Key → medium from which a block was promoted for the request."""
     advised: dict[int, int] = field(default_factory=dict)
     """Per KV-cache group, the number of looked-up keys that the size advisor has counted."""
+    awaited: tuple[int, OffloadKey, int] | None = None
+    """Length and last key of the prompt whose search waits for promotions in flight alone, and its hits.
+
+    None if the last search found otherwise, or a promotion has failed since.
+    """
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
 

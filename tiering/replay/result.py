@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 FASTEST = 1e-4
 """Shortest time to first token that :class:`Times` tells apart, in seconds."""
@@ -23,7 +22,7 @@ class Times:
     """A distribution of durations in bounded memory; quantiles are exact within 2%."""
 
     def __init__(self) -> None:
-        self._counts: NDArray[np.int64] = np.zeros(BOUNDS, np.int64)
+        self._counts = [0] * BOUNDS
         self.count = 0
         """Number of durations."""
         self.total = 0.0
