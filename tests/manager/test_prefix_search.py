@@ -130,8 +130,9 @@ def test_a_request_that_waits_for_loads_alone_is_answered_without_a_search() -> 
     for ctx in (rig.ctx, other):
         assert rig.manager.match_prefix(keys, ctx) == PrefixMatch(6, True)
     assert keys.walks == 0
-    assert rig.manager.match_prefix(K[:4], rig.ctx) == PrefixMatch(4, True), "another prompt"
-    assert rig.manager.match_prefix(K[:6], rig.ctx, at_least=7) == PrefixMatch(6, False)
+    assert rig.manager.match_prefix(keys, rig.ctx, at_least=7) == PrefixMatch(6, False)
+    assert rig.manager.match_prefix(keys, other) == PrefixMatch(6, True)
+    assert rig.manager.match_prefix(K[:4], other) == PrefixMatch(4, True), "another prompt"
     tier.finish_all()
     rig.step()
     assert rig.manager.match_prefix(keys, other) == PrefixMatch(6, False)

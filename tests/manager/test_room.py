@@ -273,19 +273,20 @@ def test_a_request_behind_the_first_is_answered_without_a_search_while_too_few_r
 
 
 def test_a_request_behind_the_first_does_not_wait_for_a_tier_that_is_out_of_service() -> None:
-    rig, tier = make_rig(8, share=0.5)
+    near, far = FakeTier("near", held=set(X), load_deadline=DEADLINE), FakeTier("far", held=set(Y))
+    rig = ManagerRig(8, [near, far], promotion_share=0.5)
     second, third = rig.request("r2"), rig.request("r3")
     rig.manager.match_prefix(X[:4], third)
     rig.step()
     for keys, ctx in ((Y[:2], rig.ctx), (Y[4:7], second)):
         assert rig.manager.match_prefix(keys, ctx).pending
-    tier.raises.add("get_finished")
+    far.raises.add("get_finished")
     rig.step()
     assert rig.manager.match_prefix(Y[4:7], second) == PrefixMatch(0, False)
 
 
 def test_a_request_behind_the_first_finds_a_block_that_came_by_another_way() -> None:
-    rig, tier = make_rig(8, share=0.5)
+    rig, _ = make_rig(8, share=0.5)
     second, third = rig.request("r2"), rig.request("r3")
     rig.manager.match_prefix(X[:4], third)
     rig.step()
