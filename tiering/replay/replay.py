@@ -35,7 +35,10 @@ SHORTEST_WAIT = 1e-6
 """Shortest time after which a request that waits asks again, in seconds."""
 
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
-"""Seconds after which a store that found no room is offered again: it may take rows of waiting stores then."""
+"""Seconds after which a store that found no room is offered again.
+
+It may take rows of waiting stores then.
+"""
 
 
 @dataclass(slots=True, eq=False)
