@@ -49,7 +49,7 @@ class CommonHistory:
         agreement: common epochs that the shared tiers of the stack have met.
         writes: False for a tier that stores nothing, which begins no epoch.
         clock: function that returns monotonic seconds.
-        wall: function that returns seconds since 1970, which also pass while the machine sleeps; default: ``time.time``.
+        wall: function that returns seconds since 1970, which pass in a sleep too; default: ``time.time``.
     """
 
     def __init__(
