@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Bench, Target, machine, render_targets, write_json, write_section
+from scripts.temporary import clean_up_on_sigterm, temporary_files_in
 
 HERE = Path(__file__).resolve().parent
 
@@ -23,6 +24,12 @@ def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[
     an empty string. The exit code is 0 if all ran to the end and, with --strict, reached their targets.
     """
     options = _arguments(prog, description, sorted(modules), argv)
+    clean_up_on_sigterm()
+    with temporary_files_in(Path(tempfile.mkdtemp(prefix="kv-bench-"))):
+        return _run(modules, options)
+
+
+def _run(modules: Mapping[str, str], options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     disk: Path = options.directory or options.out
     targets: list[Target] = []

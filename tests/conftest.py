@@ -1,7 +1,8 @@
 """Fixtures for every test: nothing is left behind, runs are repeatable, and tests end.
 
 After each test, threads, child processes and files in /dev/shm must be those from before the test. Wider fixtures may
-own some (a server, say): objects that exist when the test's own fixtures are set up do not count.
+own some (a server, say): objects that exist when the test's own fixtures are set up do not count. Temporary files are
+in pytest's directory, and SIGTERM interrupts a run like Ctrl-C, so that fixtures end their servers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from scripts.temporary import clean_up_on_sigterm, temporary_files_in
 from tests.thread_limit import ThreadLimit
 from tiering.api import masking
 from tiering.runtime.launch import STARTER_NAME
@@ -45,6 +47,17 @@ settings.register_profile(
 )
 settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure() -> None:
+    if threading.current_thread() is threading.main_thread():
+        clean_up_on_sigterm()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with temporary_files_in(tmp_path_factory.mktemp("tmp")):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
