@@ -133,7 +133,7 @@ class SimpleCPUOffloadScheduler:
         self._loads: dict[str, list[Load]] = {}
         self._stores: dict[int, Store] = {}
         self.ordered: list[Blocks] = []
-        """Stores of finished requests that no step has carried yet; they hold their references already."""
+        """Stores of finished requests, not given to the workers yet; they hold their references already."""
         self._next_load = self._next_store = 0
         self._counters = SimpleCounters()
         self._warn = LimitedWarning(logger, time.monotonic)
@@ -236,7 +236,8 @@ class SimpleCPUOffloadScheduler:
         """End a request, for any reason.
 
         Blocks that are computed and not stored yet are ordered now, e.g. the last full block, unless a load of the
-        request has not ended. A load that no step has carried yet is dropped. A load that is under way is awaited.
+        request has not ended. A load that was not given to the workers yet is dropped. A load that is under way is
+        awaited.
 
         Args:
             request: the request.

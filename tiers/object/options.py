@@ -36,7 +36,7 @@ _ENDPOINTS: Mapping[Scheme, tuple[str, ...]] = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Variables of the environment that name an endpoint, the first one that is set counts."""
+"""Variables of the environment that name an endpoint; the first one that is set counts."""
 
 
 class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions):

@@ -1,10 +1,10 @@
 """I/O side of a tier: threads that run jobs in units, and their queues to the scheduler's thread.
 
 The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`,
-:meth:`IoHost.poll`). The thread that first takes a job cuts it into units. All threads share the units, the head of the
-prefix first. Inside a unit, blocks are ordered by slot, so that a store finds neighbours side by side. Tasks run before
-loads, and loads before stores. The depth of each direction (:mod:`tiering.secondary.io.depth`) bounds the units that
-run at once.
+:meth:`IoHost.poll`). The thread that first takes a job cuts it into units, and one thread moves each unit. All threads
+share the units, the head of the prefix first. Inside a unit, blocks are ordered by slot, so that a store finds
+neighbours side by side. Tasks run before loads, and loads before stores. The depth of each direction
+(:mod:`tiering.secondary.io.depth`) bounds the units that run at once.
 
 If no thread runs and none can be started (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
