@@ -154,9 +154,7 @@ def fake_s3(tls: ssl.SSLContext | None = None) -> Iterator[FakeS3]:
 @contextlib.contextmanager
 def serving(state: FakeS3, kind: type[FakeHandler], tls: ssl.SSLContext | None = None) -> Iterator[None]:
     """A server with the given state and requests, for as long as the context lasts."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (kind,), {"fake": state}))
-    server.daemon_threads = True
-    server.block_on_close = False
+    server = _Server(("127.0.0.1", 0), type("Handler", (kind,), {"fake": state}))
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     state.endpoint = f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
@@ -169,6 +167,17 @@ def serving(state: FakeS3, kind: type[FakeHandler], tls: ssl.SSLContext | None =
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    """Connections that wait to be accepted.
+
+    By default there are five. A tier opens more at once, and the kernel drops those beyond the bound if the accepting
+    thread is late; their clients try again after seconds.
+    """
 
 
 class FakeHandler(BaseHTTPRequestHandler):

@@ -23,7 +23,7 @@ OTHER_BYTES = 0xA7
 """Value of all bytes of a row after its block was withdrawn."""
 REQUEST = ReqContext("conformance")
 """The request in whose name all calls are made."""
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """Seconds that every wait may take at most."""
 
 
