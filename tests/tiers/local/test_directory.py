@@ -169,6 +169,7 @@ def test_an_owner_whose_lock_was_taken_stops_writing(tmp_path: Path, caplog: pyt
         finally:
             os.close(thief)
         rig.wait(lambda: rig.store(K[12:16]) == K[12:16])
+        rig.wait(lambda: not rig.tier.recovering)
         assert rig.held(K[:4]) == K[:4]
     assert "lost its lock file, and is in use by" in caplog.text
 
