@@ -12,6 +12,9 @@ no such option, so the benchmark calls ``syncfs`` after its last job. Stores "as
 Loads read the last stored blocks from the device: both tiers use O_DIRECT, and the page cache of every file is dropped
 before (``posix_fadvise``). The local tier verifies its loads. The rows of both tiers are compared with what was stored,
 outside the measured time.
+
+"The bare device" shows what the disk itself allows: 16 threads that write (and then sync) or read one file, which was
+written before, with O_DIRECT and in calls of 2 MiB, without a header or checksum.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +38,9 @@ from benchmarks.bench_local import TierRun, Workload, learn
 from benchmarks.harness import Bench, Sample, Stats, ratio, timed
 
 BLOCKS_PER_JOB = 16
+DEVICE_THREADS = 16
+DEVICE_CALL = 2 << 20
+"""Bytes of one call in the runs of the bare device."""
 ROUNDS = 7
 SIZES = {"512 KiB": (512 << 10, 2.0), "2 MiB": (2 << 20, 1.2)}
 """Bytes of a block, and the least ratio of durable stores, by the name of the size."""
@@ -96,6 +104,44 @@ class FilesRun:
             time.sleep(0.0005)
 
 
+class DeviceRun:
+    """One file on the same disk, written and read as fast as the disk allows."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self._path = work.directory / f"device-{work.block_bytes}"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._pool = ThreadPoolExecutor(DEVICE_THREADS)
+        os.posix_fallocate(self._fd, 0, work.nbytes)
+        self.store()
+
+    def store(self) -> None:
+        """Write the blocks, and sync the file."""
+        self._move(os.pwritev, 0, self.work.nbytes)
+        os.fdatasync(self._fd)
+
+    def load(self) -> None:
+        """Read the blocks into the second half of the rows."""
+        self._move(os.preadv, self.work.nbytes, self.work.nbytes)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._fd)
+        self._path.unlink()
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], first: int, nbytes: int) -> None:
+        """Move ``nbytes`` of the rows, from byte ``first`` on."""
+        memory = self.work.rows.reshape(-1).data
+
+        def move(offset: int) -> None:
+            length = min(DEVICE_CALL, nbytes - offset)
+            if call(self._fd, [memory[first + offset : first + offset + length]], offset) != length:
+                raise RuntimeError("a call on the bare device was short")
+
+        for _ in self._pool.map(move, range(0, nbytes, DEVICE_CALL)):
+            pass
+
+
 def vllm_spec() -> Any:
     """Return the parts of an offloading spec that vLLM's file tier reads."""
     from vllm.v1.kv_offload.config import (
@@ -151,6 +197,7 @@ def run(bench: Bench) -> None:
 def _size(bench: Bench, size: str, block_bytes: int, durable_at_least: float) -> None:
     work = Workload.make(bench.directory, block_bytes, (32 if bench.quick else 512) << 20)
     files, plain, durable = FilesRun(work), TierRun(work, "auto"), TierRun(work, "auto", "fsync")
+    device = DeviceRun(work)
     try:
         learn(bench, plain, f"{size}, as it is")
         learn(bench, durable, f"{size}, durable")
@@ -159,6 +206,7 @@ def _size(bench: Bench, size: str, block_bytes: int, durable_at_least: float) ->
             {
                 "local tier, fsync": lambda: timed(durable.store, nbytes=work.nbytes),
                 "vLLM's files, syncfs": lambda: _store(files, durable=True),
+                "the bare device, fdatasync": lambda: timed(device.store, nbytes=work.nbytes),
             },
             ROUNDS,
             unit="GB/s",
@@ -177,11 +225,16 @@ def _size(bench: Bench, size: str, block_bytes: int, durable_at_least: float) ->
         files.store()
         loads = bench.compare(
             f"loads, {size} blocks",
-            {"local tier, verified": lambda: _load(plain), "vLLM's files, not verified": lambda: _load(files)},
+            {
+                "local tier, verified": lambda: _load(plain),
+                "vLLM's files, not verified": lambda: _load(files),
+                "the bare device": lambda: _load(device),
+            },
             ROUNDS,
             unit="GB/s",
         )
     finally:
+        device.close()
         files.close()
         plain.close()
         durable.close()
@@ -195,7 +248,7 @@ def _store(files: FilesRun, *, durable: bool) -> Sample:
     return timed(files.store_durably if durable else files.store, nbytes=files.work.nbytes)
 
 
-def _load(tier: TierRun | FilesRun) -> Sample:
+def _load(tier: TierRun | FilesRun | DeviceRun) -> Sample:
     """Read all blocks from the device into wiped rows, and compare the rows with what was stored."""
     work = tier.work
     work.rows[work.count :] = 1
@@ -209,8 +262,8 @@ def _load(tier: TierRun | FilesRun) -> Sample:
 def _targets(
     bench: Bench, size: str, stores: dict[str, Stats], loads: dict[str, Stats], durable_at_least: float
 ) -> None:
-    ours, theirs = stores.values()
+    ours, theirs, _ = stores.values()
     bench.target(f"durable stores, {size}, against vLLM's files", ratio(ours, theirs), durable_at_least, "min", "x")
-    ours, theirs = loads.values()
+    ours, theirs, _ = loads.values()
     bench.target(f"loads, {size}, against vLLM's files", ratio(ours, theirs), LOADS_AT_LEAST, "min", "x")
     bench.target(f"loads, {size}, CPU", ours.cpu, CPU_AT_MOST, "max", "s/GB")
