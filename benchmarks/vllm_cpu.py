@@ -23,7 +23,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,6 +35,7 @@ from benchmarks.call_clock import CallClock
 from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
 from tests.servers import rclone_server
+from tests.vllm.rig import transfer_config
 from tiering.api.keys import PRIMARY_TIER
 
 PROMPTS, LENGTH, OUTPUTS = 2, 1500, 32
@@ -49,7 +50,7 @@ ANSWER_TIMEOUT = 600.0
 
 
 Serving = Callable[[Connection, Path, dict[str, Any] | None, dict[str, str]], None]
-"""Function of an engine's process: pipe, model, stack, environment."""
+"""Function of an engine's process: pipe, model, value of --kv-transfer-config (None: no connector), environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,19 @@ def in_a_process(work: Callable[..., object], *arguments: object) -> None:
 
 
 @contextmanager
-def started(model: Path, disk: Path, first: int, serving: Serving | None = None) -> Iterator[dict[str, Connection]]:
-    """Start an engine process per variant, ``first`` to begin with, and return the pipe to each.
+def started(
+    model: Path,
+    disk: Path,
+    first: int,
+    serving: Serving | None = None,
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> Iterator[dict[str, Connection]]:
+    """Start an engine process per variant, and return the pipe to each.
 
-    ``serving`` is run in each process; default: :func:`serve`.
+    Args:
+        first: number of the variant to start first.
+        serving: the function that is run in each process; default: :func:`serve`.
+        others: further variants, each with its value of --kv-transfer-config; default none.
     """
     progress("starting the engines")
     serving = serving or serve
@@ -121,13 +131,17 @@ def started(model: Path, disk: Path, first: int, serving: Serving | None = None)
             "cpu + local": [local],
             "cpu + s3": [s3],
         }
+        transfers = {
+            name: None if tiers is None else transfer_config({"primary": {"capacity": CAPACITY}, "secondary": tiers})
+            for name, tiers in stacks.items()
+        }
+        transfers |= others or {}
         context = multiprocessing.get_context("spawn")
         engines: dict[str, Connection] = {}
-        for name in rotated(list(stacks), first):
-            secondary = stacks[name]
+        for name in rotated(list(transfers), first):
             ours, theirs = context.Pipe()
-            stack = None if secondary is None else {"primary": {"capacity": CAPACITY}, "secondary": secondary}
-            process = context.Process(target=serving, args=(theirs, model, stack, server.environment()), name=name)
+            arguments = (theirs, model, transfers[name], server.environment())
+            process = context.Process(target=serving, args=arguments, name=name)
             process.start()
             theirs.close()
             opened.callback(end, process, ours)
@@ -164,10 +178,12 @@ def receive(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def serve(pipe: Connection, model: Path, stack: dict[str, Any] | None, environment: dict[str, str]) -> None:
+def serve(pipe: Connection, model: Path, transfer: dict[str, Any] | None, environment: dict[str, str]) -> None:
     """Run an engine's process: a round per number that arrives, until the pipe is closed."""
     os.environ.update(environment)
-    with running(model, stack, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=2048) as engine:
+    with running(
+        model, None, kv_transfer_config=transfer, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=2048
+    ) as engine:
         clock = CallClock()
         if engine.connector is not None:
             clock.watch(engine.connector, CALLS)

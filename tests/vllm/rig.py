@@ -225,6 +225,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
 
     Args:
         stack: the connector's extra configuration; None: no connector.
+        options: vLLM's options; ``kv_transfer_config`` selects a connector in place of ``stack``.
     """
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -243,7 +244,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
     }
     running = Engine(LLM(str(model), **settings))
     try:
-        if stack is not None:
+        if settings["kv_transfer_config"] is not None:
             running.connector, running.worker = running.scheduler.connector, get_kv_transfer_group()
             running.watch()
         yield running
