@@ -50,7 +50,7 @@ ANSWER_TIMEOUT = 600.0
 
 
 Serving = Callable[[Connection, Path, dict[str, Any] | None, dict[str, str]], None]
-"""Function of an engine's process: pipe, model, value of --kv-transfer-config (None: no connector), environment."""
+"""Function of an engine process; arguments: pipe, model, --kv-transfer-config or None, environment."""
 
 
 @dataclass(frozen=True, slots=True)

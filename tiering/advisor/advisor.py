@@ -9,6 +9,7 @@ a slow medium drops.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from struct import Struct
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class SizeAdvisor:
         sample: largest number of keys in the sample; default :data:`tiering.advisor.shards.SAMPLE`.
     """
 
-    __slots__ = ("_capacities", "_shards")
+    __slots__ = ("_capacities", "_leading", "_shards")
 
     def __init__(self, capacities: Mapping[str, int], sample: int = SAMPLE) -> None:
         self._capacities = {
@@ -52,6 +53,8 @@ class SizeAdvisor:
         # More keys than the smallest capacity holds need not be sampled at the start, so that the start is cheap too.
         rate = min(1.0, sample / min(sizes)) if sizes else 1.0
         self._shards = Shards(sizes, sample, rate)
+        self._leading = Struct("<I")
+        """Reader of the leading bytes of a key, for keys of one length; replaced for another length."""
 
     @staticmethod
     def _scaled(blocks: int, factor: float) -> int:
@@ -101,14 +104,15 @@ class SizeAdvisor:
         """Return the hashes of the sampled ones of ``keys``; all keys have the same length."""
         width = len(keys[0])
         if width % _HASH_BYTES or len(keys) < _ARRAY_KEYS:
-            threshold = self._shards.threshold
-            hashes = [int.from_bytes(key[:_HASH_BYTES], "little") for key in keys]
-            return [value for value in hashes if value < threshold]
-        leading = np.frombuffer(b"".join(keys), "<u4")[:: width // _HASH_BYTES]
+            threshold, leading = self._shards.threshold, self._leading
+            if leading.size != width:
+                leading = self._leading = Struct(f"<I{max(0, width - _HASH_BYTES)}x")
+            return [value for (value,) in leading.iter_unpack(b"".join(keys)) if value < threshold]
+        hashes = np.frombuffer(b"".join(keys), "<u4")[:: width // _HASH_BYTES]
         if self._shards.threshold == HASHES:
-            chosen: list[int] = leading.tolist()
+            chosen: list[int] = hashes.tolist()
         else:
-            chosen = leading[leading < self._shards.threshold].tolist()
+            chosen = hashes[hashes < self._shards.threshold].tolist()
         return chosen
 
     def forget(self) -> None:

@@ -105,8 +105,14 @@ class Shards:
         position = 0
         while position < count:
             first, threshold = before[position], self.threshold
-            if first is None or hashes[position] >= threshold:
-                self._enter(hashes[position], counted)
+            if first is None:
+                end = position + 1
+                while end < count and before[end] is None:
+                    end += 1
+                self._enter(hashes[position:end], counted)
+                position = end
+                continue
+            if hashes[position] >= threshold:
                 position += 1
                 continue
             # Keys that were accessed one after the other, such as those of a prefix, are neighbours in the times, and
@@ -126,8 +132,25 @@ class Shards:
             self._last.update(zip(hashes[position:end], renewed, strict=True))
             position = end
 
-    def _enter(self, key: int, counted: bool) -> None:
-        """Add a key to the sample, if its hash is still below the threshold."""
+    def _enter(self, hashes: Sequence[int], counted: bool) -> None:
+        """Add distinct keys to the sample, as far as their hashes are still below the threshold."""
+        if len(self._last) + len(hashes) > self._sample:
+            for key in hashes:
+                self._enter_one(key, counted)
+            return
+        # Nothing leaves the sample here, and the hashes were chosen by the present threshold.
+        now = self._now
+        self._now = now + len(hashes)
+        entered = range(now + 1, self._now + 1)
+        self._last.update(zip(hashes, entered, strict=True))
+        self._times.extend(entered)
+        largest = self._largest
+        for key in hashes:
+            heappush(largest, -key)
+        if counted:
+            self._count(len(self._capacities), len(hashes))
+
+    def _enter_one(self, key: int, counted: bool) -> None:
         if key >= self.threshold:
             return
         self._now += 1

@@ -178,12 +178,14 @@ class BlockFences:
     for any number of blocks. A conflict costs one more operation per fenced job.
     """
 
-    __slots__ = ("_jobs", "_users", "_writers")
+    __slots__ = ("_jobs", "_users", "_writers", "_writing")
 
     def __init__(self) -> None:
         self._jobs: dict[int, tuple[Rows, bool]] = {}
         self._users: NDArray[np.int32] = np.zeros(1024, np.int32)
         self._writers: NDArray[np.int32] = np.zeros(1024, np.int32)
+        self._writing = 0
+        """Number of fenced jobs that write blocks."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -201,6 +203,7 @@ class BlockFences:
             self._users[block_ids] += 1
             if writes:
                 self._writers[block_ids] += 1
+                self._writing += 1
         self._jobs[job_id] = (block_ids, writes)
 
     def release(self, job_id: int) -> None:
@@ -210,6 +213,7 @@ class BlockFences:
             self._users[block_ids] -= 1
             if writes:
                 self._writers[block_ids] -= 1
+                self._writing -= 1
 
     def conflicts(self, block_ids: Sequence[int] | Rows) -> frozenset[int]:
         """Return all jobs that use any of ``block_ids``."""
@@ -225,7 +229,7 @@ class BlockFences:
 
     def is_written(self, block_ids: Sequence[int] | Rows) -> bool:
         """Return True if a load that has not ended writes any of ``block_ids``."""
-        return bool(self._jobs) and bool(len(block_ids)) and bool(self._writers[self._known(block_ids)].any())
+        return self._writing > 0 and bool(len(block_ids)) and bool(self._writers[self._known(block_ids)].any())
 
     def written(self, block_ids: Collection[int]) -> set[int]:
         """Return those of ``block_ids`` that are written by loads which have not ended."""

@@ -43,7 +43,7 @@ from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
 from tiering.offload.events import OffloadingEventsTracker
 from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.requests import GroupState, policy_of
+from tiering.offload.requests import NEVER, GroupState, policy_of
 from tiering.offload.suspects import EngineBlockPool
 from tiering.replay.recorder import TraceRecorder
 from tiering.runtime.ratelimit import LimitedWarning
@@ -287,7 +287,9 @@ class OffloadingConnectorScheduler:
         states, may_store = self.states, not self._completions.orphans
         for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(req_id)
-            if state is None or (state.invalid_from is not None and not self._tables.has_gone_back(state, tokens)):
+            if state is None or (state.next_store_at == NEVER and state.invalid_from is None):
+                continue
+            if state.invalid_from is not None and not self._tables.has_gone_back(state, tokens):
                 continue
             if may_store and state.request.num_computed_tokens + tokens >= state.next_store_at:
                 order = self._stores.plan(state, tokens, self._step)
@@ -301,7 +303,6 @@ class OffloadingConnectorScheduler:
             self._forget_held()
         return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
 
-    @counts_seconds
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Process the workers' reports; engines may skip the call if there are none.
 
@@ -311,7 +312,13 @@ class OffloadingConnectorScheduler:
         Args:
             connector_output: reports of one step, merged over the workers.
         """
-        self._completions.process(connector_output)
+        output = connector_output
+        if output.kv_connector_worker_meta is not None or output.invalid_block_ids or output.finished_recving:
+            self._process(output)
+
+    @counts_seconds
+    def _process(self, output: ConnectorOutput) -> None:
+        self._completions.process(output)
 
     # ------------------------------------------------------------------------------------------------------------- rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ logger = logging.getLogger("kv_tiering.connector")
 class _Offer(NamedTuple):
     """The blocks of one KV-cache group that are offered to the manager."""
 
-    positions: NDArray[np.int64]
+    positions: Sequence[int]
     """Positions of the offloaded blocks in the request."""
     keys: list[OffloadKey]
     """Keys of the offloaded blocks."""
@@ -184,16 +184,16 @@ class StorePlanner:
         group_state, factor = state.groups[group.group_idx], group.block_size_factor
         first = min(group_state.cursor, end)
         table = group_state.block_ids[first * factor : end * factor]
-        positions, keys, block_ids = np.arange(first, end), group_state.keys[first:end], np.array(table, dtype=np.int64)
-        usable = group.usable(positions) if group.hit_ends else None
+        keys, block_ids = group_state.keys[first:end], np.array(table, dtype=np.int64)
         has_nulls = 0 in table
-        if usable is not None or has_nulls:
-            wanted: NDArray[np.bool_] = np.ones(len(positions), np.bool_) if usable is None else usable
-            if has_nulls:
-                wanted &= block_ids.reshape(-1, factor).all(axis=1)
-            positions, block_ids = positions[wanted], block_ids.reshape(-1, factor)[wanted].reshape(-1)
-            keys = [keys[index] for index in np.flatnonzero(wanted)]
-        return _Offer(positions, keys, block_ids)
+        if not group.hit_ends and not has_nulls:
+            return _Offer(range(first, end), keys, block_ids)
+        positions = np.arange(first, end)
+        wanted = group.usable(positions) if group.hit_ends else np.ones(len(positions), np.bool_)
+        if has_nulls:
+            wanted &= block_ids.reshape(-1, factor).all(axis=1)
+        block_ids = block_ids.reshape(-1, factor)[wanted].reshape(-1)
+        return _Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids)
 
     def _order(
         self,
@@ -211,14 +211,16 @@ class StorePlanner:
         firsts: list[int] = []
         for group, offer, mask, described in zip(self._groups, offers, chosen, self._described, strict=True):
             factor = group.block_size_factor
-            positions = offer.positions if mask is None else offer.positions[mask]
-            ids = offer.block_ids if mask is None else offer.block_ids.reshape(-1, factor)[mask].reshape(-1)
+            positions, keys, ids = offer
+            if mask is not None:
+                taken = mask.tolist()
+                positions, keys = list(compress(positions, taken)), list(compress(keys, taken))
+                ids = ids.reshape(-1, factor)[mask].reshape(-1)
             runs.append(ids)
-            firsts.append(int(positions[0]) * factor if len(positions) else 0)
+            firsts.append(positions[0] * factor if positions else 0)
             if described:
-                keys = offer.keys if mask is None else [offer.keys[index] for index in np.flatnonzero(mask)]
-                self._events.record_stores(state.request, group, positions.tolist(), keys)
-        block_ids = np.concatenate(runs)
+                self._events.record_stores(state.request, group, list(positions), keys)
+        block_ids = runs[0] if len(runs) == 1 else np.concatenate(runs)
         job = self._jobs.open(state.ctx, list(wanted))
         self._fences.fence(job.job_id, block_ids, writes=False)
         return TransferOrder(job.job_id, (GPULoadStoreSpec(block_ids, [len(ids) for ids in runs], firsts), destination))

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from tiering.offload.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
 
-STATS_INTERVAL = 0.5
+STATS_INTERVAL = 1.0
 """Time between two reports of the tiers' counters while requests run, in seconds."""
 
 Stats = TypeVar("Stats", bound=OffloadingConnectorStats)

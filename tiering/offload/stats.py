@@ -68,10 +68,7 @@ class Increments:
         Args:
             records: present fields of each tier or record, by its name.
         """
-        new = {}
-        for name, fields in records.items():
-            before = self._before.get(name, {})
-            new[name] = _plain_copy(fields) if _started_again(fields, before) else _combined(fields, before, -1)
+        new = {name: _increase(fields, self._before.get(name, {})) for name, fields in records.items()}
         self._before = {name: _plain_copy(fields) for name, fields in records.items()}
         return new
 
@@ -110,11 +107,11 @@ class OffloadingConnectorStats:
         """Add the fields of each tier, by tier name; counters are increments (:class:`Increments`)."""
         for name, fields in tiers.items():
             known = self.data.setdefault(TIERS, {})
-            known[name] = _combined(fields, known.get(name, {}), 1)
+            known[name] = _added(fields, known.get(name, {}))
 
     def record(self, name: str, fields: Mapping[str, Any]) -> None:
         """Add the fields of the record ``name``, one of :data:`RECORDS`; counters are increments."""
-        self.data[name] = _combined(fields, self.data.get(name, {}), 1)
+        self.data[name] = _added(fields, self.data.get(name, {}))
 
     def aggregate(self, other: OffloadingConnectorStats) -> Self:
         """Add a later report, or another worker's report, to this one; return this one.
@@ -172,25 +169,37 @@ class CopyReports:
         return stats
 
 
-def _started_again(fields: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return any(
-        now < before[name]
-        for name, now in fields.items()
-        if name in before and name not in _GAUGES and not isinstance(now, list)
-    )
-
-
-def _combined(fields: Mapping[str, Any], others: Mapping[str, Any], sign: int) -> dict[str, Any]:
-    """Return ``fields``, with the counters of ``others`` added (``sign`` 1) or subtracted (-1)."""
+def _increase(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` less the counters of ``before``, or unchanged if the counters started again."""
     result = _plain_copy(fields)
-    for name in fields.keys() & others.keys() - _GAUGES:
-        value, other = fields[name], others[name]
+    for name, value in fields.items():
+        if name in _GAUGES or name not in before:
+            continue
         if isinstance(value, list):
-            result[name] = [mine + sign * theirs for mine, theirs in zip(value, other, strict=True)]
+            result[name] = [now - then for now, then in zip(value, before[name], strict=True)]
+        elif value < before[name]:
+            return _plain_copy(fields)
         else:
-            result[name] = value + sign * other
+            result[name] = value - before[name]
+    return result
+
+
+def _added(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` with the counters of ``others`` added."""
+    result = _plain_copy(fields)
+    for name, other in others.items():
+        if name in _GAUGES or name not in fields:
+            continue
+        if isinstance(other, list):
+            result[name] = [mine + theirs for mine, theirs in zip(fields[name], other, strict=True)]
+        else:
+            result[name] = fields[name] + other
     return result
 
 
 def _plain_copy(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
+    copy = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, list):
+            copy[name] = list(value)
+    return copy

@@ -321,6 +321,8 @@ class BlockTable:
 
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
         """Return those of ``keys`` that are readable, and their rows."""
+        if self.readable.keys().isdisjoint(keys):  # most prompts are new
+            return (), _NO_ROWS
         rows = list(map(self.readable.get, keys))
         if None in rows:
             found = [row is not None for row in rows]

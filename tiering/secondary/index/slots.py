@@ -211,6 +211,8 @@ class SlotIndex(TierIndex):
         return table.evict(needed) if needed > 0 else []
 
     def _stamp(self, rows: Rows) -> None:
+        if not len(rows):
+            return
         self._tick += len(rows)
         self._used[rows] = np.arange(self._tick, self._tick - len(rows), -1)
 
