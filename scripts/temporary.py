@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -28,7 +28,13 @@ def temporary_files_in(directory: Path) -> Iterator[None]:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = variable
-        shutil.rmtree(directory, ignore_errors=True)
+        for path in directory.iterdir():
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+            elif not path.name.startswith("pymp-"):  # multiprocessing removes its own at the end of the process
+                shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def clean_up_on_sigterm() -> None:

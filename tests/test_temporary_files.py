@@ -58,11 +58,16 @@ def test_a_run_leaves_nothing(tmp_path: Path, interrupted: bool) -> None:
     tests.write_text(TESTS.format(started=str(started), seconds=None if interrupted else 0))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tests)]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, f"--rootdir={tmp_path}"], cwd=ROOT, env=environment) as run:
+    told = tmp_path / "told"
+    with (
+        told.open("w") as errors,
+        subprocess.Popen([*command, f"--rootdir={tmp_path}"], cwd=ROOT, env=environment, stderr=errors) as run,
+    ):
         assert until(lambda: started.exists() and started.read_text().endswith("\n"), timeout=60)
         if interrupted:
             run.send_signal(signal.SIGTERM)
         assert run.wait(60) == (pytest.ExitCode.INTERRUPTED if interrupted else pytest.ExitCode.OK)
+    assert told.read_text() == ""
     server, file = started.read_text().split()
     assert not Path(f"/proc/{server}").exists()
     assert Path(file).is_relative_to(temporary)
