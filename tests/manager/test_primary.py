@@ -171,6 +171,45 @@ def test_a_reset_forgets_everything_and_quarantines_what_is_busy(primary: CPUPri
     assert primary.count_rows().free == 2
 
 
+@pytest.mark.parametrize("late_first", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_loads_from_before_and_after_a_reset_end_with_their_own_rows(
+    primary: CPUPrimaryTierOffloadingManager, late_first: bool, whole: bool
+) -> None:
+    keys, other = keys_of(0, 1), ReqContext("other")
+    store(primary, keys)
+    before = primary.prepare_load(keys, CTX).block_ids.tolist()
+    primary.reset_cache()
+    store(primary, keys)
+    after = primary.prepare_load(keys, other).block_ids.tolist()
+    assert not set(before) & set(after), "the rows of the first load are quarantined"
+    for ctx in (other, CTX) if late_first else (CTX, other):
+        for part in (keys,) if whole else (keys[1:], keys[:1]):
+            primary.complete_load(part, ctx)
+        quarantined = 0 if ctx is CTX or not late_first else 2
+        assert primary.count_rows().quarantined == quarantined
+    assert primary.count_rows().evictable == 2
+    assert primary.ignored_completions == 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_two_loads_of_one_request_end_in_the_order_of_their_beginning(
+    primary: CPUPrimaryTierOffloadingManager, whole: bool
+) -> None:
+    keys = keys_of(0, 1)
+    store(primary, keys)
+    primary.prepare_load(keys, CTX)
+    primary.reset_cache()
+    store(primary, keys)
+    primary.prepare_load(keys, CTX)
+    for part in (keys,) if whole else (keys[1:], keys[:1]):
+        primary.complete_load(part, CTX)
+    counts = primary.count_rows()
+    assert (counts.quarantined, counts.evictable) == (0, 0), "the first load has ended, the second one has not"
+    primary.complete_load(keys, CTX)
+    assert primary.count_rows().evictable == 2
+
+
 def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:

@@ -165,6 +165,11 @@ class OffloadingManager(ABC):
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted.
 
+        Across a reset, each load unpins the rows that :meth:`prepare_load` returned for it: a load that began before
+        the reset never unpins a block that was stored afterwards with the same key. Loads of different requests may
+        be completed in any order. If a request has several loads of the same key in flight, the oldest one ends: the
+        caller completes them in the order in which it prepared them.
+
         Args:
             keys: keys whose load has ended, all or some of one :meth:`prepare_load`.
             req_context: the request that loaded the blocks.
