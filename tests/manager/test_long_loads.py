@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.secondary.rig import Rig
+from tiering.secondary import block_tier
+from tiering.secondary.io.messages import IoKind
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -77,3 +82,19 @@ def test_a_store_may_take_longer_than_a_load() -> None:
     assert rig.manager.has_pending_work()
     rig.clock.advance(1.0)
     assert not rig.manager.has_pending_work()
+
+
+def test_a_late_load_from_a_disk_delivers_the_parts_that_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tier, "LOAD_PART", 4)
+    medium = Rig(slots=32, deadline=5).opened()
+    medium.store_blocks(K)
+    rig = ManagerRig(32, [medium.tier])
+    rig.clock.advance(medium.clock() - rig.clock())
+    assert rig.manager.match_prefix(K, rig.ctx) == (12, True)
+    rig.step()
+    head, middle, _ = [job.job_id for job in medium.io.jobs if job.kind is IoKind.LOAD]
+    medium.io.finish(middle)
+    medium.io.finish(head)
+    rig.clock.advance(5)
+    medium.clock.advance(5)
+    assert rig.manager.match_prefix(K, rig.ctx) == (8, False)

@@ -83,8 +83,8 @@ class Rig:
         self.tier.submit_store(job)
         return job.job_id
 
-    def submit_load(self, keys: Sequence[OffloadKey]) -> int:
-        job = self.job(keys, load=True)
+    def submit_load(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX) -> int:
+        job = self.job(keys, ctx, load=True)
         self.tier.submit_load(job)
         return job.job_id
 

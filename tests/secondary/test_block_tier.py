@@ -225,7 +225,7 @@ def test_loads_that_do_not_end_count_as_failures_of_the_medium() -> None:
     rig.store_blocks(K[:3])
     for key in K[:3]:
         assert rig.tier.get_stats().breaker_state == 0
-        rig.submit_load([key])
+        rig.submit_load([key], ReqContext(key.hex()))
     rig.clock.advance(5)
     rig.finished()
     assert rig.tier.get_stats().breaker_state == 2
@@ -235,13 +235,31 @@ def test_loads_that_nobody_takes_up_in_time_count_as_failures_of_the_medium() ->
     """All threads hang, so without the breaker each request in turn would wait for the whole deadline."""
     rig = Rig(slots=NUM_ROWS, deadline=5, breaker={"failures": 3}).opened()
     rig.store_blocks(K[:4])
-    for _ in range(3):
+    for number in range(3):
         assert rig.tier.get_stats().breaker_state == 0
-        rig.io.finish(rig.submit_load(K[:2]), [OverdueError("waited")] * 2)
+        rig.io.finish(rig.submit_load(K[:2], ReqContext(f"r{number}")), [OverdueError("waited")] * 2)
         rig.io.finish(rig.submit_store(K[10:12]), [OverdueError("waited")] * 2)
         rig.finished()
     assert rig.tier.get_stats().breaker_state == 2
     assert rig.tier.get_stats().loads_overdue == 6
+
+
+def test_the_parts_of_one_late_load_are_one_failure_of_the_medium() -> None:
+    """A disk that is too slow for one long load serves the others."""
+    rig = Rig(slots=NUM_ROWS, deadline=5, breaker={"failures": 3}).opened()
+    rig.store_blocks(K[:9])
+    parts = [rig.submit_load(K[start : start + 3]) for start in (0, 3, 6)]
+    for job_id in parts[1:]:
+        rig.io.finish(job_id, [OverdueError("waited")] * 3)
+    rig.clock.advance(5)
+    rig.finished()
+    assert rig.tier.get_stats().loads_overdue == 9
+    rig.io.finish(parts[0])
+    rig.finished()
+    for job_id in [rig.submit_load(K[start : start + 3]) for start in (0, 3, 6)]:
+        rig.io.finish(job_id)
+    rig.finished()
+    assert rig.tier.get_stats().breaker_state == 0
 
 
 def test_a_tier_whose_loads_hang_stays_out_of_service_also_when_its_medium_answers() -> None:

@@ -215,12 +215,12 @@ class TierJobs:
             self.cascade(states, held, rows, ctx)
 
     def submit_promotions(self) -> None:
-        """Submit the queued promotions as one load job per tier and request."""
+        """Submit the queued promotions, each as one load job or, if it is long, as several with the same deadline."""
+        now = self._clock()
         for promotion in self._promotions.take_queued():
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
             rows.flags.writeable = False
             job_id = next(self._ids)
-            now = self._clock()
             self._jobs[job_id] = Job(job_id, state, rows, state.deadline(now), promotion)
             job = TransferJob(job_id, tuple(promotion.keys), rows, True, promotion.owner.ctx, now)
             self._submit(state, state.tier.submit_load, job)

@@ -42,6 +42,12 @@ from tiering.secondary.options import BlockTierOptions
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.stats import TierStats
 
+LOAD_PART = 256
+"""Largest number of blocks of one load job from a medium of this process or machine.
+
+At its deadline, a long load delivers the parts that have arrived. A larger part costs the scheduler less per block.
+"""
+
 _NO = PrefixAnswer(0, False)
 
 
@@ -99,7 +105,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.name = context.name
         self.medium = store.traits.medium
         self.load_deadline, self.store_deadline = options.longest_load, options.deadline
-        self.max_load_blocks = options.depth.start if index.shared else None
+        self.max_load_blocks = options.depth.start if index.shared else LOAD_PART
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
         self.fill = options.admission != "none"

@@ -10,6 +10,7 @@ reports them, and a :class:`JobResult` ends the job. All four, and all log lines
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
@@ -72,6 +73,8 @@ class TierJobs:
         self.left = None if parts.coordination is None else LeftBlocks(parts.coordination.lapse_seconds)
         """Blocks left to other machines; None without coordination."""
         self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
+        self._not_begun = (math.inf, "")
+        """Deadline and request of the last load that was not taken up; its further parts are no further failures."""
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
@@ -229,7 +232,8 @@ class TierJobs:
             return
         if self._pace is not None:
             self._pace.begin(sizes)
-        self.overdue.begin(job.job_id, job.submitted_at + self._load_deadline, len(known))
+        deadline = job.submitted_at + self._load_deadline
+        self.overdue.begin(job.job_id, deadline, len(known), job.req_context.req_id)
         self._stats.promotions_active += len(keys)
         self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
 
@@ -360,7 +364,7 @@ class TierJobs:
             if self._pace is not None:
                 self._pace.end(io_job.sizes, result.transfer_bytes)
             keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
-            self._end_load(result, arrived, keys, now)
+            self._end_load(result, running.job.req_context.req_id, arrived, keys, now)
         if current and len(keys) < len(io_job.keys):
             self.failures.note(io_job, result.outcomes)
         held = running.held if current else []
@@ -388,13 +392,17 @@ class TierJobs:
         self._stats.cascades_active -= len(io_job.keys)
         self._events.stored(stored)
 
-    def _end_load(self, result: IoResult, arrived: list[bool], loaded: Sequence[OffloadKey], now: float) -> None:
+    def _end_load(
+        self, result: IoResult, req_id: str, arrived: list[bool], loaded: Sequence[OffloadKey], now: float
+    ) -> None:
         io_job, outcomes = result.job, result.outcomes
         all_done = outcomes.count(Done.DONE) == len(outcomes)
         if not self.overdue.end(io_job.job_id) and not all_done:
             waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
             self._stats.loads_overdue += waited
-            if waited == len(outcomes):
+            load = (io_job.deadline, req_id)
+            if waited == len(outcomes) and load != self._not_begun:
+                self._not_begun = load
                 self._io.breakers.reads.record_failure(
                     f"a load of {waited} blocks was not taken up within {self._load_deadline:g} s"
                 )

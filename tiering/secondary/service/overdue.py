@@ -19,18 +19,19 @@ class OverdueLoads:
         """Number of rows that overdue loads hold."""
         self.deadlines: list[tuple[float, int]] = []
         """Heap of the deadlines that have not passed, with job numbers; some jobs may have ended."""
-        self._running: dict[int, int] = {}
+        self._running: dict[int, tuple[int, str]] = {}
         self._overdue: dict[int, int] = {}
 
-    def begin(self, job_id: int, deadline: float, rows: int) -> None:
+    def begin(self, job_id: int, deadline: float, rows: int, req_id: str) -> None:
         """Record that a load of ``rows`` blocks was submitted.
 
         Args:
             job_id: number of the job.
             deadline: deadline in monotonic seconds.
             rows: number of primary rows of the load.
+            req_id: id of the request that loads.
         """
-        self._running[job_id] = rows
+        self._running[job_id] = rows, req_id
         heapq.heappush(self.deadlines, (deadline, job_id))
 
     def end(self, job_id: int) -> bool:
@@ -41,16 +42,19 @@ class OverdueLoads:
         return True
 
     def expire(self, now: float) -> list[int]:
-        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load."""
-        expired: list[int] = []
+        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load.
+
+        Jobs of one request with the same deadline are parts of one load.
+        """
+        expired: dict[tuple[float, str], int] = {}
         while self.deadlines and self.deadlines[0][0] <= now:
-            _, job_id = heapq.heappop(self.deadlines)
-            rows = self._running.pop(job_id, 0)
+            deadline, job_id = heapq.heappop(self.deadlines)
+            rows, req_id = self._running.pop(job_id, (0, ""))
             if rows:
                 self._overdue[job_id] = rows
-                expired.append(rows)
+                expired[deadline, req_id] = expired.get((deadline, req_id), 0) + rows
                 self.rows += rows
-        return expired
+        return list(expired.values())
 
     @property
     def spent(self) -> bool:
