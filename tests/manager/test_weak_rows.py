@@ -440,6 +440,37 @@ def test_rows_that_nothing_can_free_do_not_hide_the_rows_behind_them() -> None:
     assert keys[1500] not in rig.primary.readable or rig.stat("cascades_withdrawn") > 0
 
 
+def test_a_store_of_several_blocks_gets_its_rows_by_several_searches() -> None:
+    """No search alone finds enough rows: nearly all of them are being loaded."""
+    tier = FakeTier(waits=True)
+    rig, keys = full_of_small_stores(tier, 2048)
+    rare = keys[::100]
+    rig.manager.prepare_load([key for key in keys if key not in set(rare)], rig.ctx)
+    refused = 0
+    while not store(rig, keys_of(*range(5000, 5008))):
+        refused += 1
+        assert max(map(len, tier.asked_about)) <= LOOK_AT + 8
+        assert refused <= 2048 // LOOK_AT
+    assert refused > 1
+    assert rig.stat("cascades_withdrawn") == 8
+    assert len(set(rare) & set(rig.primary.readable)) == len(rare) - 8
+
+
+def test_rows_that_a_search_has_found_and_that_are_in_use_by_now_are_not_taken() -> None:
+    tier = FakeTier(waits=True)
+    rig, keys = full_of_small_stores(tier, 1024)
+    rare = keys[::100]
+    rig.manager.prepare_load([key for key in keys if key not in set(rare)], rig.ctx)
+    assert not store(rig, keys_of(*range(5000, 5008)))
+    rig.manager.prepare_load(rare[:2], rig.ctx)
+    tier.begin(tier.stores[200])
+    for _ in range(2 * 1024 // LOOK_AT):
+        if store(rig, keys_of(*range(5000, 5008))):
+            break
+    assert {*rare[:2], keys[200]} <= set(rig.primary.readable)
+    assert rig.stat("cascades_withdrawn") == 8
+
+
 def test_a_search_begins_again_with_the_oldest_rows() -> None:
     """They were in use when a search passed over them, and new stores have come since."""
     tier = FakeTier(waits=True)

@@ -215,7 +215,7 @@ class TierJobs:
             self.cascade(states, held, rows, ctx)
 
     def submit_promotions(self) -> None:
-        """Submit the queued promotions, each as one load job or, if it is long, as several with the same deadline."""
+        """Submit each queued promotion as one load job; a long one as several jobs with the same deadline."""
         now = self._clock()
         for promotion in self._promotions.take_queued():
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
@@ -300,7 +300,8 @@ class TierJobs:
             return
         if success and arrived is None:
             self._note_held(state, job.rows)
-        self._primary.unpin(job.rows)
+        if len(job.rows):  # a store that was withdrawn has none
+            self._primary.unpin(job.rows)
 
     def _read(self, state: TierState, result: JobResult) -> tuple[Job, bool, frozenset[OffloadKey] | None]:
         """Return the job of a result, its success, and the keys that succeeded.

@@ -11,7 +11,8 @@ The oldest cascades are given up first, each from the tail of its prefix. A bloc
 the tier again when the block is used again.
 
 A search looks at a bounded number of rows, however many cascades wait, and takes several rows at once. Its cost per row
-is therefore bounded too.
+is therefore bounded too. A store that needs more rows than one search has found gets them by the next ones, which go on
+behind the rows of the last one and look again at those that it found.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class WeakRows:
         self._jobs = jobs
         self._order = jobs.weak
         self._clock = clock
+        self._found: list[Job] = []
+        """Cascades in which searches have found rows that can be taken, though too few."""
 
     def make_room(self, count: int, since: float | None, least: int = 1) -> int:
         """Make rows of waiting cascades evictable, and return their number.
@@ -95,10 +98,11 @@ class WeakRows:
         patient = since is None or now - since < TAKE_AFTER
         wanted = max(count, min(ROWS_AT_ONCE, self._order.rows // PART_AT_ONCE))
         chosen: list[int] = []
+        found = [job for job in self._found if job.linked]
         # Where rows can be taken at all, the oldest cascades nearly always suffice.
         for limit in (wanted * (1 + len(self._states)), max(LOOK_AT, 4 * count)):
             jobs, behind = self._order.window(limit)
-            waiting = self._look(jobs)
+            waiting = self._look(dict.fromkeys([*found, *jobs]) if found else jobs)
             if patient and len(self._states) == 1 and waiting.keeps_up(now):
                 return 0  # No other tier has a block, so that no row can be taken at once.
             chosen = self._choose(waiting, now, patient=patient)[:wanted]
@@ -106,10 +110,13 @@ class WeakRows:
                 break
         if len(chosen) < wanted:
             self._order.go_on(behind)
+        taken = frozenset(chosen)
         if len(chosen) < least:
+            self._found = [job for job, rows in waiting.rows if not taken.isdisjoint(rows)]
             return 0
+        self._found = []
         before = self._primary.room
-        self._withdraw(waiting, frozenset(chosen))
+        self._withdraw(waiting, taken)
         return self._primary.room - before
 
     def _look(self, jobs: Iterable[Job]) -> _Waiting:

@@ -74,7 +74,10 @@ class TierJobs:
         """Blocks left to other machines; None without coordination."""
         self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
         self._not_begun = (math.inf, "")
-        """Deadline and request of the last load that was not taken up; its further parts are no further failures."""
+        """Deadline and request of the last load that was not taken up.
+
+        Its further parts are no further failures.
+        """
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
