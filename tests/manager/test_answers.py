@@ -314,9 +314,11 @@ def test_a_tier_cannot_change_the_keys_and_rows_of_a_job() -> None:
     rig = ManagerRig(12, [tier])
     rig.manager.match_prefix(keys, rig.ctx)
     rig.step()
-    rig.manager.prepare_store(keys_of(10, 11), rig.ctx)
+    output = rig.manager.prepare_store(keys_of(10, 11), rig.ctx)
+    assert output is not None
     rig.manager.complete_store(keys_of(10, 11), rig.ctx)
     assert [len(job.keys) for job in tier.loads] == [4, 2]
+    assert output.store_spec.block_ids.flags.writeable, "the engine's own rows are as they were"
     for method in ("touch", "refresh", "used"):
         changing = answering(**{method: lambda keys, ctx: keys.reverse()})
         rig = ManagerRig(12, [changing])

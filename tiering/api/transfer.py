@@ -59,7 +59,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         block_indices: logical index, within the request, of the first block of each group.
 
     Raises:
-        ConfigError: the lengths disagree.
+        ConfigError: the lengths disagree, or one is negative.
     """
 
     __slots__ = ("block_indices", "group_sizes")
@@ -70,6 +70,8 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
             raise ConfigError(
                 f"group_sizes {list(group_sizes)} add up to {sum(group_sizes)}, block_ids has {len(self.block_ids)}"
             )
+        if min(group_sizes, default=0) < 0:
+            raise ConfigError(f"group_sizes {list(group_sizes)} has a negative number")
         if len(group_sizes) != len(block_indices):
             raise ConfigError(f"group_sizes has {len(group_sizes)} groups, block_indices {len(block_indices)}")
         self.group_sizes: tuple[int, ...] = tuple(group_sizes)

@@ -196,15 +196,16 @@ class TierJobs:
         if not serving:
             return
         self._primary.pin(rows, len(serving))
-        rows.flags.writeable = False
-        keys = tuple(keys)
+        # A tier must not change what the engine, the manager and the other tiers use as well.
+        keys, shared = tuple(keys), rows.view()
+        shared.flags.writeable = False
         for state in serving:
             job_id = next(self._ids)
             now = self._clock()
             self._jobs[job_id] = cascade = Job(job_id, state, rows, _store_deadline(state, now))
             if state.holds_weakly:
                 self.weak.append(cascade)
-            job = TransferJob(job_id, keys, rows, False, ctx, now, is_fill)
+            job = TransferJob(job_id, keys, shared, False, ctx, now, is_fill)
             self._submit(state, state.tier.submit_store, job)
 
     def cascade_held(self, states: Iterable[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
