@@ -23,7 +23,7 @@ ROOT = Path(tiering.__file__).parent.parent
 
 WALK = {
     "tiering/connector/stores.py": {"StorePlanner.plan"},
-    "tiering/connector/scheduler.py": {"OffloadingConnectorScheduler.update_connector_output"},
+    "tiering/connector/scheduler.py": {"OffloadingConnectorScheduler._process"},
     "tiering/connector/worker.py": {
         "OffloadingConnectorWorker.prepare_store_kv",
         "OffloadingConnectorWorker.handle_preemptions",

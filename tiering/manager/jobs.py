@@ -230,7 +230,12 @@ class TierJobs:
         if not state.in_service:
             self._end(state, JobResult(job.job_id, False))
             return
-        self._tiers.call(state, submit, job)
+        try:
+            submit(job)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            self._tiers.retire_raising(state, submit, error)
 
     def give_up(self, state: TierState, given: Sequence[tuple[Job, Sequence[int]]]) -> None:
         """Release rows of a tier's cascades that have not begun.
