@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from scripts.temporary import clean_up_on_sigterm, temporary_files_in
+from tests.fake_s3 import FakeS3, fake_s3
 from tests.thread_limit import ThreadLimit
 from tiering.api import masking
 from tiering.runtime.launch import STARTER_NAME
@@ -158,3 +159,20 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def thread_limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
     """A limit on threads that a test can reach and leave; it is not reached at first."""
     return ThreadLimit(monkeypatch)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    """An S3 server that fails on command; the environment has its credentials and no other settings of S3."""
+    with fake_s3() as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+@pytest.fixture
+def bucket(fake: FakeS3) -> FakeS3:
+    """The bucket of the server that fails on command, for tests in which tiers share it."""
+    return fake

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.engine_side import Bytes, EngineSide
 from tests.fake_s3 import FakeS3
 from tests.patience import PATIENT
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering import ModelIdentity, load_stack, open_manager
 from tiering.manager.waiting import wait_for_prefix, wait_until_idle
 from tiering.primary.memory.region import PAGE, SharedRegion
 from tiering.testing.frames import random_bytes
@@ -40,7 +41,7 @@ def bucket_tier(bucket: FakeS3, **words: object) -> dict[str, Any]:
     return {"type": "s3", **place, **QUICK, **words}
 
 
-class Machine:
+class Machine(EngineSide):
     """An engine on a machine of its own.
 
     Args:
@@ -65,26 +66,9 @@ class Machine:
             }
         )
         self.rows = SharedRegion.create(16, max(BLOCK_BYTES, PAGE))
-        self.manager: TieringOffloadingManager = open_manager(stack, BLOCK_BYTES, MODEL, region=self.rows, clock=clock)
+        manager = open_manager(stack, BLOCK_BYTES, MODEL, region=self.rows, clock=clock)
+        super().__init__(manager, self.rows.array, lambda key: content(key, self.weights))
         self.weights = weights
-        self._requests = 0
-
-    def request(self) -> ReqContext:
-        self._requests += 1
-        ctx = ReqContext(f"r{self._requests}")
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def store(self, keys: Sequence[bytes]) -> None:
-        """Compute and store blocks, and wait until the tiers have them or have dropped them."""
-        ctx = self.request()
-        output = self.manager.prepare_store(keys, ctx)
-        assert output is not None
-        for key, row in zip(output.keys_to_store, np.asarray(output.store_spec.block_ids).tolist(), strict=True):
-            self.rows.array[row, :BLOCK_BYTES] = content(key, self.weights)
-        self.manager.complete_store(output.keys_to_store, ctx)
-        self.manager.on_request_finished(ctx)
-        assert wait_until_idle(self.manager)
 
     def find(self, keys: Sequence[bytes], weights: int) -> int:
         """Load the leading blocks that are held, which must be those of ``weights``; return their number."""
@@ -142,5 +126,5 @@ class Machine:
         return int(self.manager.get_stats()["tiers"]["local"]["blocks"])
 
 
-def content(key: bytes, weights: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def content(key: bytes, weights: int) -> Bytes:
     return random_bytes(BLOCK_BYTES, 1000 * weights + int.from_bytes(key[:7], "big"))

@@ -36,14 +36,6 @@ def clock() -> SettableClock:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
-
-
-@pytest.fixture
 def other() -> Iterator[FakeS3]:
     """The host that requests are redirected to."""
     with fake_s3() as running:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.integration.epoch_machine import Machine, bucket_tier, disk_tier
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until
@@ -23,14 +23,6 @@ from tiers.object.options import S3Options
 from tiers.object.store import ObjectStore
 
 K = keys_of(*range(6))
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
 
 
 Start = Callable[..., Machine]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.integration import fork_child
 from tests.integration.fork_child import AFTER, BEFORE, fork, keys
 from tests.patience import PATIENT
@@ -76,14 +76,6 @@ def test_every_method_of_a_manager_does_nothing_in_a_child_and_the_parents_rows_
         assert receive(pipe) is True, "the child removed the parent's region"
         process.join(PATIENCE)
         assert process.exitcode == 0
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
 
 
 def test_a_child_asks_a_bucket_nothing(fake: FakeS3) -> None:

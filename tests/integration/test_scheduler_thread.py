@@ -16,7 +16,7 @@ import pytest
 
 from examples.mini_engine import Engine
 from examples.valkey_server import ValkeyServer, serving
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_answers
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
@@ -30,14 +30,6 @@ FAST = {"probe_after": "5ms", "probe_max": "10ms"}
 
 FAMILIES = ("memory-io", "local-io", "s3-io", "lookup", "inspect", "checkpoint", "segment", "health")
 """Parts of the names of threads that the steps of the test need."""
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.valkey_server import serving
-from tests.fake_s3 import FakeS3, Trouble, fake_s3
+from tests.fake_s3 import FakeS3, Trouble
 from tests.patience import PATIENT
 from tests.tiers.liar import WrongWrites, lies_after_an_outage
 from tests.tiers.local.rig import LocalRig
@@ -22,14 +22,6 @@ BLOCK = 64 << 10
 QUICK = {"breaker": {"failures": 2, "probe_after": "10ms", "probe_max": "20ms"}, "retries": {"attempts": 1}}
 
 Make = Callable[..., TierRig]
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.valkey_server import ValkeyServer, serving
-from tests.fake_s3 import FakeS3, fake_s3
+from examples.valkey_server import ValkeyServer
+from tests.fake_s3 import FakeS3
 from tests.tiers.coordination.fleet import Fleet
 from tiering.secondary import claims
 from tiering.testing.tier_rig import PATIENCE_SECONDS
@@ -23,28 +23,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(claims, "CLAIM_SECONDS", PATIENCE_SECONDS)
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ValkeyServer]:
-    """A server that all tests of a module share."""
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture
-def own_server() -> Iterator[ValkeyServer]:
-    """A server for this test alone, which may kill it."""
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture

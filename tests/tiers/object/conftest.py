@@ -4,21 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.tiers.object.rigs import Make, make_rig
 from tiering.testing.tier_rig import TierRig
 from tiers.object.options import S3Options
 from tiers.object.store import ObjectStore
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        yield running
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.engine_side import EngineSide
 from tests.fake_s3 import FakeS3
 from tests.tiers.object.rigs import Make, block_names, look_for_epoch, namespace_of
 from tiering.api.keys import OffloadKey
-from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.waiting import wait_until_idle
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -28,7 +28,7 @@ BLOCKS = K[:4]
 Open = Callable[..., ObjectStore]
 
 
-class Engine:
+class Engine(EngineSide):
     """A manager over the rows of a rig, with the rig's tier and, if ``local``, a tier of its own."""
 
     def __init__(self, rig: TierRig, *, local: bool = False) -> None:
@@ -38,25 +38,8 @@ class Engine:
             options = MemoryOptions(type="memory", capacity=16 << 20)
             tiers.insert(0, MEMORY_TIER.build(options, replace(rig.context, name="memory")))
             assert tiers[0].open(time.monotonic() + 10)
-        self.manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(rig.rows.data), tiers)
-        self._requests = 0
-
-    def request(self) -> ReqContext:
-        self._requests += 1
-        ctx = ReqContext(f"r{self._requests}")
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Store blocks, as the GPU's copies do, and wait until the tiers have them."""
-        ctx = self.request()
-        output = self.manager.prepare_store(keys, ctx)
-        assert output is not None
-        for key, row in zip(output.keys_to_store, np.asarray(output.store_spec.block_ids).tolist(), strict=True):
-            content = np.frombuffer(self.rig.content(key), np.uint8)
-            self.rig.rows[row, : len(content)] = content
-        self.manager.complete_store(output.keys_to_store, ctx)
-        assert wait_until_idle(self.manager)
+        manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(rig.rows.data), tiers)
+        super().__init__(manager, rig.rows, lambda key: np.frombuffer(rig.content(key), np.uint8))
 
     def find(self, keys: Sequence[OffloadKey]) -> int:
         """Return the number of leading blocks that a new request can load, and use them."""
