@@ -1,4 +1,4 @@
-"""The engine's side of a manager: requests, and blocks that are computed into the rows of the primary tier."""
+"""The engine's side of a manager in tests: requests, and blocks in the rows of the primary tier."""
 
 from __future__ import annotations
 
