@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +26,14 @@ from tiering.api import masking
 from tiering.runtime.launch import STARTER_NAME
 
 T = TypeVar("T")
+
+
+class Server(Protocol):
+    """A server of objects whose credentials a test uses."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with the credentials."""
+
 
 GRACE_SECONDS = 20.0
 """Seconds that stopped threads, processes and files may take to disappear."""
@@ -162,13 +170,23 @@ def thread_limit(monkeypatch: pytest.MonkeyPatch) -> ThreadLimit:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    """An S3 server that fails on command; the environment has its credentials and no other settings of S3."""
-    with fake_s3() as running:
-        for name, value in running.environment().items():
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], None]:
+    """Make boto3's chain yield a server's credentials and ignore this machine's."""
+
+    def set_environment(server: Server) -> None:
+        for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
             monkeypatch.delenv(name, raising=False)
+
+    return set_environment
+
+
+@pytest.fixture
+def fake(use: Callable[[Server], None]) -> Iterator[FakeS3]:
+    """An S3 server that fails on command; the environment has its credentials and no other settings of S3."""
+    with fake_s3() as running:
+        use(running)
         yield running
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.fake_s3 import FakeS3, fake_s3
 from tests.servers import RawBucket, S3Endpoint, moto_server
 from tests.tiers.local.rig import LocalRig
 
@@ -53,26 +52,6 @@ def moto() -> Iterator[S3Endpoint]:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Make boto3's chain yield a server's credentials and ignore this machine's."""
-
-    def set_environment(server: S3Endpoint | FakeS3) -> None:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_SESSION_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-
-    return set_environment
-
-
-@pytest.fixture
 def bucket(moto: S3Endpoint, use: Callable[[Any], None], request: pytest.FixtureRequest) -> RawBucket:
     use(moto)
     return moto.make_bucket(f"kv-{abs(hash(request.node.nodeid)):x}")
-
-
-@pytest.fixture
-def fake(use: Callable[[Any], None]) -> Iterator[FakeS3]:
-    with fake_s3() as running:
-        use(running)
-        yield running
