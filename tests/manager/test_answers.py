@@ -31,16 +31,16 @@ class Unprintable:
     """An object that raises whatever is asked of it."""
 
     def __repr__(self) -> str:
-        raise RuntimeError("no text")
+        raise Panic("no text")
 
     def __bool__(self) -> bool:
-        raise RuntimeError("no truth")
+        raise Panic("no truth")
 
     def __len__(self) -> int:
-        raise RuntimeError("no length")
+        raise Panic("no length")
 
     def __eq__(self, other: object) -> bool:
-        raise RuntimeError("no comparison")
+        raise Panic("no comparison")
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -28,6 +28,10 @@ class BreachError(Exception):
     """An answer of a tier that breaks its contract."""
 
 
+PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
+"""Exceptions that end the process. Signal handlers raise them, and they are no fault of the tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[_T_co]):
     """The answers that a method of a tier may give."""
@@ -45,7 +49,9 @@ def text_of(value: object) -> str:
     """Return a short text that shows ``value`` on one line, also if its own methods raise."""
     try:
         return " ".join(shown(value).split())
-    except Exception:
+    except PROCESS_ENDS:
+        raise
+    except BaseException:
         return f"a {type(value).__name__}"
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows, as_rows
-from tiering.manager.answers import SECONDS, BreachError, text_of, truth
+from tiering.manager.answers import PROCESS_ENDS, SECONDS, BreachError, text_of, truth
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.intake import HELD_FOR

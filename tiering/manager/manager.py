@@ -23,14 +23,14 @@ from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch,
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
-from tiering.manager.answers import TRUTH, WANTED
+from tiering.manager.answers import PROCESS_ENDS, TRUTH, WANTED
 from tiering.manager.jobs import NOBODY, TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.manager.weak_rows import WeakRows
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children

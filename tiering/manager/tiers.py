@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 
 from tiering.api.manager import OffloadingEvent
 from tiering.errors import ConfigError
-from tiering.manager.answers import STATISTICS, TRUTH, Answer, BreachError, read_event, text_of, truth
+from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_event, text_of, truth
 from tiering.manager.stats import ManagerStats
 from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")
 
 _T = TypeVar("_T")
-
-PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
-"""Exceptions that end the process. Signal handlers raise them, and they are no fault of the tier."""
 
 
 @dataclass(slots=True, eq=False)

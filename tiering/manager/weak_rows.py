@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.transfer import Rows
-from tiering.manager.answers import UNREAD, BreachError, text_of
+from tiering.manager.answers import PROCESS_ENDS, UNREAD, BreachError, text_of
 from tiering.manager.jobs import Job, TierJobs
-from tiering.manager.tiers import PROCESS_ENDS, SecondaryTiers, TierState
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 TAKE_AFTER = 0.1
