@@ -13,7 +13,6 @@ import mmap
 import random
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -115,21 +114,21 @@ class Driver:
         self.counts = Counts()
 
     def serve(self, burst: Sequence[tuple[int, Prompt]]) -> None:
-        """Serve all requests; a conversation's next turn begins when the last one has ended."""
-        coming, running = deque(burst), list[Chat]()
+        """Serve all requests, each in its turn; a conversation's next turn begins when the last one has ended."""
+        coming, running = list(burst), list[Chat]()
         number = 0
         while coming or running:
             busy = {chat.conversation for chat in running}
-            for _ in range(len(coming)):
-                if len(running) == AT_A_TIME:
-                    break
-                conversation, keys = coming.popleft()
-                if conversation in busy:
-                    coming.append((conversation, keys))
+            place = 0
+            while len(running) < AT_A_TIME and place < len(coming):
+                if coming[place][0] in busy:
+                    place += 1
                     continue
+                conversation, keys = coming.pop(place)
                 busy.add(conversation)
                 running.append(Chat(ReqContext(f"r{number}"), conversation, keys))
                 self._manager.on_new_request(running[-1].ctx)
+                self._manager.touch(keys, running[-1].ctx)
                 number += 1
             left = [chat for chat in running if not self._step(chat)]
             moved = len(left) < len(running)

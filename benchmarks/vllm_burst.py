@@ -55,6 +55,9 @@ class VllmManager:
         self._new.append(ctx.req_id)
         self._manager.on_new_request(self._contexts[ctx.req_id])
 
+    def touch(self, keys: Prompt, ctx: ReqContext) -> None:
+        """Do nothing: vLLM's connector does not announce a use, and its manager takes a lookup for one."""
+
     def match_prefix(self, keys: Prompt, ctx: ReqContext) -> PrefixMatch:
         from vllm.v1.kv_offload.base import LookupResult
 

@@ -33,7 +33,7 @@ def store_prefix(
     manager.on_new_request(ctx)
     count = len(keys)
     # None means that there is no room for all blocks; a shorter prefix is useful, too.
-    while (out := manager.prepare_store(keys[:count], ctx)) is None:
+    while (out := manager.prepare_store(keys[:count], ctx, is_last=True)) is None:
         count //= 2
     for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # Blocks that are not held yet.
         rows[row, :BLOCK_BYTES] = kv[key]

@@ -268,6 +268,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "No room in the CPU tier",
             {
                 "stores": _engine_rate("stores_without_room"),
+                "stores put off": _engine_rate("stores_put_off"),
                 "promotions": _engine_rate("promotions_without_room"),
                 "promotions that waited": _engine_rate("promotions_waited"),
                 "cascades withdrawn": _engine_rate("cascades_withdrawn"),

@@ -219,7 +219,9 @@ class FakeManager(OffloadingManager):
             elif key in self.lost:
                 self._recover(key)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
+    ) -> PrepareStoreOutput | None:
         self._check_unique(keys)
         self.offered.append(list(keys))
         wanted = [key for key in keys if key not in self.rows]

@@ -51,10 +51,10 @@ class WhimsicalManager(FakeManager):
             self.drop(victim)
         return super().prepare_load(keys, req_context)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext):  # type: ignore[no-untyped-def]
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False):  # type: ignore[no-untyped-def]
         self.refuse_stores = self._rng.random() < 0.1
         self.reverse_stores = self._rng.random() < 0.2
-        return super().prepare_store(keys, req_context)
+        return super().prepare_store(keys, req_context, is_last=is_last)
 
 
 @dataclass

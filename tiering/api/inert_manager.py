@@ -53,7 +53,9 @@ class InertManager:
     def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Do nothing."""
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
+    ) -> PrepareStoreOutput | None:
         """Return None: there is no room."""
         return None
 

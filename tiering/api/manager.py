@@ -176,7 +176,9 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
+    ) -> PrepareStoreOutput | None:
         """Reserve a row for each of ``keys`` that is not held yet.
 
         No key of this call is evicted to make room for another one.
@@ -184,9 +186,11 @@ class OffloadingManager(ABC):
         Args:
             keys: the keys in the order of the prefix.
             req_context: the request that stores the blocks.
+            is_last: the caller will not offer these blocks again, so that the store must not be put off. Default False.
 
         Returns:
-            The reserved rows; or None, with nothing changed, if the tier has no room for all of them.
+            The reserved rows; or None, with nothing changed, if the tier has no room for all of them, or puts the store
+            off until slower tiers have taken more blocks. The caller may offer the blocks again at a later step.
         """
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

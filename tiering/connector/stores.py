@@ -162,7 +162,7 @@ class StorePlanner:
             return None, 0
         order = None
         if keys:
-            output = self._manager.prepare_store(keys, state.ctx)
+            output = self._manager.prepare_store(keys, state.ctx, is_last=is_last)
             if output is None:
                 return None, limit - offered_from
             state.pace.accepted()

@@ -203,6 +203,7 @@ class TierJobs:
             job_id = next(self._ids)
             now = self._clock()
             self._jobs[job_id] = cascade = Job(job_id, state, rows, _store_deadline(state, now))
+            state.cascading_rows += len(rows)
             if state.holds_weakly:
                 self.weak.append(cascade)
             job = TransferJob(job_id, keys, shared, False, ctx, now, is_fill)
@@ -259,6 +260,7 @@ class TierJobs:
         rounds = [released] if len(set(released)) == len(released) else [rows for _, rows in given]
         for rows in rounds:
             self._primary.unpin(as_rows(rows))
+        state.cascading_rows -= len(released)
         state.settled_until[released] = 0.0
         self._stats.cascades_withdrawn += len(released)
 
@@ -308,6 +310,8 @@ class TierJobs:
             self._note_held(state, job.rows)
         if len(job.rows):  # a store that was withdrawn has none
             self._primary.unpin(job.rows)
+            state.cascading_rows -= len(job.rows)
+            state.cascade_ended = self._clock()
 
     def _read(self, state: TierState, result: JobResult) -> tuple[Job, bool, frozenset[OffloadKey] | None]:
         """Return the job of a result, its success, and the keys that succeeded.

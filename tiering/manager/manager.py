@@ -24,6 +24,7 @@ from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import PROCESS_ENDS, TRUTH, WANTED
+from tiering.manager.backlog import Backlog
 from tiering.manager.jobs import NOBODY, TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
@@ -115,6 +116,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
+        self._backlog = Backlog(primary_tier, self._tiers, clock)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._requests = Requests(self._tiers)
@@ -222,7 +224,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------------------------------------------------ store
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
+    ) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
         if not self._jobs.collected:
@@ -230,6 +234,11 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if not is_last and self._backlog.puts_off(request, keys):
+            self._stats.stores_put_off += 1
+            if request.refused_since is None:
+                request.refused_since = self._clock()
+            return None
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             self._jobs.collect()

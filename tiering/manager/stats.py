@@ -16,6 +16,8 @@ class ManagerStats:
 
     stores_without_room: int = 0
     """Calls of ``prepare_store`` that were refused because too few rows were free or evictable."""
+    stores_put_off: int = 0
+    """Calls of ``prepare_store`` that were put off: cascades to the fastest tier hold too many rows."""
     promotions_without_room: int = 0
     """Promotions that were cut short or refused for lack of rows."""
     promotions_waited: int = 0

@@ -58,6 +58,10 @@ class TierState:
     """True if the tier is out of service only until its medium has confirmed a reset."""
     loading_rows: int = 0
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
+    cascading_rows: int = 0
+    """Primary rows of the tier's cascades; a row counts once for each of them."""
+    cascade_ended: float = -math.inf
+    """Time at which the last cascade to the tier ended, on the manager's clock."""
 
     @classmethod
     def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:

@@ -55,6 +55,12 @@ _MANAGER = (
         "The CPU tier is too small for what runs at the same time: raise `primary.capacity`.",
     ),
     _of_manager(
+        "stores_put_off",
+        "stores",
+        "Stores put off because blocks that wait for the fastest tier hold half of the CPU tier",
+        "Normal in bursts. If it goes on, stores come faster than that tier writes, and some blocks are not kept.",
+    ),
+    _of_manager(
         "promotions_without_room",
         "promotions",
         "Promotions cut short because no row was free for them",
@@ -183,8 +189,8 @@ _CONNECTOR = (
     _of_connector(
         "stores_refused",
         "offers",
-        "Offers of a request's blocks that found no room in the CPU tier",
-        "The CPU tier is too small for what runs at the same time: raise `primary.capacity`.",
+        "Offers of a request's blocks that the CPU tier did not take",
+        "Either no row was free (`stores_without_room`), or the store was put off (`stores_put_off`).",
     ),
     _of_connector(
         "hits_shrunk",

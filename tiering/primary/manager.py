@@ -256,7 +256,9 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------------------------------------------------ store
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
+    ) -> PrepareStoreOutput | None:
         new = self._table.unknown(keys)
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])

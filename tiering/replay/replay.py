@@ -281,7 +281,7 @@ class Replay:
         manager, ctx = self._manager, running.ctx
         keys = running.keys
         while keys:
-            output = manager.prepare_store(keys, ctx)
+            output = manager.prepare_store(keys, ctx, is_last=running.refused)
             if output is not None:
                 if output.keys_to_store:
                     manager.complete_store(output.keys_to_store, ctx)
