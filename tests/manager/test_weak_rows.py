@@ -409,6 +409,16 @@ def test_a_search_looks_at_a_bounded_number_of_rows_however_many_wait() -> None:
     assert max(map(len, tier.asked_about)) <= LOOK_AT
 
 
+def test_a_search_asks_about_each_cascade_once_though_it_looks_twice() -> None:
+    tier = FakeTier(waits=True)
+    rig, keys = full_of_small_stores(tier, 4096)
+    rig.manager.prepare_load(keys[: 2 * ROWS_AT_ONCE], rig.ctx)
+    assert store(rig, keys_of(5000))
+    asked = [job_id for job_ids in tier.asked_about for job_id in job_ids]
+    assert len(tier.asked_about) == 2, "the first look finds no row, because all of them are being loaded"
+    assert len(set(asked)) == len(asked) == LOOK_AT
+
+
 def test_a_store_that_must_wait_for_the_only_tier_looks_at_few_rows() -> None:
     tier = FakeTier(waits=True)
     rig, _ = full_of_small_stores(tier, 4096)

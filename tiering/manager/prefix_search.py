@@ -7,7 +7,7 @@ of a prefix with many holes grows by a small amount per hole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress, count, takewhile
 
@@ -31,8 +31,10 @@ UNDECIDED_PATIENCE = 10.0
 _NONE: frozenset[OffloadKey] = frozenset()
 
 
-def _leading(keys: Sequence[OffloadKey], others: Container[OffloadKey]) -> int:
+def _leading(keys: Sequence[OffloadKey], others: Set[OffloadKey]) -> int:
     """Return the number of leading ``keys`` that are not among ``others``."""
+    if others.isdisjoint(keys):
+        return len(keys)
     return next(compress(count(), map(others.__contains__, keys)), len(keys))
 
 
@@ -186,8 +188,11 @@ class PrefixSearch:
         readable, pending = self._readable, self._pending
         if end < walk.at_least and not all(key in readable or key in pending for key in walk.keys[end : walk.at_least]):
             return ()
-        keys = keys[: _leading(keys, readable)]
-        return keys[: _leading(keys, pending)] if pending else keys
+        if not readable.keys().isdisjoint(keys):
+            keys = keys[: _leading(keys, readable.keys())]
+        if pending and not pending.keys().isdisjoint(keys):
+            keys = keys[: _leading(keys, pending.keys())]
+        return keys
 
     def _pin_head(self, walk: _Walk, position: int) -> None:
         """Pin the readable blocks before ``position``.

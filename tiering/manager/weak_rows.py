@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.api.transfer import Rows
 from tiering.manager.answers import PROCESS_ENDS, UNREAD, BreachError, text_of
 from tiering.manager.jobs import Job, TierJobs
 from tiering.manager.tiers import SecondaryTiers, TierState
@@ -47,17 +47,25 @@ LOOK_AT = 256
 
 
 class _Waiting:
-    """Cascades that have not begun, from one look at the tiers."""
+    """Cascades that have not begun, as the tiers have named them in one search."""
 
     def __init__(self) -> None:
+        self.asked: dict[Job, None] = {}
+        """Cascades that their tiers were asked about."""
         self.rows: list[tuple[Job, Sequence[int]]] = []
         """Rows of each cascade, in the order in which they are given up."""
-        self.since: list[tuple[TierState, float]] = []
+        self.since: dict[TierState, float] = {}
         """For each tier with such cascades, the time since when it has begun no store."""
 
     def keeps_up(self, now: float) -> bool:
         """Return True if cascades wait, and their tiers have begun a store lately."""
-        return bool(self.since) and all(now - since < TAKE_AFTER for _, since in self.since)
+        return bool(self.since) and all(now - since < TAKE_AFTER for since in self.since.values())
+
+    def in_tier(self, state: TierState, rows: Sequence[int]) -> NDArray[np.bool_]:
+        """Return a mask of the ``rows`` that cascades of one tier hold."""
+        held = set(chain.from_iterable([own for job, own in self.rows if job.state is state]))
+        # For so few rows, Python's sets cost much less than numpy's functions of sets.
+        return np.fromiter(map(held.__contains__, rows), np.bool_, len(rows))
 
 
 class WeakRows:
@@ -98,11 +106,12 @@ class WeakRows:
         patient = since is None or now - since < TAKE_AFTER
         wanted = max(count, min(ROWS_AT_ONCE, self._order.rows // PART_AT_ONCE))
         chosen: list[int] = []
-        found = [job for job in self._found if job.linked]
+        waiting = _Waiting()
+        self._look(waiting, [job for job in self._found if job.linked])
         # Where rows can be taken at all, the oldest cascades nearly always suffice.
         for limit in (wanted * (1 + len(self._states)), max(LOOK_AT, 4 * count)):
             jobs, behind = self._order.window(limit)
-            waiting = self._look(dict.fromkeys([*found, *jobs]) if found else jobs)
+            self._look(waiting, jobs)
             if patient and len(self._states) == 1 and waiting.keeps_up(now):
                 return 0  # No other tier has a block, so that no row can be taken at once.
             chosen = self._choose(waiting, now, patient=patient)[:wanted]
@@ -119,15 +128,20 @@ class WeakRows:
         self._withdraw(waiting, taken)
         return self._primary.room - before
 
-    def _look(self, jobs: Iterable[Job]) -> _Waiting:
-        """Ask the tiers of ``jobs`` which blocks have not begun."""
+    def _look(self, waiting: _Waiting, jobs: Iterable[Job]) -> None:
+        """Ask the tiers of ``jobs`` which blocks have not begun, and add the answers to ``waiting``.
+
+        A tier is asked about a cascade once in a search, because no time passes meanwhile.
+        """
         by_tier: dict[int, list[Job]] = {}
         for job in jobs:
+            if job in waiting.asked:
+                continue
+            waiting.asked[job] = None
             if job.state.in_service:
                 by_tier.setdefault(job.state.rank, []).append(job)
             elif not job.state.resetting:
                 self._order.remove(job)  # The tier is out of service until a restart.
-        waiting = _Waiting()
         for rank, asked in by_tier.items():
             state = self._states[rank]
             answer = self._tiers.ask(state, UNREAD, state.tier.waiting_stores, [job.job_id for job in asked])
@@ -143,10 +157,9 @@ class WeakRows:
                 continue
             if found:
                 waiting.rows += found
-                waiting.since.append((state, since))
+                waiting.since[state] = min(since, waiting.since.get(state, since))
         if len(waiting.since) > 1:
             waiting.rows.sort(key=_job_id)
-        return waiting
 
     def _choose(self, waiting: _Waiting, now: float, *, patient: bool) -> list[int]:
         """Return the rows that may be taken, in their order.
@@ -156,38 +169,39 @@ class WeakRows:
             now: monotonic seconds.
             patient: True if only those rows may be taken that may be taken at once.
         """
-        cascades = Counter([row for _, rows in waiting.rows for row in rows])
-        if not cascades:
+        places = list(chain.from_iterable([rows for _, rows in waiting.rows]))
+        if patient:
+            places = self._expendable(places, waiting, now)
+        if not places:
             return []
+        cascades = Counter(places)
         rows = np.fromiter(cascades, np.int64, len(cascades))
         free = self._primary.readers(rows) == np.fromiter(cascades.values(), np.int64, len(cascades))
-        if patient:
-            free &= self._expendable(rows, waiting, now)
         chosen: list[int] = rows[free].tolist()
         return chosen
 
-    def _expendable(self, rows: Rows, waiting: _Waiting, now: float) -> NDArray[np.bool_]:
-        """Return a mask of the ``rows`` whose blocks another tier has, or that wait for tiers in trouble only."""
-        # For so few rows, Python's sets cost much less than numpy's functions of sets.
-        places, waits = rows.tolist(), {}
-        for state, _ in waiting.since:
-            waiting_rows = {row for job, found in waiting.rows if job.state is state for row in found}
-            waits[state.rank] = np.fromiter(map(waiting_rows.__contains__, places), np.bool_, len(places))
-        expendable = np.ones(len(rows), np.bool_)
-        for state, since in waiting.since:
-            if not now - since >= TAKE_AFTER:
-                expendable &= ~waits[state.rank]
+    def _expendable(self, places: list[int], waiting: _Waiting, now: float) -> list[int]:
+        """Return those of the rows ``places`` that another tier has, or that wait for tiers in trouble only."""
+        rows = np.array(places, np.int64)
+        expendable = np.zeros(len(places), np.bool_)
+        if any(now - since >= TAKE_AFTER for since in waiting.since.values()):
+            expendable[:] = True
+            for state, since in waiting.since.items():
+                if not now - since >= TAKE_AFTER:
+                    expendable &= ~waiting.in_tier(state, places)
         for state in self._states:
             if state.in_service:
                 has = state.has[rows] & (state.settled_until[rows] > now)
-                expendable |= has & ~waits[state.rank] if state.rank in waits else has
-        return expendable
+                if np.count_nonzero(has):
+                    expendable |= has & ~waiting.in_tier(state, places) if state in waiting.since else has
+        return rows[expendable].tolist() if np.count_nonzero(expendable) else []
 
     def _withdraw(self, waiting: _Waiting, taken: frozenset[int]) -> None:
         """Let the tiers give up the rows in ``taken``, and release what they give up."""
         asked: dict[int, dict[int, tuple[Job, list[int]]]] = {}
         for job, rows in waiting.rows:
-            if wanted := [row for row in rows if row in taken]:
+            if not taken.isdisjoint(rows):
+                wanted = [row for row in rows if row in taken]
                 asked.setdefault(job.state.rank, {})[job.job_id] = (job, wanted)
         for rank in sorted(asked, reverse=True):
             state, jobs = self._states[rank], asked[rank]
@@ -268,7 +282,7 @@ def _checked(job_id: int, allowed: list[int], rows: Sequence[int]) -> list[int]:
     if len(rows) > len(allowed):
         raise BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
     checked = list(map(index, rows))
-    if checked in (allowed, allowed[::-1]):
+    if checked == allowed[::-1] or checked == allowed:
         return checked
     if len(set(checked)) < len(checked) or not set(checked).issubset(allowed):
         raise BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")

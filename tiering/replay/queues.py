@@ -67,6 +67,10 @@ class _Store:
     """One store that has not ended."""
 
     job: IoJob
+    blocks: int
+    """Number of blocks that were not withdrawn."""
+    raw_bytes: int
+    """Raw bytes of these blocks."""
     left: list[int] | None = None
     """Positions of the blocks that were not withdrawn; None: all of them."""
     begun: float = 0.0
@@ -74,15 +78,17 @@ class _Store:
     end: float = math.inf
     """Time at which its last block will have been written; infinity before its first block begins."""
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that were not withdrawn."""
-        return len(self.job.keys) if self.left is None else len(self.left)
-
     def rows(self, begun: int) -> list[int]:
         """Return the rows of its blocks behind the ``begun`` first ones, the tail first."""
-        rows = self.job.rows
-        return list(rows[begun:])[::-1] if self.left is None else [rows[at] for at in reversed(self.left[begun:])]
+        rows, left = self.job.rows, self.left
+        if left is None:
+            return list(reversed(rows[begun:] if begun else rows))
+        return [rows[at] for at in reversed(left[begun:] if begun else left)]
+
+    def keep(self, left: list[int]) -> None:
+        """Keep the blocks at the positions ``left`` only."""
+        sizes = self.job.sizes
+        self.left, self.blocks, self.raw_bytes = left, len(left), sum([sizes[at] for at in left])
 
 
 class StoreQueue:
@@ -102,6 +108,8 @@ class StoreQueue:
         self._waiting: dict[int, _Store] = {}
         self._ended: list[IoResult] = []
         self._last_end = 0.0
+        self.next_end = math.inf
+        """Time at which the next store ends or misses its deadline; infinity if there is none."""
         self.jobs = 0
         """Number of stores submitted."""
         self.blocks = 0
@@ -111,26 +119,15 @@ class StoreQueue:
         self.written_seconds = 0.0
         """Seconds during which the medium wrote."""
 
-    @property
-    def next_end(self) -> float:
-        """Time at which the next store ends or misses its deadline; infinity if there is none."""
-        running = self._running
-        if self._ended:
-            return -math.inf
-        if running is None:
-            return math.inf
-        for store in self._waiting.values():
-            return min(running.end, store.job.deadline)
-        return running.end
-
     def submit(self, job: IoJob, now: float) -> None:
         """Add a store, which begins at once if the medium writes nothing."""
         self.jobs += 1
-        store = _Store(job)
+        store = _Store(job, len(job.keys), sum(job.sizes))
         if self._running is None:
             self._begin(store, now)
         else:
             self._waiting[job.job_id] = store
+        self._find_next_end()
 
     def take_ended(self, now: float) -> list[IoResult]:
         """Return the results of the stores that have ended until ``now`` and were not returned yet."""
@@ -148,12 +145,26 @@ class StoreQueue:
             if head is not None:
                 del waiting[head.job.job_id]
                 self._begin(head, running.end)
+        self._find_next_end()
         return ended
 
     def run_out(self) -> float:
         """Let all stores end, for :meth:`take_ended`, and return the time at which the last one has ended."""
         self._ended = self.take_ended(math.inf)
+        self._find_next_end()
         return self._last_end
+
+    def _find_next_end(self) -> None:
+        running = self._running
+        if self._ended:
+            self.next_end = -math.inf
+        elif running is None:
+            self.next_end = math.inf
+        else:
+            self.next_end = running.end
+            for store in self._waiting.values():
+                self.next_end = min(running.end, store.job.deadline)
+                break
 
     def waiting_rows(self, job_id: int, now: float) -> list[int]:
         """Return the rows of a store's blocks that have not begun, the tail first; none for other jobs."""
@@ -193,18 +204,19 @@ class StoreQueue:
             elif not store.left:
                 del self._waiting[job_id]
                 self._ended.append(_result(store, Done.DONE))
+        self._find_next_end()
         return withdrawn
 
     @staticmethod
     def _shorten(store: _Store, begun: int, rows: Collection[int]) -> list[int]:
         """Remove those of ``rows`` from a store whose blocks have not begun, and return them."""
-        held = store.job.rows
+        held, wanted = store.job.rows, frozenset(rows)
         left = list(range(len(held))) if store.left is None else store.left
-        kept = [at for number, at in enumerate(left) if number < begun or held[at] not in rows]
-        if len(kept) == len(left):
-            return []
-        store.left = kept
-        return [held[at] for at in left[begun:] if held[at] in rows]
+        waiting = left[begun:]
+        lost = [held[at] for at in waiting if held[at] in wanted]
+        if lost:
+            store.keep(left[:begun] + [at for at in waiting if held[at] not in wanted])
+        return lost
 
     def _begun(self, running: _Store, now: float) -> int:
         """Return the number of blocks of the running store that have begun."""
@@ -212,11 +224,7 @@ class StoreQueue:
         return min(running.blocks, self._speed.at_once + int(share * running.blocks))
 
     def _seconds(self, store: _Store) -> float:
-        return self._speed.seconds(store.blocks, self._bytes(store))
-
-    def _bytes(self, store: _Store) -> int:
-        sizes = store.job.sizes
-        return int((sum(sizes) if store.left is None else sum([sizes[at] for at in store.left])) * self._ratio)
+        return self._speed.seconds(store.blocks, int(store.raw_bytes * self._ratio))
 
     def _begin(self, store: _Store, now: float) -> None:
         store.begun, store.end = now, now + self._seconds(store)
@@ -226,7 +234,7 @@ class StoreQueue:
         self._running = None
         self._last_end = running.end
         self.blocks += running.blocks
-        self.written_bytes += self._bytes(running)
+        self.written_bytes += int(running.raw_bytes * self._ratio)
         self.written_seconds += running.end - running.begun
         return _result(running, Done.DONE)
 
@@ -234,10 +242,10 @@ class StoreQueue:
 def _result(store: _Store, outcome: Outcome) -> IoResult:
     """Return the result of a store whose remaining blocks have ended with ``outcome``."""
     job = store.job
-    done = outcome is Done.DONE
+    moved = store.raw_bytes if outcome is Done.DONE else 0
     if store.left is None:
-        return IoResult(job, [outcome] * len(job.keys), sum(job.sizes) if done else 0, 0.0)
+        return IoResult(job, [outcome] * len(job.keys), moved, 0.0)
     outcomes: list[Outcome] = [Done.ABSENT] * len(job.keys)
     for at in store.left:
         outcomes[at] = outcome
-    return IoResult(job, outcomes, sum([job.sizes[at] for at in store.left]) if done else 0, 0.0)
+    return IoResult(job, outcomes, moved, 0.0)

@@ -63,6 +63,9 @@ class SimulatedStore(BlockStore):
         """Record that blocks were written."""
         if not self._named:
             return
+        if self._ttl == math.inf:
+            self._stored.update(dict.fromkeys(places, self._clock.now))
+            return
         # A block that is written again counts as new: the dictionary is in the order of the writes.
         deque(map(self._stored.pop, places, repeat(None)), maxlen=0)
         self._stored.update(dict.fromkeys(places, self._clock.now))
@@ -76,6 +79,8 @@ class SimulatedStore(BlockStore):
         if not self._named:
             return [True] * len(places)
         now, ttl = self._clock.now, self._ttl
+        if ttl == math.inf:
+            return list(map(self._stored.__contains__, places))
         return [written is not None and written + ttl > now for written in map(self._stored.get, places)]
 
     @property
@@ -221,7 +226,11 @@ class SimulatedIo:
             ended += self._stored(now)
         while deadlines and deadlines[0] <= now:
             heapq.heappop(deadlines)
-        self.due = min(self.next_end(), deadlines[0] if deadlines else math.inf)
+        due = self.stores.next_end
+        for ends in (loads, tasks):
+            if ends and ends[0][0] < due:
+                due = ends[0][0]
+        self.due = deadlines[0] if deadlines and deadlines[0] < due else due
         return ended
 
     def _loaded(self, job: IoJob, failure: Outcome | None) -> IoResult:
@@ -229,7 +238,10 @@ class SimulatedIo:
         if failure is not None:
             outcomes = [failure] * len(job.keys)
         else:
-            outcomes = [Done.DONE if held else Done.ABSENT for held in self.store.held(job.places)]
+            held = self.store.held(job.places)
+            outcomes = [Done.DONE] * len(held)
+            if False in held:
+                outcomes = [Done.DONE if there else Done.ABSENT for there in held]
         return IoResult(job, outcomes, sum(job.sizes), 0.0)
 
     def _stored(self, now: float) -> list[IoResult]:

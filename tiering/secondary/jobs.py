@@ -94,11 +94,13 @@ class TierJobs:
 
     def store(self, job: TransferJob) -> None:
         """Submit a store of the keys that are admitted, fit into the budget, and get a place."""
-        positions = self._admission.admit(job.keys, job.req_context.req_id, fill=job.is_fill)
-        self._stats.stores_declined += len(job.keys) - len(positions)
-        if self._tells_touches and len(positions) < len(job.keys):
-            self._tell_touches(job, positions)
-        keys = job.keys if len(positions) == len(job.keys) else [job.keys[position] for position in positions]
+        keys = job.keys
+        positions = self._admission.admit(keys, job.req_context.req_id, fill=job.is_fill)
+        if len(positions) < len(keys):
+            self._stats.stores_declined += len(keys) - len(positions)
+            if self._tells_touches:
+                self._tell_touches(job, positions)
+            keys = [keys[position] for position in positions]
         fitting = self._budget.fitting(keys)
         if fitting < len(keys):
             self._stats.stores_dropped += len(keys) - fitting
@@ -120,28 +122,30 @@ class TierJobs:
 
     def _begin_store(self, job: TransferJob, positions: list[int], keys: Sequence[OffloadKey]) -> None:
         """Submit a store of ``keys``, at ``positions`` of the job, as far as the index has places."""
-        plan = self._index.plan_store(keys, self._clock())
-        self._stats.evictions += len(plan.evicted)
-        if plan.evicted:
-            self._events.removed(plan.evicted)
-        self._stats.stores_declined += len(keys) - len(plan.positions) - len(plan.already_held)
-        held = [keys[position] for position in plan.already_held]
-        if held:
-            self._events.found(held)
-        if not plan.positions:
+        stats = self._stats
+        planned, places, already_held, evicted = self._index.plan_store(keys, self._clock())
+        if evicted:
+            stats.evictions += len(evicted)
+            self._events.removed(evicted)
+        held: list[OffloadKey] = []
+        if len(planned) < len(keys):
+            stats.stores_declined += len(keys) - len(planned) - len(already_held)
+            if already_held:
+                held = [keys[position] for position in already_held]
+                self._events.found(held)
+        if not planned:
             self._finish(job, held)
             return
-        if len(plan.positions) == len(job.keys):
-            rows = job.block_ids.tolist()
-        else:
-            chosen = [positions[position] for position in plan.positions]
+        rows: list[int] = job.block_ids.tolist()
+        if len(planned) < len(rows):
+            chosen = [positions[position] for position in planned]
             keys = [job.keys[position] for position in chosen]
-            rows = job.block_ids[chosen].tolist()
+            rows = [rows[position] for position in chosen]
         sizes = self._budget.sizes(keys)
         self._budget.used += sum(sizes)
-        self._stats.cascades_active += len(keys)
+        stats.cascades_active += len(keys)
         self.stored = True
-        store = PlannedStore(job, held, keys, rows, plan.places, sizes)
+        store = PlannedStore(job, held, keys, rows, places, sizes)
         if self._claims is None or not self._claims.hold(store):
             self._upload(store)
 
@@ -344,32 +348,34 @@ class TierJobs:
             logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, io_job.job_id)
             return
         self._hooks.on_result(result)
-        done = result.outcomes.count(Done.DONE)
-        if done + result.outcomes.count(Done.ABSENT) < len(result.outcomes):
-            ended = zip(io_job.places, result.outcomes, strict=True)
+        outcomes = result.outcomes
+        done = outcomes.count(Done.DONE)
+        failed = done < len(outcomes) and done + outcomes.count(Done.ABSENT) < len(outcomes)
+        if failed:
+            ended = zip(io_job.places, outcomes, strict=True)
             if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
                 self._hooks.retire(bad)
         now = self._clock()
         self._stats.observe_job(now - io_job.submitted_at)
         # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
         current = running.epochs == self._epochs
-        if current and done == len(result.outcomes):
+        if current and done == len(outcomes):
             arrived = [True] * done
         else:
-            arrived = [current and outcome is Done.DONE for outcome in result.outcomes]
+            arrived = [current and outcome is Done.DONE for outcome in outcomes]
         if io_job.kind is IoKind.STORE:
             revoked = self._hooks.revoked_places()
             if revoked:
                 arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
-            keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
             self._end_store(result, running, arrived, keys, now)
         else:
             if self._pace is not None:
                 self._pace.end(io_job.sizes, result.transfer_bytes)
-            keys = io_job.keys if all(arrived) else list(compress(io_job.keys, arrived))
+            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
             self._end_load(result, running.job.req_context.req_id, arrived, keys, now)
-        if current and len(keys) < len(io_job.keys):
-            self.failures.note(io_job, result.outcomes)
+        if current and failed:
+            self.failures.note(io_job, outcomes)
         held = running.held if current else []
         self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
 

@@ -34,8 +34,7 @@ class WaitingStore:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStore:
+class PlannedStore(NamedTuple):
     """A store whose places are reserved; all sequences but ``held`` are co-indexed."""
 
     job: TransferJob

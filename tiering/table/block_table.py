@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import compress, repeat
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -321,13 +321,11 @@ class BlockTable:
 
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
         """Return those of ``keys`` that are readable, and their rows."""
-        if self.readable.keys().isdisjoint(keys):  # most prompts are new
+        readable = self.readable
+        if readable.keys().isdisjoint(keys):  # most prompts are new
             return (), _NO_ROWS
-        rows = list(map(self.readable.get, keys))
-        if None in rows:
-            found = [row is not None for row in rows]
-            keys, rows = list(compress(keys, found)), list(compress(rows, found))
-        return keys, np.array(rows, np.int64)
+        known = list(filter(readable.__contains__, keys))
+        return known, np.array([readable[key] for key in known], np.int64)
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""

@@ -184,8 +184,11 @@ class SharedIndex(TierIndex):
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         places: list[Place] = list(map(self._place_of, keys))
+        unknown = not self._refused and self._writing.isdisjoint(places)
+        if unknown and self._present.keys().isdisjoint(keys):
+            return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
         known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
-        if True not in known and not self._refused and self._writing.isdisjoint(places):
+        if unknown and True not in known:
             return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
         named, places = places, []
         positions: list[int] = []

@@ -21,7 +21,8 @@ from __future__ import annotations
 import random
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
+from operator import not_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ Sequences = NDArray[np.uint64]
 
 EVICT_AT_ONCE = 4096
 """Maximum number of blocks evicted ahead of need in one call, for which the scheduler waits."""
+
+_NONE_HELD = PrefixAnswer(0, False)
 
 _WRITTEN_NOW = np.uint64(0)
 """Replaces a sequence number; newer than every block from before the start."""
@@ -113,7 +116,10 @@ class SlotIndex(TierIndex):
 
         Keys in slots that are unseen or being written are not found.
         """
-        return PrefixAnswer(len(list(takewhile(self._readable.__contains__, keys))), False)
+        readable = self._readable
+        if not keys or keys[0] not in readable:
+            return _NONE_HELD
+        return PrefixAnswer(len(list(takewhile(readable.__contains__, keys))), False)
 
     @property
     def blocks(self) -> int:
@@ -145,17 +151,17 @@ class SlotIndex(TierIndex):
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         table = self._table
+        readable, pending = self._readable, table.pending
         already_held: list[int] = []
-        positions = list(range(len(keys)))
-        if not (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
-            already_held = [position for position, key in enumerate(keys) if key in self._readable]
-            positions = [
-                position for position, key in enumerate(keys) if key not in self._readable and key not in table.pending
-            ]
         held: Rows | None = None
-        if already_held:
-            held = np.array([self._readable[keys[position]] for position in already_held], np.int64)
-            table.pin(held)
+        if self.held.isdisjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
+            positions = list(range(len(keys)))
+        else:
+            already_held = [position for position, key in enumerate(keys) if key in readable]
+            positions = [position for position, key in enumerate(keys) if key not in readable and key not in pending]
+            if already_held:
+                held = np.array([readable[keys[position]] for position in already_held], np.int64)
+                table.pin(held)
         del positions[self.free if self.growing else table.room + len(self.states.foreign_queue) :]
         evicted = self._make_room(len(positions))
         chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
@@ -171,18 +177,18 @@ class SlotIndex(TierIndex):
     ) -> None:
         table = self._table
         rows = np.array(places, np.int64)
-        good = np.array(stored, np.bool_)
         if table.any_quarantined(places):
             retired = np.array([self.states.is_retired(row) for row in rows.tolist()], np.bool_)
             orphaned = ~retired & np.array([table.is_quarantined(row) for row in rows.tolist()], np.bool_)
             if orphaned.any():
                 table.end_writing(rows[orphaned])
             mine = ~orphaned & ~retired
-            keys = [keys[position] for position in np.flatnonzero(mine).tolist()]
-            rows, good = rows[mine], good[mine]
-        if np.count_nonzero(good) < len(good):
-            table.abort([keys[position] for position in np.flatnonzero(~good).tolist()], rows[~good])
-            keys, rows = [keys[position] for position in np.flatnonzero(good).tolist()], rows[good]
+            keys, stored = list(compress(keys, mine)), list(compress(stored, mine))
+            rows = rows[mine]
+        if False in stored:
+            good = np.array(stored, np.bool_)
+            table.abort(list(compress(keys, map(not_, stored))), rows[~good])
+            keys, rows = list(compress(keys, stored)), rows[good]
         if len(rows):
             table.commit(keys, rows)
             self._stamp(rows)
