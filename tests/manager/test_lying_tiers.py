@@ -18,6 +18,7 @@ from hypothesis.stateful import rule
 
 from tests.manager.test_state_machine import ROWS, ManagerMachine, WritingTier, choices
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
+from tiering.manager.rest import LONGEST_REST
 from tiering.secondary.contract import JobResult, PrefixAnswer, WaitingStores
 from tiering.secondary.stats import TierStats
 from tiering.testing.keys import keys_of
@@ -81,7 +82,8 @@ TAKES_BACK = ("get_finished",)
 METHODS = (
     "lookup", "lookup_prefix", "submit_store", "submit_load", "get_finished", "waiting_stores", "withdraw_stores",
     "touch", "refresh", "used", "take_wanted_keys", "on_new_request", "on_request_finished", "on_schedule_end",
-    "take_events", "has_pending_work", "get_stats", "drain", "reset", "reset_done", "superseded", "follow", "shutdown",
+    "rest", "take_events", "has_pending_work", "get_stats", "drain", "reset", "reset_done", "superseded", "follow",
+    "shutdown",
 )  # fmt: skip
 
 
@@ -122,6 +124,7 @@ class LyingMachine(ManagerMachine):
     """The machine with a lying tier before the honest one."""
 
     first_tier = LyingTier
+    pause = LONGEST_REST  # a tier that says that it rests may have results that it does not announce
 
     @rule(choice=choices, method=st.sampled_from(METHODS), lie=st.sampled_from(LIES))
     def the_tier_lies(self, choice: int, method: str, lie: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.runtime.news import News
 from tiering.secondary.contract import TransferJob
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
@@ -42,6 +43,7 @@ choices = st.integers(0, 2**16)
 class WritingTier(FakeTier):
     """A fake tier that scribbles over the rows of a load as soon as it may touch them."""
 
+    news: News
     buffer: np.ndarray
     contents: dict[bytes, int]
     read: dict[int, dict[bytes, int]]
@@ -57,10 +59,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     first_tier: type[WritingTier] = WritingTier
     """Class of the faster tier."""
+    second_tier: type[WritingTier] = WritingTier
+    """Class of the slower tier."""
+    pause = 0.0
+    """Seconds between the last steps."""
 
     @initialize(policy=st.sampled_from(["lru", "arc"]), wants_all=st.booleans(), keep=st.booleans())
     def start(self, policy: str, wants_all: bool, keep: bool) -> None:
         self.clock = FakeClock()
+        self.news = News()
         self.buffer = np.full((ROWS, 2), GARBAGE, np.uint8)
         self.keep = keep
         self.tiers = [
@@ -70,13 +77,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 primary_share=0.5,
                 policy=OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL,
             ),
-            WritingTier("slow", load_deadline=9.0, primary_share=0.75),
+            self.second_tier("slow", load_deadline=9.0, primary_share=0.75),
         ]
         for tier in self.tiers:
             tier.buffer = self.buffer
             tier.contents = {}
             tier.read = {}
             tier.waits = True
+            tier.news = self.news
         primary = CPUPrimaryTierOffloadingManager(self.buffer.data, policy)
         self.manager = TieringOffloadingManager(
             primary,
@@ -86,6 +94,7 @@ class ManagerMachine(RuleBasedStateMachine):
             promotion_share=0.6,
             reservation_deadline=20.0,
             keep_secondary=keep,
+            news=self.news,
         )
         self.primary = primary
         self.epoch = 0
@@ -352,6 +361,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 for job in [*tier.loads, *tier.stores]:
                     tier.finish(job, False)
                 tier.wanted = []
+            self.clock.advance(self.pause)
             self.manager.on_schedule_end()
         assert not self.manager.has_pending_work()
         assert self.primary.count_rows().free + self.primary.count_rows().evictable == ROWS

@@ -30,6 +30,7 @@ from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
+from tiering.manager.rest import Rest
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.manager.weak_rows import WeakRows
@@ -119,6 +120,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._backlog = Backlog(primary_tier, self._tiers, clock)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
+        self._rest = Rest(self._tiers, self.news, clock)
         self._requests = Requests(self._tiers)
         self._known = self._requests.known
         if agreement is not None:
@@ -136,6 +138,7 @@ class TieringOffloadingManager(OffloadingManager):
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         if not self._jobs.collected:
             self._open_lookups.collecting()
             self._jobs.collect()
@@ -170,6 +173,7 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         rows = self.primary_tier.claim_load(keys, req_context.req_id)
         request = self._known.get(req_context.req_id)
         if request is not None and request.reserved:
@@ -188,6 +192,7 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         self.primary_tier.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -213,6 +218,7 @@ class TieringOffloadingManager(OffloadingManager):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         readable, rows = in_primary(keys)
         request = self._known.get(req_context.req_id)
         shared = tuple(keys) if self._states else ()  # a tier must not change the caller's keys
@@ -229,6 +235,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         if not self._jobs.collected:
             self._jobs.collect()
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
@@ -267,6 +274,7 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
         request = self._known.get(req_context.req_id)
         if stored:
@@ -285,6 +293,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         known = self._known.get(req_context.req_id)
         if known is not None:
             self._open_lookups.forget(req_context.req_id)
@@ -296,6 +305,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
             return
@@ -328,6 +338,7 @@ class TieringOffloadingManager(OffloadingManager):
             rank: position of the tier; 0 is the fastest.
             deadline: time until which the call may wait.
         """
+        self._rest.until = None
         state = self._states[rank]
         opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
         if self._tiers.ask(state, TRUTH, state.tier.superseded):
@@ -351,6 +362,9 @@ class TieringOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        if self._rest.goes_on:
+            return
+        self._rest.listen()
         self._jobs.collect()
         if self._jobs.awaited:
             self._cascade_awaited()
@@ -365,6 +379,9 @@ class TieringOffloadingManager(OffloadingManager):
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
+        # The tiers are asked last: the end of one tier's step may submit a job to another tier.
+        if not self._jobs.awaited and not self._promotions.queued:
+            self._rest.begin(min(self._promotions.next_expiry, self._waiters.first_end))
 
     def _end_step_of(self, state: TierState) -> bool:
         """End the step of a tier in service, and return True if its common epoch has a successor.
@@ -461,6 +478,7 @@ class TieringOffloadingManager(OffloadingManager):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         if revision is not None:
             revision_digest(revision)
         self._stats.resets += 1
@@ -482,6 +500,7 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        self._rest.until = None
         if self._shut_down:
             return
         self._shut_down = True

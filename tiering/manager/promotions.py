@@ -97,7 +97,7 @@ class Promotions:
         self._running: dict[int, deque[Promotion]] = {}
         self._expiries: deque[tuple[float, Request, list[OffloadKey]]] = deque()
         self._reservations: NDArray[np.int32] = np.zeros(primary.num_rows, np.int32)
-        self._next_expiry = math.inf
+        self.next_expiry = math.inf
         """Time before which nothing expires."""
         self.rows_promoting = 0
         """Rows of queued and running promotions, those that were given up left out."""
@@ -233,7 +233,7 @@ class Promotions:
         for promotion in queued.values():
             for part in self._divide(promotion):
                 self._running.setdefault(part.state.rank, deque()).append(part)
-                self._next_expiry = min(self._next_expiry, part.deadline)
+                self.next_expiry = min(self.next_expiry, part.deadline)
                 yield part
 
     def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
@@ -350,7 +350,7 @@ class Promotions:
         request.reserved.update(zip(keys, rows.tolist(), strict=True))
         until = self._clock() + self._reservation_deadline
         self._expiries.append((until, request, keys))
-        self._next_expiry = min(self._next_expiry, until)
+        self.next_expiry = min(self.next_expiry, until)
 
     def claim(self, request: Request, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Protect the rows of a load that begins now.
@@ -388,13 +388,13 @@ class Promotions:
 
     def expire(self, now: float) -> None:
         """Give up running promotions that are overdue at ``now``, and end reservations that have expired."""
-        if now >= self._next_expiry:
+        if now >= self.next_expiry:
             self._expire(now)
         if now >= self.waiters.first_end:
             self.waiters.expire(now)
 
     def _expire(self, now: float) -> None:
-        self._next_expiry = math.inf
+        self.next_expiry = math.inf
         for running in self._running.values():
             while running and (running[0].ended or running[0].deadline <= now):
                 promotion = running.popleft()
@@ -402,12 +402,12 @@ class Promotions:
                     self._stats.promotions_overdue += len(promotion.keys)
                     self.give_up(promotion)
             if running:
-                self._next_expiry = min(self._next_expiry, running[0].deadline)
+                self.next_expiry = min(self.next_expiry, running[0].deadline)
         while self._expiries and self._expiries[0][0] <= now:
             _, request, keys = self._expiries.popleft()
             self._stats.reservations_expired += self._unreserve(request, keys)
         if self._expiries:
-            self._next_expiry = min(self._next_expiry, self._expiries[0][0])
+            self.next_expiry = min(self.next_expiry, self._expiries[0][0])
 
     def give_up(self, promotion: Promotion) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.

@@ -97,6 +97,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
         """The medium, without layers."""
         self.index = index
         """Index of the blocks on the medium."""
+        self._announces = io is None
+        """True if the I/O side announces all that it ends; another I/O side promises nothing."""
         self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size, clock=context.clock)
         """I/O side of the tier."""
         self.stats = TierStats()
@@ -299,6 +301,10 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def on_schedule_end(self) -> None:
         self._life.tick(self._clock())
         self.on_step()
+
+    def rest(self) -> float:
+        calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
+        return math.inf if calm and self.rests() else 0.0
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()

@@ -292,6 +292,18 @@ class SecondaryTierManager(ABC):
     def on_schedule_end(self) -> None:
         """End a step: the place to submit batched messages to the I/O side."""
 
+    def rest(self) -> float:
+        """Return the seconds for which the ends of steps may leave this tier out.
+
+        The manager asks at the end of a step. If all tiers rest, it calls no tier at the ends of the next steps. The
+        rest ends with the time, with an announcement of any tier, and with any other use of the manager. It never lasts
+        longer than :data:`tiering.manager.rest.LONGEST_REST`.
+
+        A tier may rest only if it announces whatever the manager would collect (:attr:`announces_news`), and if it has
+        no result now that was not announced. The default is 0: the tier is called in every step.
+        """
+        return 0.0
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return this medium's events since the last call, in an order that a consumer can apply."""
         return ()
@@ -349,8 +361,8 @@ class SecondaryTierManager(ABC):
     def superseded(self) -> bool:
         """Return True if the common epoch of a shared medium has a successor that this tier has not entered.
 
-        Returns at once. The manager calls this method once per step, empties the primary tier, and calls
-        :meth:`follow` of all tiers. Until then the tier stays in its epoch.
+        Returns at once. The manager calls this method once per step, but for steps in which the tiers rest. It then
+        empties the primary tier and calls :meth:`follow` of all tiers. Until then the tier stays in its epoch.
         """
         return False
 

@@ -68,6 +68,10 @@ class InertTier:
     def on_schedule_end(self) -> None:
         """Do nothing."""
 
+    def rest(self) -> float:
+        """Return infinity: nothing is due in this process."""
+        return math.inf
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return no events."""
         return ()

@@ -286,6 +286,11 @@ class TierJobs:
         """True if there are jobs that :meth:`take_finished` has not returned."""
         return bool(self._running or self._waiting or self._finished or self._claims)
 
+    @property
+    def calm(self) -> bool:
+        """True if nothing happens here before the I/O side ends a job or a task, or another job is submitted."""
+        return not (self._finished or self._waiting or self._claims or self.overdue.deadlines)
+
     def take_finished(self) -> list[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
         finished, self._finished = self._finished, []

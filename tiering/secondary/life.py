@@ -135,6 +135,12 @@ class TierLife:
             self._jobs.expire(now)
         self._refresh()
 
+    @property
+    def calm(self) -> bool:
+        """True if the tier serves and stores, and no other epoch awaits it."""
+        record = self._record
+        return self.storing and self.successor is None and (record is None or record.written is self._agreement.met)
+
     def _refresh(self) -> None:
         """Cache for the hot path if the tier answers lookups and takes stores, in two attributes."""
         self.serving = (

@@ -64,6 +64,15 @@ class TierHooks(ABC):
         Start such work as an :class:`~tiering.secondary.io.messages.IoTask`.
         """
 
+    def rests(self) -> bool:
+        """Hook: return True if :meth:`on_step` has nothing to do now that cannot wait for some milliseconds.
+
+        Steps in which nothing happens then leave the tier out; see
+        :meth:`tiering.secondary.contract.SecondaryTierManager.rest`. Jobs and tasks that end wake the tier up. By
+        default, a tier rests unless it overrides :meth:`on_step`.
+        """
+        return type(self).on_step is TierHooks.on_step
+
     def on_result(self, result: IoResult) -> None:
         """Hook: a job has ended, and the index has not recorded its result yet."""
 

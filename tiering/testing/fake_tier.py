@@ -75,6 +75,8 @@ class FakeTier(SecondaryTierManager):
     """Keys that were withdrawn from each open store, by the job's number."""
     asked_about: list[list[int]] = field(default_factory=list)
     """The stores that each call of :meth:`waiting_stores` has asked about, by their jobs' numbers."""
+    resting: float = 0.0
+    """Seconds for which the tier offers to rest; default 0."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
 
@@ -176,6 +178,9 @@ class FakeTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._enter("on_schedule_end")
+
+    def rest(self) -> float:
+        return self.resting
 
     def drain(self, deadline: float) -> bool:
         self._enter("drain", deadline)

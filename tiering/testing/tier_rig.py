@@ -17,6 +17,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 
 OTHER_BYTES = 0xA7
@@ -190,17 +191,27 @@ class TierRig:
         """Run steps until ``predicate()`` holds.
 
         Raises:
+            AssertionError: a job ended without an announcement while the tier rested.
             TimeoutError: the condition does not hold in time.
         """
-        end = time.monotonic() + PATIENCE_SECONDS
+        end, resting_since = time.monotonic() + PATIENCE_SECONDS, None
         while True:
-            self.results += self.tier.get_finished()
+            heard, results = self.context.news.count, list(self.tier.get_finished())
+            if results and resting_since is not None:
+                self._wait_for_announcement(resting_since)
+            self.results += results
             self.tier.on_schedule_end()
+            resting_since = heard if self.tier.rest() else None
             if predicate():
                 return
             if time.monotonic() >= end:
                 raise TimeoutError("the condition did not hold in time")
             time.sleep(0.001)
+
+    def _wait_for_announcement(self, before: int) -> None:
+        """Wait until the tier has announced something after the announcement number ``before``."""
+        if not until(lambda: self.context.news.count != before, PATIENCE_SECONDS):
+            raise AssertionError("the tier rested, and did not announce that a job has ended")
 
     def result(self, job_id: int) -> JobResult:
         """Wait for a job and return its only result."""

@@ -70,6 +70,11 @@ class Checkpoints:
         """True if a checkpoint is being written or about to be written."""
         return self.running or (self.changed and self._clock() >= self.due)
 
+    @property
+    def copying(self) -> bool:
+        """True while each step copies slots for a checkpoint."""
+        return self._builder is not None
+
     def wait_an_interval(self) -> None:
         """Begin an interval before the next checkpoint."""
         self.due = self._clock() + self._interval

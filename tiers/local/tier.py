@@ -207,6 +207,9 @@ class LocalTier(BlockTier):
         if not recovers and (self._checkpoints.running or now >= self._checkpoints.due):
             self._checkpoints.tick()
 
+    def rests(self) -> bool:
+        return not (self._feed.active or self._starting_over or self._checkpoints.copying)
+
     def retire(self, places: Sequence[Place]) -> None:
         super().retire(places)
         self._bad_slots.add(places)

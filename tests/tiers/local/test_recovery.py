@@ -19,6 +19,7 @@ from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, FrameHeader, enco
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
+from tiers.local import checkpoints as checkpoints_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
 from tiers.local.feed import RecoveryFeed
@@ -160,6 +161,35 @@ def test_writes_before_recovery_has_begun_are_marked_too(tmp_path: Path, monkeyp
     with opened(tmp_path, capacity="2MiB", segment_size="128KiB") as rig:
         assert rig.held(K[:30]) == K[:30]
         assert rig.load(K[:30]) == K[:30]
+
+
+def test_a_tier_rests_only_when_all_recovered_blocks_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:20])
+    monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveryFeed, "_merge", lambda feed: None)
+        rig = LocalRig(tmp_path)
+        super(LocalRig, rig).open()
+        rig.wait(lambda: rig.tier._feed._batches)
+        assert rig.tier.rest() == 0
+    rig.wait(lambda: not rig.tier.recovering)
+    rig.wait(lambda: rig.tier.rest() > 0)
+    rig.close()
+
+
+def test_a_tier_rests_only_when_a_checkpoint_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_module, "SLICE_SLOTS", 1)
+    with opened(tmp_path) as rig:
+        rig.store(K[:20])
+        rig.wait(lambda: rig.tier.rest() > 0)
+        rig.tier.request_checkpoint()
+        rig.wait(lambda: rig.tier._checkpoints.copying)
+        assert rig.tier.rest() == 0
+        rig.wait(lambda: not rig.tier.checkpoint_pending)
+        rig.wait(lambda: rig.tier.rest() > 0)
 
 
 def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:
