@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import pytest
 
 from tests.connector.fakes import (
@@ -21,7 +23,15 @@ from tests.connector.fakes import (
 )
 from tiering.api.request import OffloadPolicy
 from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.requests import RequestState
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+
+
+class Untouched(dict[str, RequestState]):
+    """States of requests that must not be looked up."""
+
+    def get(self, key: str, default: object = None) -> Never:
+        raise AssertionError(f"the state of {key} was looked up")
 
 
 class TestWhichBlocks:
@@ -41,6 +51,28 @@ class TestWhichBlocks:
         assert source.block_ids.tolist() == [5, 6, 7, 8]
         assert source.block_indices == (4,)
         assert manager.offered == [request.keys()[:4], request.keys()[4:]]
+
+    def test_requests_whose_prompts_are_stored_are_not_looked_at_while_they_decode(self) -> None:
+        scheduler, _ = make_scheduler()
+        request = prompt(32)
+        run_prompt(scheduler, request, ids(8))
+        request.append(1)
+        scheduler.states = Untouched(scheduler.states)
+        assert go_on(scheduler, request, 1) == OffloadingConnectorMetadata()
+
+    def test_a_request_that_starts_over_is_looked_at_again(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = prompt(32)
+        meta = run_prompt(scheduler, request, ids(8))
+        scheduler.update_connector_output(finished(meta.reqs_to_store["r1"].job_id))
+        request.append(1)
+        go_on(scheduler, request, 1)
+        manager.drop(*request.keys())
+        output = FakeSchedulerOutput(preempted_req_ids={"r1"})
+        request.num_computed_tokens = 0
+        scheduler.build_connector_meta(output)
+        source, _ = stored(run_prompt(scheduler, request, ids(8, 11)))
+        assert source.block_ids.tolist() == ids(8, 11)
 
     def test_only_those_that_the_manager_wants(self) -> None:
         scheduler, manager = make_scheduler()

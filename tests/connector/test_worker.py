@@ -367,9 +367,31 @@ def test_a_shrunk_hit_whose_rest_cannot_be_loaded_is_unfilled_altogether(
 def test_results_of_unknown_jobs_are_logged_and_ignored(
     worker: OffloadingConnectorWorker, handler: FakeHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
+    step(worker, meta(reqs_to_load={"a": load(1)}))
     handler.ended = [55]
     assert step(worker) == Report(set(), set(), None, None)
     assert "did not order" in caplog.text
+
+
+def test_copies_are_asked_for_results_only_while_some_are_in_flight(
+    worker: OffloadingConnectorWorker, handler: FakeHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    collect = worker.copies.get_finished
+
+    def asking() -> list[TransferResult]:
+        asked.append(1)
+        return collect()
+
+    monkeypatch.setattr(worker.copies, "get_finished", asking)
+    step(worker)
+    assert not asked
+    step(worker, meta(reqs_to_load={"a": load(1)}))
+    handler.end(1)
+    step(worker)
+    assert asked == [1, 1]
+    step(worker)
+    assert asked == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------------- registration and end

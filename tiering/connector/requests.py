@@ -64,6 +64,8 @@ class RequestState(TrackedRequest[GroupState]):
     """The request as the manager knows it."""
     request_level: bool
     """True if the manager handles the request with the policy ``REQUEST_LEVEL``."""
+    storing: set[ReqId]
+    """Ids of the requests that the next steps look at for blocks to store; shared by all requests."""
     prompt_only: bool
     """True if only blocks that lie entirely in the prompt are stored.
 
@@ -111,6 +113,10 @@ class RequestState(TrackedRequest[GroupState]):
         super(RequestState, self).restart()
         self.match = None
         self.generation += 1
+
+    def look_again(self) -> None:
+        super(RequestState, self).look_again()
+        self.storing.add(self.ctx.req_id)
 
     def load_failed(self, invalid_from: int) -> None:
         """Record that a load did not fill the tokens from ``invalid_from`` on.
@@ -170,7 +176,13 @@ class FencedTables(BlockTables[RequestState]):
                 if state.ctx.req_id not in output.num_scheduled_tokens:  # a load of any connector comes first
                     self._take_unfilled(state.tables, state.found_tokens or 0)
             self._allocated.clear()
-        self.follow(output)
+        # In most steps, no request gets blocks or loses them.
+        if output.scheduled_new_reqs or output.preempted_req_ids or any(output.scheduled_cached_reqs.new_block_ids):
+            self.follow(output)
+        else:
+            self.pass_step()
+        if not self._taken:
+            return []
         taken, self._taken = self._taken, []
         return taken
 

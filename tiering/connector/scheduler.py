@@ -34,9 +34,9 @@ from tiering.connector.completions import Completions, SchedulerCounters
 from tiering.connector.cost import counts_seconds
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
-from tiering.connector.jobs import BlockFences, JobTable
+from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner, sharer_wait
-from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId
+from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.requests import FencedTables, Match, RequestState
 from tiering.connector.stores import StorePlanner
 from tiering.errors import ConfigError
@@ -104,6 +104,12 @@ class OffloadingConnectorScheduler:
         self._stores = StorePlanner(self.groups, self.manager, self._jobs, self.fences, self.events, clock)
         self.states: dict[ReqId, RequestState] = {}
         """Requests that have not ended, by id."""
+        self._storing: set[ReqId] = set()
+        """Ids of the requests that may have blocks to store soon, or may not be stored at present.
+
+        A request enters the set with :meth:`~tiering.connector.requests.RequestState.look_again`. It leaves the set
+        when it has nothing to store for as long as it runs, as most requests that decode.
+        """
         self._tables = FencedTables(self.groups, self.states)
         self._counters = SchedulerCounters()
         self._missed_blocks = 0
@@ -275,7 +281,8 @@ class OffloadingConnectorScheduler:
             scheduler_output: the schedule of the step.
         """
         self._step += 1
-        flush = self.fences.conflicts(self._tables.take(scheduler_output))
+        taken = self._tables.take(scheduler_output)
+        flush = self.fences.conflicts(taken) if taken else NO_JOBS
         if self._completions.orphans:
             flush |= self._completions.orphans
         loads, failed_loads = self.loads.take()
@@ -284,10 +291,27 @@ class OffloadingConnectorScheduler:
             for job in withdrawn:
                 self._completions.ended(job)
             flush = flush.difference(job.job_id for job in withdrawn)
-        states, may_store = self.states, not self._completions.orphans
-        for req_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            state = states.get(req_id)
-            if state is None or (state.next_store_at == NEVER and state.invalid_from is None):
+        if self._storing:
+            self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
+        if stores or flush:
+            self._counters.stores += len(stores)
+            self._counters.jobs_flushed += len(flush)
+        self.manager.on_schedule_end()
+        if self.manager.new_epochs != self._new_epochs:
+            self._new_epochs = self.manager.new_epochs
+            self._forget_held()
+        return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
+
+    def _plan_stores(self, scheduled: Mapping[ReqId, int], stores: dict[ReqId, TransferOrder]) -> None:
+        """Add the orders for the blocks that the step completes to ``stores``.
+
+        Args:
+            scheduled: number of tokens that the step computes, by request.
+            stores: orders by request.
+        """
+        states, storing, may_store = self.states, self._storing, not self._completions.orphans
+        for req_id, tokens in scheduled.items():
+            if req_id not in storing or (state := states.get(req_id)) is None:
                 continue
             if state.invalid_from is not None and not self._tables.has_gone_back(state, tokens):
                 continue
@@ -295,13 +319,8 @@ class OffloadingConnectorScheduler:
                 order = self._stores.plan(state, tokens, self._step)
                 if order is not None:
                     stores[req_id] = order
-        self._counters.stores += len(stores)
-        self._counters.jobs_flushed += len(flush)
-        self.manager.on_schedule_end()
-        if self.manager.new_epochs != self._new_epochs:
-            self._new_epochs = self.manager.new_epochs
-            self._forget_held()
-        return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
+            if state.next_store_at == NEVER and state.invalid_from is None:
+                storing.discard(req_id)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Process the workers' reports; engines may skip the call if there are none.
@@ -419,6 +438,7 @@ class OffloadingConnectorScheduler:
             ctx=ctx,
             policy=policy,
             request_level=answer.policy is OffloadPolicy.REQUEST_LEVEL,
+            storing=self._storing,
             prompt_only=self._spec.offload_prompt_only,
             groups=[GroupState() for _ in self.groups],
             may_load=policy.load,
@@ -456,6 +476,7 @@ class OffloadingConnectorScheduler:
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
         state = self.states.pop(req_id, None)
         if state is not None:
+            self._storing.discard(req_id)
             self._tables.given_up(state)
             self._count_misses(state)
             if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:

@@ -194,11 +194,12 @@ class OffloadingConnectorWorker(CopyReports):
         Args:
             finished_req_ids: requests that have ended; not used.
         """
-        unstarted, self._unstarted = self._unstarted, []
-        for result in unstarted:
-            self._ended(result)
-        for result in self.copies.get_finished():
-            self._ended(result)
+        if self._jobs:  # in most steps of small requests, no copy is in flight
+            unstarted, self._unstarted = self._unstarted, []
+            for result in unstarted:
+                self._ended(result)
+            for result in self.copies.get_finished():
+                self._ended(result)
         received, self._received = self._received, set()
         return set(), received
 

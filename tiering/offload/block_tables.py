@@ -81,6 +81,10 @@ class BlockTables(Generic[Tracked]):
             else:
                 self._grew(req_id, block_ids)
 
+    def pass_step(self) -> None:
+        """Process the schedule of a next step in which no request gets blocks, starts or is preempted."""
+        self._step += 1
+
     def has_gone_back(self, state: Tracked, tokens: int) -> bool:
         """Return True if all KV of a request may be stored, or is computed again in this step.
 

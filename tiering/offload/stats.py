@@ -163,7 +163,7 @@ class CopyReports:
 
     def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
         """Return the transfers since the last call; None if there were none."""
-        if self._stats.is_empty():
+        if not self._stats.data:
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats

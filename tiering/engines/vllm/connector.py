@@ -198,8 +198,9 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()
             return None if transfers is None else TieringConnectorStats(transfers.data)
-        busy = bool(self._open_requests) or self._scheduler.has_pending_work()
-        return self._reports.take(self._scheduler.get_stats()) if self._reports.is_due(busy) else None
+        half = self.scheduler_half or self._no_scheduler()
+        busy = bool(self._open_requests) or half.has_pending_work()
+        return self._reports.take(half.get_stats()) if self._reports.is_due(busy) else None
 
     def shutdown(self) -> None:
         """Wait for copies, drain the tiers, and release the memory. May be called twice."""

@@ -6,7 +6,7 @@ Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -38,30 +38,31 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _adapters: AdapterGuard
     _open_requests: set[str]
 
-    @property
-    def _scheduler(self) -> OffloadingConnectorScheduler | SimpleCPUOffloadScheduler:
-        if self.scheduler_half is None:
-            raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
-        return self.scheduler_half
+    def _no_scheduler(self) -> NoReturn:
+        """Refuse a call of the other side, which has no :attr:`scheduler_half`.
+
+        Every step makes these calls. A property that returned the half would cost each of them another call.
+        """
+        raise ConfigError("a method of vLLM's scheduler was called on a worker's connector")
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+        (self.scheduler_half or self._no_scheduler()).bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)
-        self._scheduler.on_new_request(self._adapters.admit(request))
+        (self.scheduler_half or self._no_scheduler()).on_new_request(self._adapters.admit(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return (self.scheduler_half or self._no_scheduler()).get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        (self.scheduler_half or self._no_scheduler()).update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
-        return self._scheduler.build_connector_meta(scheduler_output)
+        return (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update_connector_output(connector_output)
+        (self.scheduler_half or self._no_scheduler()).update_connector_output(connector_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of loaded tokens per vLLM hit source; vLLM 0.32 and newer call this method."""
@@ -75,23 +76,23 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._open_requests.discard(request.request_id)
-        return self._scheduler.request_finished(request, block_ids)
+        return (self.scheduler_half or self._no_scheduler()).request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._open_requests.discard(request.request_id)
-        return self._scheduler.request_finished_all_groups(request, block_ids)
+        return (self.scheduler_half or self._no_scheduler()).request_finished_all_groups(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies or jobs of tiers run.
 
         vLLM must then keep stepping, because the connector sees them end only in steps.
         """
-        return self._scheduler.has_pending_work()
+        return (self.scheduler_half or self._no_scheduler()).has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        events = self._scheduler.take_events()
+        events = (self.scheduler_half or self._no_scheduler()).take_events()
         return [_vllm_event(event) for event in events] if events else ()
 
     def reset_cache(self) -> bool | None:
@@ -102,5 +103,5 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         and logs that.
         """
         self._adapters.reset()
-        self._scheduler.reset_cache()
+        (self.scheduler_half or self._no_scheduler()).reset_cache()
         return True

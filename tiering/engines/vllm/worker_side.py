@@ -6,7 +6,7 @@ Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
@@ -31,37 +31,39 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _several_groups: bool
     _ledger: LoadLedger
 
-    @property
-    def _worker(self) -> OffloadingConnectorWorker | SimpleCPUOffloadWorker:
-        if self.worker_half is None:
-            raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
-        return self.worker_half
+    def _no_worker(self) -> NoReturn:
+        """Refuse a call of the other side, which has no :attr:`worker_half`.
+
+        Every step makes these calls. A property that returned the half would cost each of them another call.
+        """
+        raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches)
+        (self.worker_half or self._no_worker()).register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
-        if not isinstance(self._worker, OffloadingConnectorWorker):
+        half = self.worker_half or self._no_worker()
+        if not isinstance(half, OffloadingConnectorWorker):
             raise ConfigError(
                 "mode simple cannot offload a KV cache that is one tensor over all layers; use mode tiering"
             )
-        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
+        half.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def unregister_kv_caches(self) -> None:
         """End all copies before the engine sleeps; vLLM 0.33 and newer call this method.
 
         The caches return at the same addresses, so nothing else needs to change.
         """
-        self._worker.drain()
+        (self.worker_half or self._no_worker()).drain()
 
     def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
-        self._worker.handle_preemptions(kv_connector_metadata)
+        (self.worker_half or self._no_worker()).handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._several_groups:
             self._ledger.started(*ordered_loads(metadata))
-        self._worker.start_kv_transfers(metadata)
+        (self.worker_half or self._no_worker()).start_kv_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no request is scheduled before its whole load has ended."""
@@ -71,7 +73,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Queue the step's stores without waiting. The blocks are fenced until the stores end."""
-        self._worker.prepare_store_kv(self._get_connector_metadata())
+        (self.worker_half or self._no_worker()).prepare_store_kv(self._get_connector_metadata())
 
     def clear_connector_metadata(self) -> None:
         """End the step, and queue its stores if vLLM has not called :meth:`wait_for_save`.
@@ -83,7 +85,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        sent, received = self._worker.get_finished(finished_req_ids)
+        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids)
         if self._several_groups:
             self._ledger.ended(received)
         return sent, received
@@ -93,10 +95,12 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
         With several KV-cache groups, the result also names the requests whose load failed.
         """
-        sent, received = self._worker.get_finished(finished_req_ids)
+        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids)
         failed = set()
         if self._several_groups:
-            failed = self._ledger.failed(received, self._worker.get_block_ids_with_load_errors())
+            failed = self._ledger.failed(
+                received, (self.worker_half or self._no_worker()).get_block_ids_with_load_errors()
+            )
             self._ledger.ended(received)
         if TransferResults is None:
             raise ConfigError("this vLLM has no KVConnectorTransferResults; it should call get_finished")
@@ -107,7 +111,9 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
         With several KV-cache groups the set is empty, because vLLM takes reports of requests instead.
         """
-        return set() if self._several_groups else self._worker.get_block_ids_with_load_errors()
+        return (
+            set() if self._several_groups else (self.worker_half or self._no_worker()).get_block_ids_with_load_errors()
+        )
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
         return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
