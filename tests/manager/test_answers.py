@@ -128,6 +128,7 @@ WRONG: dict[str, list[object]] = {
     "shutdown": NOT_TRUE,
     "take_events": [
         [None], [Unprintable()], itertools.repeat(7), "text",
+        itertools.repeat(Event(K, MEDIUM_STORAGE, LOCAL, "odd", False)),
         [Event(None, MEDIUM_STORAGE, LOCAL, "odd", False)],
         [Event([7], MEDIUM_STORAGE, LOCAL, "odd", False)],
         [Event(K, "TAPE", LOCAL, "odd", False)],

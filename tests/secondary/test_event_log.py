@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiering.api.manager import OffloadingEvent
-from tiering.secondary.contract import Distance
+from tiering.secondary.contract import MAX_EVENTS, Distance
 from tiering.secondary.event_log import EventLog
 from tiering.testing.keys import keys_of
 
@@ -81,3 +81,13 @@ def test_events_say_the_words_that_routers_know(distance: Distance | None, told:
     log = EventLog("t", distance, enabled=True, shared=False)
     log.stored(K[:1])
     assert [(event.medium, event.locality, event.tier) for event in log.take()] == [(*told, "t")]
+
+
+def test_more_events_than_a_tier_may_return_at_once_follow_with_the_next_call() -> None:
+    log = EventLog("local", "machine", enabled=True, shared=False)
+    for _ in range(MAX_EVENTS + 1):
+        log.removed(K[:1])
+    log.stored(K[:1])
+    assert len(list(log.take())) == MAX_EVENTS
+    assert [event.removed for event in log.take()] == [True, False]
+    assert list(log.take()) == []

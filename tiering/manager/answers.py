@@ -7,7 +7,7 @@ be taken for another answer. Each check costs one look at the type of the answer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
@@ -19,6 +19,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.secondary.contract import MAX_EVENTS
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -131,6 +132,23 @@ STATISTICS = Answer("TierStats with finite numbers", _statistics)
 _MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))
 _LOCALITIES = frozenset((LOCAL, REMOTE))
 _BYTES = frozenset((bytes,))
+
+
+def read_events(given: Iterable[object], tier: str) -> Iterator[OffloadingEvent]:
+    """Yield the events that a tier has returned.
+
+    Args:
+        given: what the tier has returned as its events.
+        tier: name of the tier.
+
+    Raises:
+        BreachError: one of them is no event of the tier, or there are more than allowed: an iterator that never ends
+            must not be followed.
+    """
+    for number, event in enumerate(given):
+        if number == MAX_EVENTS:
+            raise BreachError(f"more than {MAX_EVENTS:,} events at once")
+        yield read_event(event, tier)
 
 
 def read_event(event: object, tier: str) -> OffloadingEvent:

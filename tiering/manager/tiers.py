@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self, TypeVar
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tiering.api.manager import OffloadingEvent
 from tiering.errors import ConfigError
-from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_event, text_of, truth
+from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_events, text_of, truth
 from tiering.manager.stats import ManagerStats
 from tiering.secondary.contract import SecondaryTierManager
 
@@ -367,12 +367,12 @@ class SecondaryTiers:
         """Return the events of all tiers since the last call; those of each tier are in the tier's order."""
         events: list[OffloadingEvent] = []
         for state in self.states:
-            given: object = ()
+            given: Iterable[object] = ()
             method = state.tier.take_events
             try:
                 given = method()
                 # What a generator returned before it raised counts.
-                events.extend(read_event(event, state.name) for event in given)
+                events.extend(read_events(given, state.name))
             except PROCESS_ENDS:
                 raise
             except BaseException as error:

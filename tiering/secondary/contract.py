@@ -74,6 +74,10 @@ class JobResult:
     """Duration of the transfer in seconds; None (default): not known."""
 
 
+MAX_EVENTS = 100_000
+"""Largest number of events that :meth:`SecondaryTierManager.take_events` may return at once."""
+
+
 class WaitingStores(NamedTuple):
     """Blocks of some stores that a tier has not begun."""
 
@@ -305,7 +309,10 @@ class SecondaryTierManager(ABC):
         return 0.0
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return this medium's events since the last call, in an order that a consumer can apply."""
+        """Return this medium's events since the last call, in an order that a consumer can apply.
+
+        There are :data:`MAX_EVENTS` of them at most; the others follow with the next call.
+        """
         return ()
 
     def has_pending_work(self) -> bool:

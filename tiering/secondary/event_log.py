@@ -8,7 +8,7 @@ from itertools import repeat
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
-from tiering.secondary.contract import Distance
+from tiering.secondary.contract import MAX_EVENTS, Distance
 
 MAX_ANNOUNCED = 1 << 20
 """Largest number of keys on a shared medium that this process remembers having announced."""
@@ -77,10 +77,10 @@ class EventLog:
         self.removed(keys if self._announced is None else list(self._announced))
 
     def take(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call."""
+        """Return the events since the last call, :data:`~tiering.secondary.contract.MAX_EVENTS` at most."""
         if not self._events:
             return ()
-        events, self._events = self._events, []
+        events, self._events = self._events[:MAX_EVENTS], self._events[MAX_EVENTS:]
         return events
 
     def _announce(self, announced: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
