@@ -71,7 +71,8 @@ def truth(answer: object, *_: object) -> bool:
 
 def _prefix(answer: Any, keys: Sequence[OffloadKey], _: ReqContext) -> tuple[int, bool]:
     held, undecided = answer
-    held = index(held)
+    if type(held) is not int:
+        held = index(held)
     if not 0 <= held <= len(keys):
         raise BreachError
     return held, truth(undecided)

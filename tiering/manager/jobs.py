@@ -21,6 +21,7 @@ from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.intake import HELD_FOR
 
 _NO_ROWS: Rows = as_rows(())
+_PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 
 NOBODY = ReqContext("")
@@ -278,6 +279,8 @@ class TierJobs:
             given: Iterable[JobResult] = ()
             try:
                 given = state.tier.get_finished()
+                if type(given) in _PLAIN and not given:
+                    continue
                 # What a generator returned before it raised counts. One that never ends must not be followed.
                 results += islice(given, len(self._jobs) + 1)
             except PROCESS_ENDS:

@@ -150,7 +150,8 @@ class PrefixSearch:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
-                answer = self._ask(state, PREFIX, state.tier.lookup_prefix, walk.keys[position:], request.ctx)
+                keys = walk.keys[position:] if position else walk.keys
+                answer = self._ask(state, PREFIX, state.tier.lookup_prefix, keys, request.ctx)
                 if answer is None:
                     continue
                 held, open_end = answer

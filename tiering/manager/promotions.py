@@ -16,7 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
 import numpy as np
@@ -270,17 +271,14 @@ class Promotions:
         promotion.state.loading_rows -= len(keys)
         if promotion.awaited:
             self.rows_promoting -= len(keys)
-        good = np.ones(len(keys), np.bool_)
-        if arrived is not None:
-            good = np.fromiter(map(arrived.__contains__, keys), np.bool_, len(keys))
+        loaded = [True] * len(keys) if arrived is None else list(map(arrived.__contains__, keys))
         if not promotion.awaited:
-            return self._end_unawaited(promotion, rows, good)
-        if np.count_nonzero(good) == len(good):
-            good_keys, good_rows = keys, rows
-        else:
-            good_keys = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
-            bad_keys = [key for key, ok in zip(keys, good.tolist(), strict=True) if not ok]
-            good_rows = rows[good]
+            return self._end_unawaited(promotion, rows, np.array(loaded, np.bool_))
+        good_keys, good_rows = keys, rows
+        if False in loaded:
+            good = np.array(loaded, np.bool_)
+            good_keys, good_rows = list(compress(keys, loaded)), rows[good]
+            bad_keys = list(compress(keys, map(not_, loaded)))
             self._primary.abort(bad_keys, rows[~good])
             self._fail(promotion, bad_keys)
         self._forget(promotion)
@@ -306,7 +304,9 @@ class Promotions:
         return kept, rows[good]
 
     def _forget(self, promotion: Promotion) -> None:
-        deque(map(self._in_flight.pop, promotion.keys, repeat(None)), maxlen=0)
+        in_flight = self._in_flight
+        for key in promotion.keys:
+            in_flight.pop(key, None)
         promotion.owner.asked.difference_update(promotion.keys)
         for key, requests in promotion.others.items():
             for request in requests:
@@ -360,10 +360,14 @@ class Promotions:
             keys: blocks to load. The pin of a reserved block passes to the load; all other blocks are pinned.
             rows: rows of the blocks, co-indexed with ``keys``.
         """
-        reserved = np.array([request.reserved.pop(key, None) is not None for key in keys], np.bool_)
-        self._uncount(rows[reserved])
-        if np.count_nonzero(reserved) < len(reserved):
-            self._primary.pin(rows[~reserved])
+        pop = request.reserved.pop
+        reserved = [pop(key, None) is not None for key in keys]
+        if False not in reserved:
+            self._uncount(rows)
+        else:
+            mask = np.array(reserved, np.bool_)
+            self._uncount(rows[mask])
+            self._primary.pin(rows[~mask])
 
     def release(self, request: Request) -> None:
         """End all reservations of ``request``."""

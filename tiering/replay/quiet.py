@@ -55,6 +55,7 @@ class QuietTier(BlockTier):
         place_prefix: PlacePrefix | None = None,
     ) -> None:
         self._simulated = io
+        self._breakers = io.breakers
         self._now = clock
         self._look_at = 0.0
         self._out_of_service = 0.0
@@ -81,9 +82,10 @@ class QuietTier(BlockTier):
             return ()
         finished = super().get_finished()
         # Breakers that are not closed have probes of their own, at times of their own.
-        if self._simulated.breakers.state is BreakerState.CLOSED:
+        reads, writes = self._breakers.reads.state, self._breakers.writes.state
+        if reads is BreakerState.CLOSED and writes is BreakerState.CLOSED:
             self._look_at = now + LOOK_AGAIN
-        if self._simulated.breakers.reads.state is not BreakerState.CLOSED:
+        if reads is not BreakerState.CLOSED:
             if self._out_since is None:
                 self._out_since = now
         elif self._out_since is not None:

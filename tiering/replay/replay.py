@@ -163,13 +163,13 @@ class Replay:
 
     def _run_until(self, end: float) -> None:
         """Process the events before ``end``; those of one moment are one step of the engine."""
-        while (now := self._next_event()) < end:
-            self._clock.now = max(self._clock.now, now)
-            self._step(self._clock.now)
-
-    def _next_event(self) -> float:
-        events = self._events
-        return min(events[0][0], self._look_at) if events else self._look_at
+        events, clock = self._events, self._clock
+        while True:
+            now = events[0][0] if events and events[0][0] < self._look_at else self._look_at
+            if now >= end:
+                return
+            clock.now = max(clock.now, now)
+            self._step(clock.now)
 
     def _step(self, now: float) -> None:
         events = self._events
@@ -245,7 +245,7 @@ class Replay:
         answer = self._manager.match_prefix(wanted, running.ctx)
         if answer.pending:
             return False
-        self._load(running, wanted[: answer.hits])
+        self._load(running, wanted if answer.hits == len(wanted) else wanted[: answer.hits])
         return True
 
     def _load(self, running: _Running, hits: list[OffloadKey]) -> None:

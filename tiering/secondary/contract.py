@@ -55,8 +55,7 @@ class TransferJob:
     """True for a store of blocks that were just promoted from a slower tier; default False."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
+class JobResult(NamedTuple):
     """Result of a job that has ended: the tier no longer touches any of its rows.
 
     Every job has exactly one result.

@@ -124,10 +124,8 @@ class GhostFilter:
 
     @staticmethod
     def hashes(keys: Sequence[OffloadKey]) -> NDArray[np.int64]:
-        """Return one int64 per key, never 0 (0 marks an empty slot)."""
-        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-        hashes[hashes == 0] = 1
-        return hashes
+        """Return one int64 per key, never 0 (0 marks an empty slot): Python's hashes are never -1."""
+        return ~np.fromiter(map(hash, keys), np.int64, len(keys))
 
     def contains(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the ``hashes`` that are remembered."""
@@ -265,7 +263,8 @@ class AdmitFillsApart(Admission):
         self._stores.want(self._fills.may_be_offered(keys) if self._never else keys)
 
     def take_wanted(self) -> list[OffloadKey]:
-        return self._stores.take_wanted() + self._fills.take_wanted()
+        stores, fills = self._stores.take_wanted(), self._fills.take_wanted()
+        return stores + fills if stores and fills else stores or fills
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         return self._stores.may_be_offered(self._fills.may_be_offered(keys))
@@ -305,6 +304,7 @@ class StoreBudget:
 
     def __init__(self, group_bytes: tuple[int, ...], limit: int) -> None:
         self._group_bytes = group_bytes
+        self._largest = max(group_bytes)
         self._limit = limit
         self.used = 0
         """Raw bytes of the stores in flight."""
@@ -337,6 +337,8 @@ class StoreBudget:
         fits, however small the limit is.
         """
         room = self._limit - self.used
+        if len(keys) * self._largest <= room:
+            return len(keys)
         sizes = self.sizes(keys)
         if sum(sizes) <= room:
             return len(keys)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 
 from tiering.api.keys import OffloadKey
@@ -333,7 +332,7 @@ class TierJobs:
         self._fingerprint = b""
         self.stored = False
         self.drop_waiting()
-        self._finished = [replace(result, success=False, successful_keys=[]) for result in self._finished]
+        self._finished = [result._replace(success=False, successful_keys=[]) for result in self._finished]
 
     def _finish(
         self,

@@ -215,7 +215,9 @@ class SharedIndex(TierIndex):
     ) -> None:
         self._writing.difference_update(places)
         if self.holds_epoch(places):
-            self._learn_present(list(compress(keys, stored)), now + self._present_ttl)
+            if False in stored:
+                keys = list(compress(keys, stored))
+            self._learn_present(keys, now + self._present_ttl)
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return a name for each key, known or not: an absent block is a miss when it is read."""
@@ -276,6 +278,8 @@ class SharedIndex(TierIndex):
             refused.popitem(last=False)
 
     def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
+        if not keys:
+            return
         if self._refused:
             keys = [key for key in keys if key not in self._refused]
         self._present.update(dict.fromkeys(keys, until))
