@@ -147,6 +147,7 @@ class FakeManager(OffloadingManager):
         self.refuse_stores = False
         self.reverse_stores = False
         self.offered: list[list[OffloadKey]] = []
+        self.offered_last: list[list[OffloadKey]] = []
         self.touched: list[list[OffloadKey]] = []
         self.asked: list[list[OffloadKey]] = []
         self.completed_stores: list[tuple[list[OffloadKey], bool]] = []
@@ -224,6 +225,8 @@ class FakeManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         self._check_unique(keys)
         self.offered.append(list(keys))
+        if is_last:
+            self.offered_last.append(list(keys))
         wanted = [key for key in keys if key not in self.rows]
         idle = [key for key in self.rows if self.refs[key] == 0 and key not in keys]
         if self.refuse_stores or len(wanted) > len(self.free) + len(idle):

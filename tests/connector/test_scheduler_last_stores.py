@@ -56,6 +56,15 @@ def test_a_store_that_found_no_room_goes_out_with_the_step_after_the_end() -> No
     assert not scheduler.has_pending_work()
 
 
+def test_only_the_offers_at_the_end_are_the_last_ones_so_that_the_manager_may_put_the_others_off() -> None:
+    scheduler, manager = make_scheduler()
+    request = refused(scheduler, manager)
+    assert manager.offered
+    assert manager.offered_last == []
+    scheduler.request_finished(request, ids(4))
+    assert manager.offered_last == [request.keys()]
+
+
 def test_it_is_not_tried_for_ever() -> None:
     scheduler, manager = make_scheduler()
     request = refused(scheduler, manager)
