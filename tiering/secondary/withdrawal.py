@@ -89,7 +89,9 @@ class StoreWithdrawal:
             freed = sum(sizes)
             self._budget.used -= freed
             self.release_claims(running.io, lost)
-            self._running[job_id] = running._replace(stored_bytes=running.stored_bytes - freed)
+            # Built anew, because a named tuple's _replace costs several times as much.
+            left = running.stored_bytes - freed
+            self._running[job_id] = RunningJob(running.job, running.held, running.io, left, running.epochs)
         if self._waiting:
             waiting = [self._waiting[job_id] for job_id in rows if job_id in self._waiting]
             given = [(store.job.job_id, self._withdraw_waiting(store, rows[store.job.job_id])) for store in waiting]

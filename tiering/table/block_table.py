@@ -156,7 +156,7 @@ class BlockTable:
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
         known = len(self.pending)
-        self.pending.update(zip(keys, rows.tolist(), strict=True))
+        self.pending.update(zip(keys, rows.tolist(), strict=False))
         if len(self.pending) - known < count:
             rows = self._keep_first_rows(keys, rows)
         return rows, evicted

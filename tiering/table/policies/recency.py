@@ -65,6 +65,13 @@ class _Chunk:
     def __len__(self) -> int:
         return self.end - self.start
 
+    def append(self, rows: Rows, stamps: Stamps) -> None:
+        """Add entries, for which there is room."""
+        end = self.end + len(rows)
+        self.rows[self.end : end] = rows
+        self.stamps[self.end : end] = stamps
+        self.end = end
+
 
 class RecencyLog:
     """The rows of one list (the only list of LRU; T1 or T2 of ARC) in the order of their last use.
@@ -103,18 +110,14 @@ class RecencyLog:
         if self._parked_rows:
             self._unpark(rows)
         clock.stamps[rows] = stamps
-        done = 0
-        while done < count:
-            tail = self._chunks[-1]
-            room = _CHUNK - tail.end
-            if room == 0:
-                self._chunks.append(_Chunk.empty())
-                continue
-            take = min(room, count - done)
-            tail.rows[tail.end : tail.end + take] = rows[done : done + take]
-            tail.stamps[tail.end : tail.end + take] = stamps[done : done + take]
-            tail.end += take
-            done += take
+        tail = self._chunks[-1]
+        while (over := tail.end + len(rows) - _CHUNK) > 0:
+            room = len(rows) - over
+            tail.append(rows[:room], stamps[:room])
+            rows, stamps = rows[room:], stamps[room:]
+            tail = _Chunk.empty()
+            self._chunks.append(tail)
+        tail.append(rows, stamps)
         self._sweep += 2 * count
         if self._sweep >= _CHUNK:
             self._sweep_chunks()
