@@ -1,8 +1,8 @@
 """The block store of the local tier: slots in segment files.
 
 A block's place is its slot number. Header and row move in one vectored call between the primary row and the file,
-without a copy; neighbouring slots move together. A put is atomic, because a torn write does not pass the frame's
-checksum.
+without a copy. Neighbouring slots move together; small ones are read in calls of about half a megabyte. A put is
+atomic, because a torn write does not pass the frame's checksum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiers.local.marks import WrittenMarks
 from tiers.local.new_segments import NewSegments, Pace
 from tiers.local.recovery import Remembered, remember
 from tiers.local.room import Room
-from tiers.local.segments import BUFFERS_PER_CALL, Damage, Geometry, Segments
+from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Geometry, Read, Segments
 from tiers.local.surroundings import Access, warn_of_small_disk
 from tiers.local.syncs import UnsyncedError
 
@@ -86,6 +86,8 @@ class LocalStore(BatchStore):
         """Segments that :meth:`open` created."""
         self.bad_slots: bytes | None = None
         """The document of bad slots as it was at :meth:`open`; None if there was none."""
+        self._blocks_per_write = BUFFERS_PER_CALL // 2
+        self._blocks_per_read = min(READ_CALL // geometry.slot_bytes or self._blocks_per_write, self._blocks_per_write)
         self._try_direct = direct
         self._mount: Path | None = None
         """Mount point of the disk. While it is not mounted, the directory is not created on the disk below."""
@@ -220,7 +222,7 @@ class LocalStore(BatchStore):
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.DONE] * len(blocks)
-        runs = self._runs(blocks, outcomes)
+        runs = self._runs(blocks, outcomes, self._blocks_per_write)
         touched: dict[int, list[int]] = {}
         for run in runs:
             touched.setdefault(self.geometry.locate(_slot(blocks[run[0]]))[0], []).extend(run)
@@ -275,59 +277,60 @@ class LocalStore(BatchStore):
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.ABSENT] * len(blocks)
-        for run in self._runs(blocks, outcomes):
-            self._get_run(blocks, run, outcomes)
+        self._get_runs(blocks, self._runs(blocks, outcomes, self._blocks_per_read), outcomes)
         return outcomes
 
-    def _get_run(self, blocks: Sequence[BlockIO], run: list[int], outcomes: list[Outcome]) -> None:
-        segment, offset = self.geometry.locate(_slot(blocks[run[0]]))
+    def _get_runs(self, blocks: Sequence[BlockIO], runs: Sequence[list[int]], outcomes: list[Outcome]) -> None:
+        reads: list[Read] = []
+        for run in runs:
+            buffers = _buffers(blocks, run)
+            reads.append(Read(*self.geometry.locate(_slot(blocks[run[0]])), buffers, sum(map(len, buffers))))
         try:
-            filled = self.segments.read(segment, offset, _buffers(blocks, run))
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return
-            if len(run) > 1:
-                for position in run:
-                    self._get_run(blocks, [position], outcomes)
-            else:
-                outcomes[run[0]] = store_error(error, f"cannot read slot {blocks[run[0]].place}")
-            return
+            results = self.segments.read_each(reads)
         except StoreError as error:
-            for position in run:
-                outcomes[position] = error
+            for run in runs:
+                for position in run:
+                    outcomes[position] = error
             return
-        for position in run:
-            block = blocks[position]
-            filled -= PAGE + len(block.payload)
-            if filled >= 0 and any(block.header[:8]):
-                block.filled = len(block.payload)
-                outcomes[position] = Done.DONE
+        for run, filled in zip(runs, results, strict=True):
+            if not isinstance(filled, OSError):
+                for position in run:
+                    block = blocks[position]
+                    filled -= PAGE + len(block.payload)
+                    if filled >= 0 and any(block.header[:8]):
+                        block.filled = len(block.payload)
+                        outcomes[position] = Done.DONE
+            elif filled.errno == errno.ENOENT:
+                continue
+            elif len(run) > 1:
+                self._get_runs(blocks, [[position] for position in run], outcomes)
+            else:
+                outcomes[run[0]] = store_error(filled, f"cannot read slot {blocks[run[0]].place}")
 
-    def _runs(self, blocks: Sequence[BlockIO], outcomes: list[Outcome]) -> list[list[int]]:
-        """Return positions in ``blocks`` in groups of neighbouring slots.
+    def _runs(self, blocks: Sequence[BlockIO], outcomes: list[Outcome], most: int) -> list[list[int]]:
+        """Return positions in ``blocks`` in groups of at most ``most`` neighbouring slots.
 
         Blocks without a valid place get their outcome here and are in no group.
         """
         row_bytes = self.geometry.slot_bytes - PAGE
-        per_segment = self.geometry.slots_per_segment
-        valid: list[int] = []
+        num_slots, per_segment = self.geometry.num_slots, self.geometry.slots_per_segment
+        valid: list[tuple[int, int, int]] = []
         for position, block in enumerate(blocks):
-            place = block.place
-            if not isinstance(place, int) or not 0 <= place < self.geometry.num_slots or len(block.payload) > row_bytes:
-                outcomes[position] = PermanentStoreError(f"slot {place!r} does not hold {len(block.payload)} bytes")
+            place, length = block.place, len(block.payload)
+            if isinstance(place, int) and 0 <= place < num_slots and length <= row_bytes:
+                valid.append((place, position, length))
             else:
-                valid.append(position)
-        valid.sort(key=lambda position: _slot(blocks[position]))
+                outcomes[position] = PermanentStoreError(f"slot {place!r} does not hold {length} bytes")
+        valid.sort()
         runs: list[list[int]] = []
         previous = -2
-        for position in valid:
-            place = _slot(blocks[position])
-            if place == previous + 1 and place % per_segment and 2 * len(runs[-1]) + 2 <= BUFFERS_PER_CALL:
+        for place, position, length in valid:
+            if place == previous + 1 and place % per_segment and len(runs[-1]) < most:
                 runs[-1].append(position)
             else:
                 runs.append([position])
             # A shorter block leaves a gap behind it.
-            previous = place if len(blocks[position].payload) == row_bytes else -2
+            previous = place if length == row_bytes else -2
         return runs
 
     # -------------------------------------------------------------------------------------------------------- documents

@@ -103,6 +103,40 @@ def test_a_run_longer_than_a_vectored_call_is_cut(tmp_path: Path, device: Faulty
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("block_bytes", "count", "reads"), [(64 << 10, 9, 1), (64 << 10, 10, 2), (512 << 10, 3, 3), (2 << 20, 3, 1)]
+)
+def test_neighbours_below_half_a_megabyte_are_read_in_calls_of_that_size(
+    tmp_path: Path, device: FaultyDevice, block_bytes: int, count: int, reads: int
+) -> None:
+    geometry = Geometry(block_bytes + PAGE, count, 1)
+    store = LocalStore(tmp_path, geometry, 16 << 20, files=device)
+    store.open()
+    device.calls.clear()
+    put = blocks(store, *range(count), size=block_bytes)
+    assert store.put(put) == [Done.DONE] * count
+    assert operations(device, "write") == 1
+    assert come_back(store, put)
+    assert operations(device, "read") == reads
+    store.close()
+
+
+def test_one_read_that_fails_does_not_fail_the_other_reads_of_a_call(store: LocalStore, device: FaultyDevice) -> None:
+    put = blocks(store, 1, 3, 4, 6)
+    assert store.put(put) == [Done.DONE] * 4
+    fails = iter([False, True, False, False, True])
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "read" and next(fails):
+            raise OSError(errno.EIO, "bad sector")
+
+    device.fail = fail
+    got = [block_to_get(store, block.place, BLOCK_BYTES, number=int(block.place)) for block in put]
+    outcomes = store.get(got)
+    assert [type(outcome) for outcome in outcomes] == [Done, Done, DeviceError, Done]
+    assert [frame_bytes(got[at]) for at in (0, 1, 3)] == [frame_bytes(put[at]) for at in (0, 1, 3)]
+
+
 # ---------------------------------------------------------------------------------------------------------------- marks
 
 

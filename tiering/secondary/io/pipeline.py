@@ -29,10 +29,10 @@ from tiering.secondary.io.frame import (
     Codec,
     CorruptReason,
     FrameError,
+    FrameHeader,
     SequenceSource,
     encode_header,
     verify,
-    verify_raw,
 )
 from tiering.secondary.io.layers.breaker import BreakerOpenError, Breakers
 from tiering.secondary.io.messages import IoJob, IoKind
@@ -179,25 +179,28 @@ class Pipeline:
     def _store(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         if self._compress and self._traits.alignment == 1:
             return self._store_compressed(job, positions, rows, sizes)
-        alignment = self._traits.alignment
+        memory, stride, alignment = self._memory, self._stride, self._traits.alignment
         headers = self._buffers.put_headers.take(len(rows), self._traits.header_bytes)
         sequence = self._sequence.take(len(rows))
+        payloads = [memory[row * stride : row * stride + size] for row, size in zip(rows, sizes, strict=True)]
+        # Each digest drives the interpreter's memory out of the caches: one after another, they disturb it only once.
+        digests = list(map(xxh3_128_digest, payloads))
         blocks: list[BlockIO] = []
-        for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
-            start = row * self._stride
-            raw = self._memory[start : start + size]
+        for at, position in enumerate(positions):
+            header, payload, row, size, key = headers[at], payloads[at], rows[at], sizes[at], job.keys[position]
             encode_header(
                 header,
-                key=job.keys[position],
+                key=key,
                 fingerprint=job.fingerprint,
-                sequence=sequence + len(blocks),
+                sequence=sequence + at,
                 raw_length=size,
-                digest=xxh3_128_digest(raw),
+                digest=digests[at],
             )
             if padding := -size % alignment:
-                np.frombuffer(self._memory[start + size : start + size + padding], np.uint8).fill(0)
-                raw = self._memory[start : start + size + padding]
-            blocks.append(BlockIO(job.keys[position], job.places[position], header, raw, job.deadline))
+                end = row * stride + size
+                np.frombuffer(memory[end : end + padding], np.uint8).fill(0)
+                payload = memory[end - size : end + padding]
+            blocks.append(BlockIO(key, job.places[position], header, payload, job.deadline))
         return self.store.put(blocks)
 
     def _store_compressed(
@@ -236,20 +239,49 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------------- load
 
     def _load(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
-        alignment = self._traits.alignment
-        blocks: list[BlockIO] = []
+        memory, stride, alignment = self._memory, self._stride, self._traits.alignment
         headers = self._buffers.get_headers.take(len(rows), self._traits.header_bytes)
-        for header, position, row, size in zip(headers, positions, rows, sizes, strict=True):
-            payload = self._memory[row * self._stride : row * self._stride + size + -size % alignment]
-            blocks.append(BlockIO(job.keys[position], job.places[position], header, payload, job.deadline))
+        blocks = [
+            BlockIO(
+                job.keys[position],
+                job.places[position],
+                header,
+                memory[row * stride : row * stride + size + -size % alignment],
+                job.deadline,
+            )
+            for header, position, row, size in zip(headers, positions, rows, sizes, strict=True)
+        ]
         outcomes = self.store.get(blocks)
-        refused: list[CorruptBlockError] = []
+        if len(outcomes) == len(blocks):
+            self._verify(blocks, sizes, outcomes, job.fingerprint)
+        return outcomes
+
+    def _verify(
+        self, blocks: Sequence[BlockIO], sizes: Sequence[int], outcomes: list[Outcome], fingerprint: bytes
+    ) -> None:
+        """Replace the outcome of each block that was read and is not the requested one by an error."""
+        read: list[int] = []
+        found: list[FrameHeader] = []
+        payloads: list[memoryview] = []
         for at, outcome in enumerate(outcomes):
-            error = self._verify(blocks[at], sizes[at], job.fingerprint) if outcome is Done.DONE else outcome
-            if isinstance(error, StoreError):
-                outcomes[at] = error
-                if isinstance(error, CorruptBlockError):
-                    refused.append(error)
+            if outcome is Done.DONE:
+                block, size = blocks[at], sizes[at]
+                try:
+                    header = self._decode(block, size, fingerprint)
+                except StoreError as error:
+                    outcomes[at] = error
+                except ConfigError as error:
+                    outcomes[at] = PermanentStoreError(str(error))
+                else:
+                    read.append(at)
+                    found.append(header)
+                    payloads.append(block.payload if len(block.payload) == size else block.payload[:size])
+        # Each digest drives the interpreter's memory out of the caches: one after another, they disturb it only once.
+        digests = list(map(xxh3_128_digest, payloads))
+        for at, header, digest in zip(read, found, digests, strict=True):
+            if digest != header.digest:
+                outcomes[at] = FrameError(CorruptReason.PAYLOAD, blocks[at].key)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, CorruptBlockError)]
         if refused and (count := self._refused.admit(len(refused))):
             _log.warning(
                 "tier %s: %d block(s) on the medium were refused and count as misses; the last: %s",
@@ -257,25 +289,24 @@ class Pipeline:
                 count,
                 refused[-1],
             )
-        return outcomes
 
-    def _verify(self, block: BlockIO, size: int, fingerprint: bytes) -> StoreError | None:
-        try:
-            header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=fingerprint, raw_length=size)
-            if self._traits.variable_size:
-                if block.filled != header.stored_length:
-                    raise FrameError(CorruptReason.LENGTH, block.key)
-            elif header.codec != Codec.RAW:
-                raise FrameError(CorruptReason.CODEC, block.key)
-            raw = block.payload[:size]
-            if header.codec != Codec.RAW:
-                self._codec().decode(header.codec, raw, header.stored_length, block.key)
-            verify_raw(header, raw, block.key)
-        except StoreError as error:
-            return error
-        except ConfigError as error:
-            return PermanentStoreError(str(error))
-        return None
+    def _decode(self, block: BlockIO, size: int, fingerprint: bytes) -> FrameHeader:
+        """Check the header of a block that was read, decode its payload, and return the header.
+
+        The digest of the payload is left to compare.
+
+        Raises:
+            FrameError: the header is not that of the requested block, or the payload cannot be decoded.
+        """
+        header = verify(block.header[:HEADER_BYTES], key=block.key, fingerprint=fingerprint, raw_length=size)
+        if self._traits.variable_size:
+            if block.filled != header.stored_length:
+                raise FrameError(CorruptReason.LENGTH, block.key)
+        elif header.codec != Codec.RAW:
+            raise FrameError(CorruptReason.CODEC, block.key)
+        if header.codec != Codec.RAW:
+            self._codec().decode(header.codec, block.payload[:size], header.stored_length, block.key)
+        return header
 
     def _codec(self) -> BlockCodec:
         codec = self._buffers.codec
