@@ -76,6 +76,8 @@ class LoadPlanner:
         """Key of each block that is being loaded, and the id of the last job that loads the block."""
         self._warn_shrunk = LimitedWarning(logger, clock)
         self._queued: list[tuple[Job, list[int]]] = []
+        self.has_orders = False
+        """True if :meth:`take` returns more than nothing; an attribute, because every step asks."""
         self._failed: dict[ReqId, list[int]] = {}
         """GPU blocks that no load fills, by request, to be sent to the workers with the next step."""
         self._unfilled: set[int] = set()
@@ -135,6 +137,7 @@ class LoadPlanner:
         if invalid or source is None:
             self.shrunk_hits += 1
             self._failed[state.ctx.req_id] = invalid
+            self.has_orders = True
             state.load_failed(end)
             self._warn_shrunk(
                 "%d GPU blocks of a hit are not readable any more; the engine recomputes them", len(invalid)
@@ -146,8 +149,9 @@ class LoadPlanner:
 
         The blocks of the orders are fenced from now on.
         """
-        if not self._queued and not self._failed:
+        if not self.has_orders:
             return {}, {}
+        self.has_orders = False
         for job, block_ids in self._queued:
             self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
         orders, failed = self._orders, self._failed
@@ -230,6 +234,7 @@ class LoadPlanner:
         job = self._jobs.open(state.ctx, keys, target)
         self._loading.update(zip(keys, repeat(job.job_id)))
         self._queued.append((job, block_ids))
+        self.has_orders = True
         destination = GPULoadStoreSpec(
             block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts]
         )

@@ -180,7 +180,7 @@ class FencedTables(BlockTables[RequestState]):
         if output.scheduled_new_reqs or output.preempted_req_ids or any(output.scheduled_cached_reqs.new_block_ids):
             self.follow(output)
         else:
-            self.pass_step()
+            self._step += 1
         if not self._taken:
             return []
         taken, self._taken = self._taken, []

@@ -285,9 +285,10 @@ class OffloadingConnectorScheduler:
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
         if self._completions.orphans:
             flush |= self._completions.orphans
-        loads, failed_loads = self.loads.take()
-        stores, withdrawn = self._stores.take_last(flush, self.states)
-        if withdrawn:
+        loads, failed_loads = self.loads.take() if self.loads.has_orders else ({}, {})
+        stores: dict[ReqId, TransferOrder] = {}
+        if self._stores.last:
+            stores, withdrawn = self._stores.take_last(flush, self.states)
             for job in withdrawn:
                 self._completions.ended(job)
             flush = flush.difference(job.job_id for job in withdrawn)

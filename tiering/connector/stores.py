@@ -77,7 +77,7 @@ class StorePlanner:
         self._largest_block = max(group.offloaded_block_size for group in groups)
         self._warn_full = LimitedWarning(logger, clock)
         self._holds_back = any(group.volatile_tokens for group in groups)
-        self._last: dict[ReqId, TransferOrder] = {}
+        self.last: dict[ReqId, TransferOrder] = {}
         """Last stores of requests that have ended; no worker has received these orders."""
         self.refused_offers = 0
         """Number of offers that found no room in the primary tier, since the start."""
@@ -114,7 +114,7 @@ class StorePlanner:
             self.refused_offers += 1
             order, _ = self._plan(state, 0, max(self._largest_block, refused // 2), is_last=True)
         if order is not None:
-            self._last[state.ctx.req_id] = order
+            self.last[state.ctx.req_id] = order
 
     def take_last(
         self, reused: Collection[int], running: Collection[ReqId]
@@ -125,9 +125,9 @@ class StorePlanner:
             reused: jobs whose blocks this step overwrites before their copy could start.
             running: ids of the requests that run now; one of them may have the id of a request that has ended.
         """
-        if not self._last:
+        if not self.last:
             return {}, []
-        last, self._last = self._last, {}
+        last, self.last = self.last, {}
         withdrawn = [
             (req_id, self._jobs.withdraw(order.job_id))
             for req_id, order in last.items()

@@ -362,9 +362,11 @@ class TieringOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        if self._rest.goes_on:
+        rest = self._rest
+        # Most steps of an engine with many small requests end here.
+        if rest.until is not None and rest.heard == self.news.count and self._clock() < rest.until:
             return
-        self._rest.listen()
+        rest.listen()
         self._jobs.collect()
         if self._jobs.awaited:
             self._cascade_awaited()

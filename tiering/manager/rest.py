@@ -8,10 +8,10 @@ from tiering.manager.answers import PROCESS_ENDS, SECONDS
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.runtime.news import News
 
-LONGEST_REST = 0.02
+LONGEST_REST = 0.1
 """Longest time in seconds for which the ends of steps leave the tiers out.
 
-Work that is due at some time begins this much later at most.
+Work of a tier that is due at some time begins this much later at most; a tier may ask for less.
 """
 
 
@@ -19,7 +19,7 @@ class Rest:
     """The time for which the ends of steps may leave the tiers of one manager out.
 
     The rest begins at the end of a step, if all tiers agree. It ends with an announcement of a tier, with its time, and
-    whenever :attr:`until` is set to None.
+    whenever :attr:`until` is set to None. The manager itself compares both attributes, because every step does.
 
     Args:
         tiers: the tiers.
@@ -27,25 +27,21 @@ class Rest:
         clock: monotonic clock, in seconds.
     """
 
-    __slots__ = ("_clock", "_heard", "_news", "_tiers", "until")
+    __slots__ = ("_clock", "_news", "_tiers", "heard", "until")
 
     def __init__(self, tiers: SecondaryTiers, news: News, clock: Callable[[], float]) -> None:
         self._tiers = tiers
         self._news = news
         self._clock = clock
-        self._heard = news.count
+        self.heard = news.count
+        """The last announcement whose result was collected; the rest goes on until another one comes."""
         self.until: float | None = None
         """Time at which the rest ends; None if the tiers do not rest, which any use of the manager must set."""
-
-    @property
-    def goes_on(self) -> bool:
-        """True if the end of this step may leave the tiers out."""
-        return self.until is not None and self._heard == self._news.count and self._clock() < self.until
 
     def listen(self) -> None:
         """Note that the results of all announcements until now are collected next."""
         self.until = None
-        self._heard = self._news.count
+        self.heard = self._news.count
 
     def begin(self, next_due: float) -> None:
         """Let the tiers rest if all of them agree.

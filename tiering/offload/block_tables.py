@@ -32,6 +32,7 @@ class BlockTables(Generic[Tracked]):
         self._groups = groups
         self._states = states
         self._step = 0
+        """Number of the last step; a step in which no request gets blocks, starts or is preempted is only counted."""
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -80,10 +81,6 @@ class BlockTables(Generic[Tracked]):
                 self._started(req_id, block_ids, computed)
             else:
                 self._grew(req_id, block_ids)
-
-    def pass_step(self) -> None:
-        """Process the schedule of a next step in which no request gets blocks, starts or is preempted."""
-        self._step += 1
 
     def has_gone_back(self, state: Tracked, tokens: int) -> bool:
         """Return True if all KV of a request may be stored, or is computed again in this step.

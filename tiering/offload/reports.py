@@ -25,7 +25,8 @@ class TierReports(Generic[Stats]):
     def __init__(self, make: type[Stats], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._make = make
         self._clock = clock
-        self._next_at = 0.0
+        self.next_at = 0.0
+        """Time of the next report while requests or jobs run, in monotonic seconds."""
         self._tiers, self._records = Increments(), Increments()
 
     def is_due(self, busy: bool) -> bool:
@@ -35,9 +36,9 @@ class TierReports(Generic[Stats]):
             busy: True while requests or jobs run.
         """
         now = self._clock()
-        if busy and now < self._next_at:
+        if busy and now < self.next_at:
             return False
-        self._next_at = now + STATS_INTERVAL
+        self.next_at = now + STATS_INTERVAL
         return True
 
     def take(self, current: Mapping[str, Any]) -> Stats | None:

@@ -48,6 +48,9 @@ LOAD_PART = 256
 At its deadline, a long load delivers the parts that have arrived. A larger part costs the scheduler less per block.
 """
 
+REST_WITH_JOBS = 0.02
+"""Longest rest while jobs run, in seconds: jobs that wait in vain and threads that hang are noticed in steps."""
+
 _NO = PrefixAnswer(0, False)
 
 
@@ -304,7 +307,9 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def rest(self) -> float:
         calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
-        return math.inf if calm and self.rests() else 0.0
+        if not calm or not self.rests():
+            return 0.0
+        return REST_WITH_JOBS if self._jobs.running else math.inf
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()

@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -198,6 +199,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()
             return None if transfers is None else TieringConnectorStats(transfers.data)
+        if self._open_requests and time.monotonic() < self._reports.next_at:
+            return None
         half = self.scheduler_half or self._no_scheduler()
         busy = bool(self._open_requests) or half.has_pending_work()
         return self._reports.take(half.get_stats()) if self._reports.is_due(busy) else None
