@@ -32,7 +32,10 @@ class BlockTables(Generic[Tracked]):
         self._groups = groups
         self._states = states
         self._step = 0
-        """Number of the last step; a step in which no request gets blocks, starts or is preempted is only counted."""
+        """Number of the last step.
+
+        A step in which no request gets blocks, starts or is preempted is only counted.
+        """
 
     # ------------------------------------------------------------------------------------------------------------ steps
 

@@ -49,7 +49,10 @@ At its deadline, a long load delivers the parts that have arrived. A larger part
 """
 
 REST_WITH_JOBS = 0.02
-"""Longest rest while jobs run, in seconds: jobs that wait in vain and threads that hang are noticed in steps."""
+"""Longest rest while jobs run, in seconds.
+
+Jobs that wait in vain and threads that hang are noticed in steps.
+"""
 
 _NO = PrefixAnswer(0, False)
 

@@ -51,10 +51,10 @@ SINGLE_UNIT_BYTES = 1 << 20
 """Maximum bytes of one unit for media that move one block after the other."""
 
 LEAST_STORE_BYTES = 256 << 10
-"""Stores on media that move one block after the other are not cut below this, nor below :data:`LEAST_UNIT_BLOCKS`.
+"""Bytes below which stores are not cut on media that move one block after the other.
 
-Nobody waits for the end of a store, and a unit for each small block would take as much CPU time as the block. Loads are
-cut into single blocks.
+The bound is :data:`LEAST_UNIT_BLOCKS` blocks, if these are smaller. Nobody waits for the end of a store, and a unit for
+each small block would take as much CPU time as the block. Loads are cut into single blocks.
 """
 
 LOOKUP_THREADS = 32
