@@ -94,7 +94,45 @@ def test_a_request_is_put_off_for_as_long_as_a_write_takes() -> None:
     rig.clock.advance(TAKE_AFTER)
     store_for_another(rig, tier)
     assert offer(rig, K[20:21])
-    assert not offer(rig, K[21:22]), "the next store waits by itself"
+    assert offer(rig, K[21:22]), "a request waits once, however many stores it has"
+    ctx = rig.request("new")
+    assert rig.manager.prepare_store(K[22:23], ctx) is None, "each request waits by itself"
+
+
+def test_other_offers_of_a_request_do_not_prolong_its_wait() -> None:
+    rig, tier = busy_rig()
+    assert not offer(rig, K[20:21])
+    assert rig.manager.was_put_off(rig.ctx)
+    for _ in range(4):
+        rig.clock.advance(TAKE_AFTER / 4)
+        store_for_another(rig, tier)
+        assert offer(rig, K[2:4]), "blocks that are held"
+        assert offer(rig, [])
+        assert not rig.manager.was_put_off(rig.ctx)
+    rig.clock.advance(TAKE_AFTER / 100)
+    assert offer(rig, K[20:21])
+
+
+def test_a_request_waits_again_in_the_next_burst() -> None:
+    rig, tier = busy_rig()
+    assert not offer(rig, K[20:21])
+    rig.clock.advance(TAKE_AFTER)
+    store_for_another(rig, tier)
+    assert offer(rig, K[20:21])
+    tier.finish_all()
+    rig.step()
+    assert offer(rig, K[21:22])
+    assert offer(rig, rig.primary.unknown(K)[: MOST + 1])
+    end_one(rig, tier)
+    assert not offer(rig, rig.primary.unknown(K)[:1])
+
+
+def test_a_refusal_for_lack_of_room_is_no_wait_for_the_tier() -> None:
+    rig, _ = busy_rig()
+    assert not offer(rig, K[20:21])
+    assert rig.manager.prepare_store(keys_of(*range(100, 101 + ROWS)), rig.ctx, is_last=True) is None
+    assert not rig.manager.was_put_off(rig.ctx)
+    assert rig.stat("stores_without_room") == 1
 
 
 def test_a_tier_that_ends_no_cascade_puts_nothing_off() -> None:

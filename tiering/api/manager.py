@@ -193,6 +193,13 @@ class OffloadingManager(ABC):
             off until slower tiers have taken more blocks. The caller may offer the blocks again at a later step.
         """
 
+    def was_put_off(self, req_context: ReqContext) -> bool:
+        """Return True if the last :meth:`prepare_store` of a request was put off, and not refused for lack of room.
+
+        The same blocks may be offered again at the next step; a smaller store would wait as long.
+        """
+        return False
+
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Make stored blocks readable, or free their rows if the store failed.
 

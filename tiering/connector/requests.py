@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 @dataclass(slots=True)
 class StorePace:
-    """Size and time of the next offer of a request, after offers that found no room."""
+    """Size and time of the next offer of a request, after offers that were not taken."""
 
     batch_tokens: int = NEVER
     """Largest number of tokens in one offer."""
@@ -37,6 +37,8 @@ class StorePace:
     """First step at which blocks are offered again."""
     backoff_steps: int = 1
     """Pause in steps after the next offer that finds no room; 1 unless the last offer found no room."""
+    waiting: bool = False
+    """True if blocks wait that were offered, or could have been in a larger offer."""
 
     def refused(self, tokens: int, step: int, smallest: int) -> None:
         """Record that an offer of ``tokens`` found no room at ``step``: a smaller part is offered later.
@@ -46,12 +48,23 @@ class StorePace:
             step: the present step.
             smallest: tokens of the smallest useful offer.
         """
+        self.waiting = True
         self.batch_tokens = max(smallest, tokens // 2)
         self.retry_at_step = step + self.backoff_steps
         self.backoff_steps = min(2 * self.backoff_steps, MAX_BACKOFF_STEPS)
 
-    def accepted(self) -> None:
-        """Record that an offer found room: the next one may be larger."""
+    def put_off(self, step: int) -> None:
+        """Record that an offer was put off at ``step``: it is repeated at the next step, with all blocks until then."""
+        self.waiting = True
+        self.retry_at_step = step + 1
+
+    def accepted(self, *, all_blocks: bool) -> None:
+        """Record that an offer found room: the next one may be larger.
+
+        Args:
+            all_blocks: True if the offer had all blocks that could be offered.
+        """
+        self.waiting = not all_blocks
         self.backoff_steps = 1
         self.batch_tokens = min(self.batch_tokens * 2, NEVER)
 

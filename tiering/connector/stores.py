@@ -104,10 +104,10 @@ class StorePlanner:
     def plan_last(self, state: RequestState) -> None:
         """Offer once more the remaining blocks of a request that ends.
 
-        The remaining blocks are those that found no room, and those of volatile tokens, which are final now. If there
+        The remaining blocks are those that were not taken, and those of volatile tokens, which are final now. If there
         is no room for all of them, the first half is offered. :meth:`take_last` returns the order with the next step.
         """
-        if state.pace.backoff_steps == 1 and not self._holds_back:
+        if not (state.pace.waiting or self._holds_back):
             return
         order, refused = self._plan(state, 0, NEVER, is_last=True)
         if refused:
@@ -151,7 +151,8 @@ class StorePlanner:
             group_state = state.groups[group.group_idx]
             group_state.cursor = max(group_state.cursor, gone)
         offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
-        limit = min(computed, state.store_limit, offered_from + most_tokens)
+        whole = min(computed, state.store_limit)
+        limit = min(whole, offered_from + most_tokens)
         ends = [
             self._end(state, group, limit if is_last else min(limit, computed - group.volatile_tokens))
             for group in self._groups
@@ -165,7 +166,7 @@ class StorePlanner:
             output = self._manager.prepare_store(keys, state.ctx, is_last=is_last)
             if output is None:
                 return None, limit - offered_from
-            state.pace.accepted()
+            state.pace.accepted(all_blocks=limit == whole)
             if len(output.keys_to_store):
                 order = self._order(state, offers, keys, output.keys_to_store, output.store_spec)
         for group_state, end in zip(state.groups, ends, strict=True):
@@ -226,8 +227,11 @@ class StorePlanner:
         return TransferOrder(job.job_id, (GPULoadStoreSpec(block_ids, [len(ids) for ids in runs], firsts), destination))
 
     def _refused(self, state: RequestState, tokens: int, step: int) -> None:
-        """Record that an offer found no room; a smaller part is offered at a later step."""
+        """Record that an offer was not taken: if it found no room, a smaller part is offered at a later step."""
         self.refused_offers += 1
+        if self._manager.was_put_off(state.ctx):
+            state.pace.put_off(step)
+            return
         state.pace.refused(tokens, step, self._largest_block)
         self._warn_full(
             "no room in the primary tier for %d tokens of request %s; they are offered again later "

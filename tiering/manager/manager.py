@@ -241,10 +241,9 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        if not is_last and self._backlog.puts_off(request, keys):
+        request.put_off = not is_last and self._backlog.puts_off(request, keys)
+        if request.put_off:
             self._stats.stores_put_off += 1
-            if request.refused_since is None:
-                request.refused_since = self._clock()
             return None
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
@@ -263,6 +262,10 @@ class TieringOffloadingManager(OffloadingManager):
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)
         return output
+
+    def was_put_off(self, req_context: ReqContext) -> bool:
+        request = self._known.get(req_context.req_id)
+        return request is not None and request.put_off
 
     def _take_rows(self, keys: Sequence[OffloadKey], request: Request) -> bool:
         """Take rows of waiting cascades for a store of ``keys``, and return True if some were taken."""

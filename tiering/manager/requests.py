@@ -51,6 +51,12 @@ class Request:
 
     refused_since: float | None = None
     """Time since when the request's stores find no room; None while they find room."""
+    put_off: bool = False
+    """True if the request's last store was put off."""
+    put_off_in: int = 0
+    """Number of the busy period in which a store of the request was put off last; 0: none was."""
+    put_off_since: float = 0.0
+    """Time at which that period put off a store of the request for the first time."""
 
     def may_wait(self, now: float, patience: float) -> bool:
         """Return True if an undecided lookup may stay undecided.
