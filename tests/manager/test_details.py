@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.errors import ConfigError, WrongThreadError
 from tiering.manager.manager import TieringOffloadingManager
@@ -338,3 +339,14 @@ def test_shutdown_collects_what_has_ended(caplog: pytest.LogCaptureFixture) -> N
     tier.finish_all()
     rig.manager.shutdown()
     assert caplog.text == ""
+
+
+def test_a_block_that_another_request_has_stored_is_found_while_promotions_of_other_blocks_go_on() -> None:
+    rig = ManagerRig(8, [FakeTier(held={K[1], K[2]})])
+    other = rig.request("other")
+    output = rig.manager.prepare_store([K[0]], other)
+    assert output is not None
+    assert rig.manager.match_prefix(K[1:3], rig.ctx) == PrefixMatch(2, True)
+    assert rig.manager.match_prefix(K[:1], rig.ctx) == PrefixMatch(1, True)
+    rig.manager.complete_store(output.keys_to_store, other)
+    assert rig.manager.match_prefix(K[:1], rig.ctx) == PrefixMatch(1, False)

@@ -194,7 +194,7 @@ class OffloadingManager(ABC):
         """
 
     def was_put_off(self, req_context: ReqContext) -> bool:
-        """Return True if the last :meth:`prepare_store` of a request was put off, and not refused for lack of room.
+        """Return True if the last store of a request was put off, rather than refused for lack of room.
 
         The same blocks may be offered again at the next step; a smaller store would wait as long.
         """

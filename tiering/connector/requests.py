@@ -54,7 +54,10 @@ class StorePace:
         self.backoff_steps = min(2 * self.backoff_steps, MAX_BACKOFF_STEPS)
 
     def put_off(self, step: int) -> None:
-        """Record that an offer was put off at ``step``: it is repeated at the next step, with all blocks until then."""
+        """Record that an offer was put off at ``step``.
+
+        It is repeated at the next step, with all blocks until then.
+        """
         self.waiting = True
         self.retry_at_step = step + 1
 

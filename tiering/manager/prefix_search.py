@@ -103,7 +103,7 @@ class PrefixSearch:
                 self._waiters.settle(request, keys)
 
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
-        keys, pending = walk.keys, False
+        keys, pending, stored_by_others = walk.keys, False, False
         while position < len(keys):
             key = keys[position]
             if key in self._readable:
@@ -116,6 +116,7 @@ class PrefixSearch:
                     run = list(takewhile(lambda other: other not in request.refused, run))
                 self._promotions.join(request, run)
                 pending = True
+                stored_by_others = stored_by_others or not request.asked.issuperset(run)
                 position += len(run)
             else:
                 if walk.runs == MAX_RUNS:
@@ -131,7 +132,7 @@ class PrefixSearch:
                 pending = True
                 position += promoted
         pending = pending and position >= walk.at_least
-        if pending:
+        if pending and not stored_by_others:
             request.awaited = (len(keys), keys[-1], position)
         return PrefixMatch(position, pending)
 

@@ -156,7 +156,7 @@ class Promotions:
     def awaited_loads(request: Request, keys: Sequence[OffloadKey], at_least: int) -> int | None:
         """Return the number of hits in ``keys`` of a request that waits for promotions in flight alone.
 
-        A search would give the same answer until they have ended.
+        A search would give the same answer until one of them has ended.
 
         Args:
             request: the request that asks.
@@ -307,19 +307,14 @@ class Promotions:
         in_flight = self._in_flight
         for key in promotion.keys:
             in_flight.pop(key, None)
-        promotion.owner.asked.difference_update(promotion.keys)
-        for key, requests in promotion.others.items():
-            for request in requests:
-                request.asked.discard(key)
+        _end_waits(promotion)
 
     def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
         """Note that the tier failed to load ``keys``; its requests do not ask it for them again."""
         rank = promotion.state.rank
-        promotion.owner.awaited = None
         promotion.owner.failed.setdefault(rank, set()).update(keys)
         for key in keys:
             for request in promotion.others.get(key, ()):
-                request.awaited = None
                 request.failed.setdefault(rank, set()).add(key)
 
     # ----------------------------------------------------------------------------------------------------- reservations
@@ -480,10 +475,7 @@ class Promotions:
     def drop_queued(self) -> None:
         """Drop all promotions that are not submitted yet, for a reset."""
         for promotion in self._queued.values():
-            promotion.owner.asked.difference_update(promotion.keys)
-            for key, requests in promotion.others.items():
-                for request in requests:
-                    request.asked.discard(key)
+            _end_waits(promotion)
             self._drop(promotion, promotion.keys, as_rows(promotion.rows))
         self._queued.clear()
 
@@ -502,3 +494,13 @@ class Promotions:
         for _, request, keys in self._expiries:
             self._unreserve(request, keys)
         self._expiries.clear()
+
+
+def _end_waits(promotion: Promotion) -> None:
+    """Let no request wait for the blocks of a promotion any more; each must search anew."""
+    promotion.owner.asked.difference_update(promotion.keys)
+    promotion.owner.awaited = None
+    for key, requests in promotion.others.items():
+        for request in requests:
+            request.asked.discard(key)
+            request.awaited = None

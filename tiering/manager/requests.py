@@ -44,7 +44,7 @@ class Request:
     awaited: tuple[int, OffloadKey, int] | None = None
     """Length and last key of the prompt whose search waits for promotions in flight alone, and its hits.
 
-    None if the last search found otherwise, or a promotion has failed since.
+    None if the last search found otherwise, or a promotion has ended since, or a reset has come.
     """
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
@@ -157,3 +157,4 @@ class Requests:
             request.refused.clear()
             request.failed.clear()
             request.asked.clear()
+            request.awaited = None
