@@ -27,6 +27,13 @@ class Panic(BaseException):
     """An error outside of ``Exception``, as libraries in other languages raise."""
 
 
+class Endless(list[Any]):
+    """A list whose iterator never ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(K[0])
+
+
 class Unprintable:
     """An object that raises whatever is asked of it."""
 
@@ -239,6 +246,12 @@ def test_a_tier_may_answer_with_values_of_numpy() -> None:
     assert {type(value) for value in fields["job_latency"]} == {int}
     assert (fields["blocks"], fields["read_seconds"]) == (4, 0.5)
     assert rig.stat("tiers_out_of_service") == 0
+
+
+def test_a_list_of_keys_whose_iterator_never_ends_does_not_hold_the_step() -> None:
+    rig = ManagerRig(12, [answering(take_wanted_keys=lambda: Endless(K))])
+    rig.step()
+    assert rig.stat("jobs_in_flight") == 0
 
 
 def test_numpy_answers_of_a_prefix_lookup_are_understood() -> None:

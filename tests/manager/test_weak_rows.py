@@ -11,7 +11,7 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.manager.weak_rows import LOOK_AT, PART_AT_ONCE, ROWS_AT_ONCE, TAKE_AFTER
-from tiering.secondary.contract import WaitingStores
+from tiering.secondary.contract import JobResult, WaitingStores
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -244,7 +244,7 @@ def test_a_tier_that_withdraws_what_it_was_not_asked_for_is_taken_out_of_service
     assert store(rig, K[4:8])
     tier.given = given
     assert nothing_is_freed(rig, tier)
-    assert "it withdrew rows that are not to be withdrawn" in caplog.text
+    assert "its withdraw_stores gave up rows that are not to be withdrawn" in caplog.text
 
 
 def test_a_tier_that_withdraws_more_than_it_was_asked_for_is_taken_out_of_service() -> None:
@@ -526,3 +526,13 @@ def test_a_reset_and_a_shutdown_end_jobs_that_lost_blocks() -> None:
     tier.finish_all()
     rig.step()
     assert (rig.stat("rows_quarantined"), rig.stat("rows_free")) == (0, ROWS)
+
+
+def test_a_tier_that_reports_blocks_as_stored_that_it_gave_up_goes_out_of_service() -> None:
+    tier = FakeTier(waits=True)
+    rig = make_rig(tier)
+    assert store(rig, K[:8])
+    assert store(rig, K[8:9])
+    tier.results.append(JobResult(tier.stores[0].job_id, True))
+    rig.step()
+    assert rig.stat("misreported_jobs") == rig.stat("tiers_out_of_service") == 1

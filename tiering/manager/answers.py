@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Real
 from operator import index
 from typing import Any, Generic, TypeVar
@@ -113,8 +114,9 @@ def _number(value: object) -> int | float:
 def _wanted(answer: Any) -> list[OffloadKey]:
     if isinstance(answer, (bytes, str)):
         raise BreachError
-    # A generator has no length: it might never end.
-    return list(dict.fromkeys(answer)) if len(answer) else []
+    # A generator has no length: it might never end. Nor need the iterator of a sequence of the tier's own.
+    count = len(answer)
+    return list(dict.fromkeys(islice(answer, count))) if count else []
 
 
 def _unread(answer: Any, *_: object) -> tuple[Any]:

@@ -42,6 +42,8 @@ class Job:
     """Time by which the tier should have reported the job."""
     promotion: Promotion | None = None
     """The promotion; None for a cascade."""
+    gave_up: bool = False
+    """True if the tier gave up rows of the cascade before it began them."""
     linked: bool = False
     """True while the job is in a :class:`CascadeOrder`."""
     older: Job | None = None
@@ -256,6 +258,7 @@ class TierJobs:
                 lost = frozenset(rows)
                 left = as_rows([row for row in job.rows.tolist() if row not in lost])
             self.weak.shrink(job, left)
+            job.gave_up = True
             released += rows
         # A block may wait in two cascades of the tier, and each of them has pinned the row.
         rounds = [released] if len(set(released)) == len(released) else [rows for _, rows in given]
@@ -331,6 +334,8 @@ class TierJobs:
         if job is None or job.state is not state:
             raise BreachError(f"it reported job {text_of(result.job_id)}, which is not one of its own in flight")
         if keys is None:
+            if success and job.gave_up:
+                raise BreachError(f"it reported job {job.job_id} as stored, of which it had given up blocks")
             return job, success, None if success else _NO_KEYS
         if job.promotion is None:
             return job, False, _NO_KEYS

@@ -217,7 +217,7 @@ class WeakRows:
                 raise
             except BaseException as error:
                 # Nothing is released: perhaps the tier still reads these rows.
-                self._breach(state, "it withdrew rows that are not to be withdrawn", answer[0], error)
+                self._breach(state, "its withdraw_stores gave up rows that are not to be withdrawn", answer[0], error)
                 continue
             self._jobs.give_up(state, given)
 
