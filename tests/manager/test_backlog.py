@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiering.api.keys import OffloadKey
-from tiering.manager.backlog import BACKLOG_SHARE
+from tiering.manager.backlog import BACKLOG_SHARE, CALM_AFTER
 from tiering.manager.weak_rows import TAKE_AFTER
 from tiering.secondary.contract import SecondaryTierManager
 from tiering.testing.fake_tier import FakeTier
@@ -121,6 +121,7 @@ def test_a_request_waits_again_in_the_next_burst() -> None:
     assert offer(rig, K[20:21])
     tier.finish_all()
     rig.step()
+    rig.clock.advance(CALM_AFTER + 1)
     assert offer(rig, K[21:22])
     assert offer(rig, rig.primary.unknown(K)[: MOST + 1])
     end_one(rig, tier)

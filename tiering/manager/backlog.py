@@ -7,24 +7,25 @@ tier hold more than a share of all rows, a store is therefore put off. The engin
 other rows remain a cache of the blocks that were used last.
 
 Where stores come faster than the tier writes for long, waiting does not help. A request therefore waits only once in a
-busy period, however many stores it has. The period ends when an offer finds few rows held.
+busy period, however many stores it has. A period ends when no store has found so many rows held for a while.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.manager.requests import Request
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.weak_rows import TAKE_AFTER
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 BACKLOG_SHARE = 0.5
 """Share of the primary rows that cascades to the fastest tier may hold before stores are put off."""
 
-CALM_SHARE = 0.25
-"""Share of the primary rows that these cascades hold at most when a busy period ends."""
+CALM_AFTER = 1.0
+"""Seconds without a store that found so many rows held, after which a busy period has ended."""
 
 
 class Backlog:
@@ -42,9 +43,9 @@ class Backlog:
         self._primary = primary
         self._states = tiers.states
         self._clock = clock
-        self._most = int(BACKLOG_SHARE * primary.num_rows)
-        self._calm = int(CALM_SHARE * primary.num_rows)
-        self._busy = False
+        self.most_rows = int(BACKLOG_SHARE * primary.num_rows)
+        """Rows that cascades to the fastest tier may hold; only beyond them need :meth:`puts_off` be asked."""
+        self._busy_at = -math.inf
         self._period = 0
 
     def puts_off(self, request: Request, keys: Sequence[OffloadKey]) -> bool:
@@ -57,15 +58,14 @@ class Backlog:
             request: the request that stores the blocks.
             keys: the blocks.
         """
-        state = self._fastest()
-        if state is None or state.cascading_rows <= self._most:
-            if self._busy and (state is None or state.cascading_rows <= self._calm):
-                self._busy = False
+        state = next((state for state in self._states if state.in_service), None)
+        if state is None or state.cascading_rows <= self.most_rows:
             return False
-        if not self._busy:
-            self._busy = True
+        now = self._clock()
+        if now - self._busy_at > CALM_AFTER:
             self._period += 1
-        now, waited = self._clock(), request.put_off_in == self._period
+        self._busy_at = now
+        waited = request.put_off_in == self._period
         if now - state.cascade_ended >= TAKE_AFTER or (waited and now - request.put_off_since >= TAKE_AFTER):
             return False
         if not self._primary.unknown(keys):
@@ -73,9 +73,3 @@ class Backlog:
         if not waited:
             request.put_off_in, request.put_off_since = self._period, now
         return True
-
-    def _fastest(self) -> TierState | None:
-        for state in self._states:
-            if state.in_service:
-                return state
-        return None

@@ -118,6 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
         self._backlog = Backlog(primary_tier, self._tiers, clock)
+        self._most_cascading = self._backlog.most_rows
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._rest = Rest(self._tiers, self.news, clock)
@@ -241,7 +242,11 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        request.put_off = not is_last and self._backlog.puts_off(request, keys)
+        request.put_off = (
+            not is_last
+            and any(state.cascading_rows > self._most_cascading for state in self._states)
+            and self._backlog.puts_off(request, keys)
+        )
         if request.put_off:
             self._stats.stores_put_off += 1
             return None

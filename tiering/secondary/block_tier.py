@@ -309,6 +309,8 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.on_step()
 
     def rest(self) -> float:
+        if self._coordination is not None:
+            return 0.0  # Nobody announces the notices of other machines.
         calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
         if not calm or not self.rests():
             return 0.0
