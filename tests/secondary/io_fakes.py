@@ -108,7 +108,7 @@ def running_host(
     )
     host = build_io_host(store, options, primary.context(clock), sleep=clock.sleep)
     if single_units:
-        host.least_unit_bytes = host.least_store_bytes = 0
+        host.least_unit_bytes = 0
     try:
         yield host
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.secondary.io_fakes import PAGE, Primary, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreTraits
+from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
 from tiering.secondary.io.depth import AUTO_DEPTH
@@ -201,43 +201,18 @@ def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(size: int,
     assert {len(places) for places in places_of(store, "put")} == {least}
 
 
-class SingleStore(BlockStore):
-    """A medium that moves one block after the other; ``movers`` has the thread of each block."""
-
-    traits = StoreTraits(medium="SINGLE")
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.movers: dict[Place, int] = {}
-
-    def put_one(self, block: BlockIO) -> None:
-        self.movers[block.place] = threading.get_ident()
-        self.gate.wait()
-
-    def get_one(self, block: BlockIO) -> Done:
-        self.put_one(block)
-        return Done.ABSENT
-
-
 def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
+    class _Single(BlockStore):
+        traits = StoreTraits(medium="SINGLE")
+
+        def put_one(self, block: BlockIO) -> None: ...
+
+        def get_one(self, block: BlockIO) -> Done:
+            return Done.ABSENT
+
     primary = Primary(1)
-    with running_host(SingleStore(), primary, single_units=False) as host:
+    with running_host(_Single(), primary, single_units=False) as host:
         assert (host.unit_bytes, host.least_unit_bytes) == (SINGLE_UNIT_BYTES, 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "at_once"),
-    [(IoKind.STORE, PAGE, 2), (IoKind.STORE, 64 << 10, 4), (IoKind.STORE, 256 << 10, 16), (IoKind.LOAD, PAGE, 16)],
-)
-def test_small_blocks_are_stored_one_after_the_other_and_loaded_at_once(kind: IoKind, size: int, at_once: int) -> None:
-    primary, store = Primary(16, size), SingleStore()
-    with running_host(store, primary, threads=16, single_units=False, release=store.gate.set) as host:
-        host.submit(make_job(primary, kind, range(16)))
-        assert until(lambda: len(store.movers) == at_once)
-        assert len(host.lanes.of(kind).running) == at_once
-        store.gate.set()
-        finish(host)
-    assert len(store.movers) == 16
 
 
 def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(monkeypatch: pytest.MonkeyPatch) -> None:

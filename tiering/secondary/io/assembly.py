@@ -7,13 +7,7 @@ from collections.abc import Callable
 
 from tiering.block_store import BlockStore
 from tiering.secondary.contract import TierContext
-from tiering.secondary.io.host import (
-    BATCH_UNIT_BYTES,
-    LEAST_STORE_BYTES,
-    LEAST_UNIT_BYTES,
-    SINGLE_UNIT_BYTES,
-    IoHost,
-)
+from tiering.secondary.io.host import BATCH_UNIT_BYTES, LEAST_UNIT_BYTES, SINGLE_UNIT_BYTES, IoHost
 from tiering.secondary.io.layers.attempts import DeadlineLayer, MeterLayer, RetryLayer
 from tiering.secondary.io.layers.breaker import BreakerLayer, Breakers
 from tiering.secondary.io.pipeline import Pipeline
@@ -77,7 +71,6 @@ def build_io_host(
         clock=clock,
         unit_bytes=BATCH_UNIT_BYTES if store.traits.batches else SINGLE_UNIT_BYTES,
         least_unit_bytes=LEAST_UNIT_BYTES if store.traits.batches else 0,
-        least_store_bytes=LEAST_STORE_BYTES,
         stopping=stopping,
         news=context.news,
     )

@@ -50,13 +50,6 @@ call of its own, and many in one unit would wait for one another.
 SINGLE_UNIT_BYTES = 1 << 20
 """Maximum bytes of one unit for media that move one block after the other."""
 
-LEAST_STORE_BYTES = 256 << 10
-"""Bytes below which stores are not cut on media that move one block after the other.
-
-The bound is :data:`LEAST_UNIT_BLOCKS` blocks, if these are smaller. Nobody waits for the end of a store, and a unit for
-each small block would take as much CPU time as the block. Loads are cut into single blocks.
-"""
-
 LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
@@ -83,7 +76,6 @@ class IoHost:
         clock: function that returns monotonic seconds.
         unit_bytes: maximum bytes of a unit; a single block may be larger.
         least_unit_bytes: bytes below which no job is cut; default 0, so that a unit may be a single block.
-        least_store_bytes: bytes below which no store is cut, if these are more; default 0.
         stopping: event that is set when the host is closed; default: a new one.
         news: receiver of an announcement whenever a job or task ends; default: none.
     """
@@ -97,7 +89,6 @@ class IoHost:
         clock: Callable[[], float] = time.monotonic,
         unit_bytes: int = BATCH_UNIT_BYTES,
         least_unit_bytes: int = 0,
-        least_store_bytes: int = 0,
         stopping: threading.Event | None = None,
         news: News | None = None,
     ) -> None:
@@ -117,8 +108,6 @@ class IoHost:
         """Maximum bytes of a unit; a single block may be larger."""
         self.least_unit_bytes = least_unit_bytes
         """Bytes below which no job is cut."""
-        self.least_store_bytes = max(least_unit_bytes, least_store_bytes)
-        """Bytes below which no store is cut."""
         self.lanes = lanes = Lanes(depth, clock)
         """Units that wait and run, and the depth of each direction."""
         self._threads = IoThreads(
@@ -370,8 +359,7 @@ class IoHost:
         job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
         size = max(1, max(job.sizes, default=1))
         share = -((unit.start - unit.stop) // max(1, lane.finder.depth - len(lane.waiting)))
-        least_bytes = self.least_store_bytes if job.kind is IoKind.STORE else self.least_unit_bytes
-        least = min(least_bytes // size, LEAST_UNIT_BLOCKS)
+        least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS)
         blocks = max(1, min(max(share, least), self.unit_bytes // size))
         starts = range(unit.start, unit.stop, blocks)
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in starts]
