@@ -311,6 +311,16 @@ def test_a_wrong_result_of_a_load_makes_nothing_readable_and_releases_no_row(
     assert rig.manager.match_prefix(K, rig.ctx) == (0, False)
 
 
+def test_a_tier_cannot_change_the_keys_of_a_lookup() -> None:
+    def clear(keys: list[OffloadKey], ctx: ReqContext) -> PrefixAnswer:
+        keys.clear()
+        return PrefixAnswer(0, False)
+
+    prompt = list(K)
+    ManagerRig(12, [answering(lookup_prefix=clear)]).manager.match_prefix(prompt, ReqContext("r1"))
+    assert prompt == K
+
+
 def test_a_tier_cannot_change_the_keys_and_rows_of_a_job() -> None:
     """The manager, the other tiers and the engine use the same keys and rows."""
 

@@ -151,7 +151,7 @@ class PrefixSearch:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
-                keys = walk.keys[position:] if position else walk.keys
+                keys = walk.keys[position:]  # a copy, also of the whole: a tier must not change the caller's keys
                 answer = self._ask(state, PREFIX, state.tier.lookup_prefix, keys, request.ctx)
                 if answer is None:
                     continue
