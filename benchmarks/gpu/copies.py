@@ -31,6 +31,8 @@ GOALS = {64 << 10: 0.95, 16 << 10: 0.8}
 """Page size in bytes → least rate, as a part of the rate of a bare pinned copy."""
 MOST_SUBMIT_SECONDS = 100e-6
 """Longest time that the submission of one block may take on the engine's thread."""
+_STALE = 0xA5
+"""Value of the bytes in new staging buffers: an allocator may return memory that still holds what a check expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def copies_of(
         )
         try:
             require(pinned.is_pinned, "the rows could not be pinned; the log has the error's number")
+            for half in store.halves + load.halves:
+                half.fill_(_STALE)
             yield Copies(cache, region, pinned, layout, store, load)
         finally:
             load.shutdown()
