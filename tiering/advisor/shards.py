@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heappush, heappushpop
 
 HASH_BITS = 32
 """Length of a hash in bits."""
@@ -134,33 +134,49 @@ class Shards:
 
     def _enter(self, hashes: Sequence[int], counted: bool) -> None:
         """Add distinct keys to the sample, as far as their hashes are still below the threshold."""
-        if len(self._last) + len(hashes) > self._sample:
-            for key in hashes:
-                self._enter_one(key, counted)
+        now, last, times, largest = self._now, self._last, self._times, self._largest
+        if len(last) + len(hashes) > self._sample:
+            self._enter_full(hashes, counted)
             return
         # Nothing leaves the sample here, and the hashes were chosen by the present threshold.
-        now = self._now
         self._now = now + len(hashes)
         entered = range(now + 1, self._now + 1)
-        self._last.update(zip(hashes, entered, strict=True))
-        self._times.extend(entered)
-        largest = self._largest
+        last.update(zip(hashes, entered, strict=True))
+        times.extend(entered)
         for key in hashes:
             heappush(largest, -key)
         if counted:
             self._count(len(self._capacities), len(hashes))
 
-    def _enter_one(self, key: int, counted: bool) -> None:
-        if key >= self.threshold:
-            return
-        self._now += 1
-        self._last[key] = self._now
-        self._times.append(self._now)
-        heappush(self._largest, -key)
+    def _enter_full(self, hashes: Sequence[int], counted: bool) -> None:
+        """Add distinct keys to a sample that is full or becomes so.
+
+        A key that does not fit lowers the threshold to the largest sampled hash, whose key leaves the sample.
+        """
+        now, last, times, largest = self._now, self._last, self._times, self._largest
+        threshold, room = self.threshold, self._sample - len(self._last)
+        entered, weight = 0, 0.0
+        for key in hashes:
+            if key >= threshold:
+                continue
+            entered += 1
+            weight += HASHES / threshold
+            if room:
+                room -= 1
+                heappush(largest, -key)
+            else:
+                threshold = -heappushpop(largest, -key)
+                if threshold == key:
+                    continue
+                del times[bisect_left(times, last.pop(threshold))]
+            now += 1
+            last[key] = now
+            times.append(now)
+        self._now, self.threshold = now, threshold
         if counted:
-            self._count(len(self._capacities), 1)
-        if len(self._last) > self._sample:
-            self._shrink()
+            self._weights[-1] += weight
+            self.weight += weight
+            self.sampled += entered
 
     def _count(self, bucket: int, accesses: int) -> None:
         """Count sampled accesses that hit at the capacity ``bucket``, and not at the next smaller one."""
@@ -168,12 +184,6 @@ class Shards:
         self._weights[bucket] += weight
         self.weight += weight
         self.sampled += accesses
-
-    def _shrink(self) -> None:
-        """Lower the threshold to the largest sampled hash, whose key leaves the sample."""
-        largest = -heappop(self._largest)
-        self.threshold = largest
-        del self._times[bisect_left(self._times, self._last.pop(largest))]
 
     def hit_rate(self, capacity: int) -> float:
         """Return the estimated hit rate of a cache of ``capacity`` blocks.
