@@ -32,7 +32,10 @@ GOALS = {64 << 10: 0.95, 16 << 10: 0.8}
 MOST_SUBMIT_SECONDS = 100e-6
 """Longest time that the submission of one block may take on the engine's thread."""
 _STALE = 0xA5
-"""Value of the bytes in new staging buffers: an allocator may return memory that still holds what a check expects."""
+"""Value of the bytes in new staging buffers.
+
+An allocator may return memory that still holds what a check expects.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,7 @@ def test_an_endpoint_that_is_none_is_one_line(
 def test_addresses() -> None:
     assert metrics_url("http://engine:8000") == metrics_url("http://engine:8000/") == "http://engine:8000/metrics"
     assert metrics_url("https://proxy/engine-7/metrics") == "https://proxy/engine-7/metrics"
-    with pytest.raises(ConfigError, match="is not an address"):
-        metrics_url("engine:8000")
+    for wrong in ("engine:8000", "http://[bad", "http://engine:port", "http://:8000"):
+        with pytest.raises(ConfigError, match="is not an address"):
+            metrics_url(wrong)
     assert kv_tiering("top", "http://engine", "--url", "http://engine").code == 2

@@ -82,6 +82,8 @@ def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
     [
         ("", "holds no request"),
         ("no json\n", "line 1: is not JSON"),
+        ("[" * 100_000, "line 1: is not JSON: its values are nested too deeply"),
+        (public_line(0, [1]) + "[" * 100_000, "line 2: .*nested too deeply"),
         ('{"some": "thing"}\n', "is not a known kind of trace"),
         (json.dumps({"format": "kv-tiering-trace", "version": 99, "block_tokens": 16}), "version 99"),
         (json.dumps({"format": "kv-tiering-trace", "version": 1, "block_tokens": 0}), "above 0"),

@@ -50,8 +50,12 @@ def metrics_url(url: str) -> str:
     Raises:
         ConfigError: ``url`` is not an http address.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without their other half, or a port that is no number
+        known = False
+    if not known:
         raise ConfigError(f"{mask_text(url)!r} is not an address; write it like http://127.0.0.1:8000/metrics")
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tiering.cli.contents import TierContent
 from tiering.cli.output import stderr
 from tiering.errors import ConfigError
+from tiering.runtime.json_text import parse_json
 from tiering.secondary.admin.contract import StoredBlock, TierAdmin
 from tiering.secondary.admin.verification import FrameVerifier
 from tiering.secondary.io.frame import HEADER_BYTES, FrameError
@@ -69,7 +70,7 @@ class Resumable:
 
     def _read(self, path: Path) -> None:
         try:
-            found = json.loads(path.read_text())
+            found = parse_json(path.read_text())
             if (found["version"], found["stack"]) != (_VERSION, self._stack):
                 raise ConfigError(f"--state: {path} is of another stack or version; remove it, or name another file")
             for tier, words in found["tiers"].items():

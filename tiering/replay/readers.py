@@ -24,6 +24,7 @@ import numpy as np
 
 from tiering.errors import ConfigError
 from tiering.replay.trace import TraceRequest, chained
+from tiering.runtime.json_text import parse_json
 
 FORMAT = "kv-tiering-trace"
 """Name of the project's own format, in the first line of a trace."""
@@ -117,7 +118,7 @@ class Trace:
                     if line.isspace():
                         continue
                     try:
-                        words = json.loads(line)
+                        words = parse_json(line)
                     except ValueError:
                         if parse is _own and not line.endswith("\n") and not file.readline(1):
                             return  # the process that recorded the trace was killed while it wrote the last line
@@ -178,7 +179,7 @@ def _info(path: Path, block_tokens: int | None) -> TraceInfo:
     if not line:
         raise ConfigError(f"{path}: holds no request")
     try:
-        words = json.loads(line)
+        words = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line 1: is not JSON: {error}") from error
     info = _recognised(path, words)

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 
 from tiering.errors import InUseError, PermanentStoreError
+from tiering.runtime.json_text import parse_json
 from tiering.secondary.files import open_plain, store_error
 from tiers.local.layout import REPLICA_PREFIX
 
@@ -218,7 +219,7 @@ def describe_owner(directory: Path) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         fd = open_plain(directory / LOCK_NAME, os.O_RDONLY)
         try:
-            owner = json.loads(os.pread(fd, _OWNER_BYTES, 0))
+            owner = parse_json(os.pread(fd, _OWNER_BYTES, 0))
         finally:
             os.close(fd)
         return f"process {owner['pid']} on {owner['host']} (since {owner['started']})"

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from tiering.errors import ConfigError
+from tiering.runtime.json_text import parse_json
 
 logger = logging.getLogger("kv_tiering.vllm")
 
@@ -265,7 +266,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 def _digest(file: Path) -> str:
     if file.suffix == ".json":
         try:
-            value = meaning(json.loads(file.read_bytes()))
+            value = meaning(parse_json(file.read_bytes()))
             if file.name.endswith(".index.json") and isinstance(value, dict):
                 value = value.get("weight_map", value)  # the other words describe sizes
             content = json.dumps(value, sort_keys=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from tiering.api.namespace import fingerprint_of
+from tiering.runtime.json_text import parse_json
 from tiering.secondary.admin.contract import EpochState, KnownNamespace
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS, EpochDocument
 
@@ -58,7 +58,7 @@ def known_namespaces(documents: Mapping[str, bytes], fresh_leases: Collection[st
 
 def _parsed(content: bytes) -> Mapping[str, Any]:
     try:
-        found = json.loads(content)
+        found = parse_json(content)
     except ValueError:
         return {}
     return found if isinstance(found, Mapping) else {}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tiering.block_store import BlockStore
 from tiering.errors import StoreError
+from tiering.runtime.json_text import parse_json
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -47,7 +48,7 @@ def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | N
     Raises:
         StoreError: the medium cannot list its documents.
     """
-    own = _leaves(json.loads(parameters))
+    own = _leaves(parse_json(parameters))
     best: tuple[int, str, tuple[str, ...]] | None = None
     others = 0
     for name in islice(sorted(store.list_documents(prefix)), _MAX_NAMESPACES):
@@ -93,7 +94,7 @@ def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> 
 def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
     try:
         stored = store.read_document(name)
-        found = None if stored is None else json.loads(bytes(stored))
+        found = None if stored is None else parse_json(bytes(stored))
     except (StoreError, ValueError) as error:
         logger.info("document %s cannot be read, and is not compared: %s", name, error)
         return None
