@@ -24,6 +24,7 @@ from tiering import (
 )
 from tiering.primary.memory.region import SharedRegion
 from tiering.testing.frames import random_bytes
+from tiers.local.tier import LocalTier
 
 CAPACITY = 16 << 20
 GROUP_BYTES = (8192, 5000)
@@ -72,6 +73,18 @@ class Child:
         )
         self.weights = 0
         self._requests = 0
+
+    def wait_for_recovery(self) -> None:
+        """Step until the disk's blocks are all known.
+
+        The start waits two seconds for that. On a busy machine it takes longer, and lookups find nothing until then.
+        """
+        (tier,) = self.manager.secondary_tiers
+        assert isinstance(tier, LocalTier)
+        end = time.monotonic() + PATIENCE_SECONDS
+        while tier.recovering and time.monotonic() < end:
+            self.manager.on_schedule_end()
+            time.sleep(0.001)
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -135,6 +148,7 @@ def run(
     """
     rng = random.Random(seed)
     child = Child(path, region, durability)
+    child.wait_for_recovery()
     missing, wrong = child.load(held)
     pipe.send(("checked", missing, wrong + child.load(others)[1]))
     number = first
