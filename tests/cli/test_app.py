@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -94,6 +95,25 @@ def test_a_stack_with_the_cpu_tier_alone_is_told_in_one_line(
     assert (done.code, done.out, done.err.count("\n")) == (FINDINGS, "", 1)
     assert done.err.startswith(f"kv-tiering: {stack} has only the CPU tier: ")
     assert text in done.err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, write_stack: WriteStack) -> None:
+    bucket = write_stack(
+        {"type": "s3", "bucket": "kv-cache", "endpoint_url": "http://127.0.0.1:9", "retries": {"attempts": 1}}
+    )
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for words, code in ((("trace", "generate", "--requests", "2"), 0), (("inspect", bucket), 1)):
+        run = subprocess.run(
+            ["sh", "-c", f'"$@" {closed}', "sh", *command(*words)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (run.returncode, "Traceback" in run.stderr) == (code, False), run.stderr
 
 
 def test_a_reader_that_closes_the_pipe_early_is_no_error() -> None:

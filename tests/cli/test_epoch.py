@@ -20,6 +20,7 @@ from tiering.secondary.service.common_epoch import CommonEpoch, find_common, new
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
+from tiers.object.command import ObjectAdmin
 from tiers.object.store import ObjectStore
 from tiers.valkey import VALKEY_TIER, ValkeyOptions
 from tiers.valkey.command import ValkeyAdmin
@@ -106,6 +107,49 @@ def test_a_namespace_that_one_medium_lacks_begins_on_the_other(media: Media) -> 
     assert (done.code, "valkey\tno namespace" in done.out) == (0, True)
     assert len(media.found("s3").invalidations) == 1
     assert kv_tiering("epoch", "new", media.stack, "--namespace", "0" * 8, "--yes").code == 2
+
+
+DAMAGED = "0" * 32
+"""A namespace whose document is damaged."""
+
+
+def damage(media: Media) -> None:
+    """Add the document of a namespace, with content that is no JSON, to both media."""
+    media.bucket.objects[f"prod/documents/namespace-{DAMAGED}.json"] = b"{bad"
+    store = ValkeyStore(ValkeyOptions.model_validate(media.words["valkey"]))
+    store.open()
+    store.write_document(f"namespace-{DAMAGED}.json", b"{bad")
+    store.close()
+
+
+def test_a_damaged_document_of_one_namespace_keeps_no_epoch_from_beginning(media: Media) -> None:
+    media.fill("s3", "valkey")
+    damage(media)
+    done = kv_tiering("epoch", "new", media.stack, "--all", "--yes")
+    assert done.code == 0, done.err
+    for name in media.words:
+        assert len(media.found(name).invalidations) == 1
+        for namespace in (DAMAGED, NAMESPACE.directory):
+            assert f"{name}\t{namespace[:8]}: a new epoch has begun" in done.out
+
+
+def test_a_namespace_whose_epoch_cannot_begin_keeps_no_other_from_beginning(
+    media: Media, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media.fill("s3", "valkey")
+    damage(media)
+    begin = ObjectAdmin.begin_epoch
+
+    async def fail_for_one(self: ObjectAdmin, namespace: str, invalidation: bytes) -> str:
+        if namespace == DAMAGED:
+            raise TemporaryStoreError("the document cannot be written")
+        return await begin(self, namespace, invalidation)
+
+    monkeypatch.setattr(ObjectAdmin, "begin_epoch", fail_for_one)
+    done = kv_tiering("epoch", "new", media.stack, "--all", "--yes")
+    assert done.code == 1
+    assert f"s3: {DAMAGED[:8]}: no new epoch has begun: the document cannot be written" in done.err
+    assert len(media.found("s3").invalidations) == len(media.found("valkey").invalidations) == 1
 
 
 def test_media_that_have_lost_their_documents_are_no_success(media: Media) -> None:

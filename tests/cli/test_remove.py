@@ -88,6 +88,28 @@ def test_epoch_new_in_a_process_of_its_own_makes_the_next_start_empty(disk: Path
     assert make_local().held(K) == []
 
 
+@pytest.mark.parametrize("arguments", [("epoch", "new", "--all"), ("clear", "--all"), ("gc",), ("inspect",)])
+def test_a_document_that_cannot_be_read_is_no_success(
+    arguments: tuple[str, ...], tmp_path: Path, disk: Path, make_local: MakeLocal
+) -> None:
+    filled(make_local)
+    (document,) = tmp_path.rglob("documents/epoch-*")
+    document.rename(document.with_name("moved"))
+    document.symlink_to("moved")
+    word, *others = arguments
+    done = kv_tiering(word, *others[:1], disk, *others[1:], *(() if word == "inspect" else ("--yes",)))
+    assert (done.code, f"cannot read {document}" in done.err) == (1, True), done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_an_epoch_of_another_users_directory_is_no_success(tmp_path: Path, disk: Path, make_local: MakeLocal) -> None:
+    filled(make_local)
+    for path in tmp_path.rglob("*"):
+        os.chown(path, 12345, 12345)
+    done = kv_tiering("epoch", "new", disk, "--all", "--yes")
+    assert (done.code, "belongs to user 12345" in done.err, "run as that user" in done.err) == (1, True, True), done
+
+
 @pytest.mark.parametrize(("answer", "left"), [(b"y\n", 0), (b"\n", 32), (CTRL_C, 32)])
 def test_a_terminal_is_asked_before_anything_is_removed(
     answer: bytes, left: int, disk: Path, make_local: MakeLocal
@@ -104,7 +126,8 @@ def test_a_terminal_is_asked_before_anything_is_removed(
     try:
         while True:
             # Ctrl-C at the very start of a read is noticed with the next key only, so it is pressed again.
-            if answer == CTRL_C and not select.select([terminal], [], [], 0.5)[0]:
+            waits = answer == CTRL_C and b"interrupted" not in seen
+            if waits and not select.select([terminal], [], [], 0.5)[0]:
                 os.write(terminal, CTRL_C)
             else:
                 seen += os.read(terminal, 65536)

@@ -137,15 +137,15 @@ class Namespace:
     """The parameters as canonical JSON."""
     epoch: bytes = NO_EPOCH
     """The present epoch, :data:`EPOCH_BYTES` long."""
-    base: bytes = field(init=False)
-    """Digest of the parameters, 16 bytes. Resets do not change it."""
+    base: bytes = b""
+    """Digest of the parameters, 16 bytes; default: computed from them. Resets do not change it."""
     fingerprint: bytes = field(init=False)
     """Digest of the parameters and the epoch, 16 bytes. Every frame carries it."""
 
     def __post_init__(self) -> None:
-        base = hashlib.sha256(self.parameters.encode()).digest()[:16]
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "fingerprint", fingerprint_of(base, self.epoch))
+        if not self.base:
+            object.__setattr__(self, "base", hashlib.sha256(self.parameters.encode()).digest()[:16])
+        object.__setattr__(self, "fingerprint", fingerprint_of(self.base, self.epoch))
 
     @classmethod
     def build(
@@ -173,6 +173,11 @@ class Namespace:
             return cls(json.dumps(parameters, sort_keys=True, separators=(",", ":")))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"ModelIdentity.overrides: not plain data: {error}") from error
+
+    @classmethod
+    def named(cls, directory: str) -> Namespace:
+        """Return the namespace of the name ``directory``, 32 hex digits, whose parameters are not known."""
+        return cls("", base=bytes.fromhex(directory))
 
     @property
     def directory(self) -> str:

@@ -19,6 +19,7 @@ def main() -> None:
     Ctrl-C before and after the run ends the process at once. During the run it is a ``KeyboardInterrupt``, so that the
     command can tidy up. A process that ignores Ctrl-C, as one in the background does, keeps ignoring it.
     """
+    _open_closed_streams()
     heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -43,6 +44,21 @@ def main() -> None:
         # It came between the run and the change of the handler.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in the place of each standard stream that the caller has closed.
+
+    Otherwise a file of a tier would get the number of the stream.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 def _end(code: int) -> NoReturn:

@@ -10,7 +10,7 @@ import click
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
 from tiering.cli.tiers import agreed, choose_namespaces, for_each_tier, note
-from tiering.errors import TemporaryStoreError
+from tiering.errors import StoreError, TemporaryStoreError
 from tiering.secondary.admin.contract import KnownNamespace, TierAdmin
 from tiering.secondary.options import SharedOptions, TierOptions
 from tiering.secondary.service.common_epoch import new_invalidation
@@ -137,15 +137,25 @@ def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -
         found = [item.name for item in await admin.namespaces() if item.name in names]
         if not found:
             raise TemporaryStoreError("its documents have gone meanwhile; repeat the command in a minute")
+        left: dict[str, StoreError] = {}
         for name in found:
-            sentence = await admin.begin_epoch(name, invalidation)
-            click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
-        if admin.watch_seconds:
+            try:
+                sentence = await admin.begin_epoch(name, invalidation)
+            except StoreError as error:
+                left[name] = error
+            else:
+                click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
+        for name, reason in left.items():
+            note(admin.name, f"{name[:8]}: no new epoch has begun: {reason}")
+            found.remove(name)
+        if admin.watch_seconds and found:
             note(
                 admin.name,
                 f"watches over the new epoch for {admin.watch_seconds:.0f} s, because the server may lose its memory "
                 "before all engines have noticed",
             )
             await admin.watch_epochs(found, invalidation)
+        if left:
+            raise TemporaryStoreError(f"{len(left)} namespace(s) have no new epoch yet; repeat the command")
 
     return for_each_tier(going, replica, begin)

@@ -86,7 +86,7 @@ def open_plain(path: Path, flags: int) -> int:
         if found.st_uid != os.geteuid():
             reason = (
                 f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; "
-                "change its owner, or remove it"
+                "run as that user, change the file's owner, or remove the file"
             )
             raise OSError(errno.EEXIST, reason, str(path))
         os.set_blocking(fd, True)

@@ -29,7 +29,7 @@ from tiering.secondary.admin.contract import (
     StoredBlock,
     TierAdmin,
 )
-from tiering.secondary.admin.namespaces import known_namespaces
+from tiering.secondary.admin.namespaces import known_namespaces, namespace_of
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiering.secondary.io.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.options import TierOptions
@@ -208,10 +208,20 @@ class LocalAdmin(TierAdmin):
     def _documents(self) -> dict[str, bytes]:
         folder = self.directory / "documents"
         found: dict[str, bytes] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for path in folder.iterdir():
-                with contextlib.suppress(OSError):
-                    found[path.name] = bytes(self._files.read_all(path, _DOCUMENT_BYTES))
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            raise store_error(error, f"cannot list {folder}") from error
+        for name in filter(namespace_of, names):
+            try:
+                found[name] = bytes(self._files.read_all(folder / name, _DOCUMENT_BYTES))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                # Without it, blocks that engines serve would count as abandoned, or stay in their epoch.
+                raise store_error(error, f"cannot read {folder / name}") from error
         return found
 
     def _segments(self) -> list[_Segment]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
+from tiering.secondary.admin.namespaces import namespace_of
 from tiering.secondary.service.common_epoch import begin_common
-from tiering.secondary.service.epoch import PARAMETERS
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -33,8 +33,6 @@ class BegunEpoch:
 
     namespace: str
     """The namespace, 32 hex digits."""
-    parameters: str
-    """The namespace's parameters, as JSON."""
     epoch: bytes
     """The epoch."""
 
@@ -57,29 +55,23 @@ def begin_epochs(
         StoreError: a document cannot be read or written. The epochs that were begun before stay.
         ConfigError: the bucket lacks one of ``namespaces``.
     """
-    begun: list[BegunEpoch] = []
-    found = dict(_parameters(store))
-    if missing := set(namespaces or ()) - found.keys():
+    found = set(_names(store))
+    if missing := set(namespaces or ()) - found:
         raise ConfigError(
             f"namespace {min(missing)} is not in this bucket; it holds {', '.join(sorted(found)) or 'none'}"
         )
-    for directory, parameters in sorted(found.items()):
-        if namespaces is None or directory in namespaces:
-            common = begin_common(store, Namespace(parameters), invalidation)
-            if common.epoch is not None:
-                begun.append(BegunEpoch(directory, parameters, common.epoch))
+    begun: list[BegunEpoch] = []
+    for name in sorted(found if namespaces is None else namespaces):
+        # The name alone decides. A namespace whose parameters are damaged has blocks that engines serve, too.
+        common = begin_common(store, Namespace.named(name), invalidation)
+        if common.epoch is not None:
+            begun.append(BegunEpoch(name, common.epoch))
     return begun
 
 
-def _parameters(store: EpochStore) -> Iterator[tuple[str, str]]:
-    """Yield each namespace of the bucket with its parameters; damaged documents are left out."""
+def _names(store: EpochStore) -> Iterator[str]:
+    """Yield the name of a namespace for each document that is of one."""
     for objects in store.list_document_objects():
         for item in objects:
-            name = item["path"].rpartition("/")[2]
-            if not name.startswith(PARAMETERS):
-                continue
-            content = store.read_document(name)
-            text = "" if content is None else content.decode(errors="replace")
-            directory = Namespace(text).directory
-            if name == f"{PARAMETERS}{directory}.json":
-                yield directory, text
+            if (name := namespace_of(item["path"].rpartition("/")[2])) is not None:
+                yield name

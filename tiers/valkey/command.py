@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
-from tiering.errors import PermanentStoreError, StoreError
+from tiering.errors import StoreError
 from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, StoredBlock, TierAdmin
 from tiering.secondary.admin.namespaces import DOCUMENTS, known_namespaces
 from tiering.secondary.index.places import parse_place
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.common_epoch import begin_common
-from tiering.secondary.service.epoch import LEASES, PARAMETERS
+from tiering.secondary.service.epoch import LEASES
 from tiering.secondary.service.epoch_watch import SURE_SECONDS
 from tiers.valkey.options import MAX_VALUE_BYTES, ValkeyOptions
 from tiers.valkey.store import ValkeyStore
@@ -38,7 +38,6 @@ class ValkeyAdmin(TierAdmin):
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         super().__init__(options, replica)
         self._store = ValkeyStore(self.options)
-        self._begun: dict[str, Namespace] = {}
 
     @property
     def place(self) -> str:
@@ -155,15 +154,7 @@ class ValkeyAdmin(TierAdmin):
         return "engines that run follow within a minute, and empty their CPU tiers and disks"
 
     def _begin_epoch(self, namespace: str, invalidation: bytes) -> None:
-        if namespace not in self._begun:
-            parameters = self._store.read_document(f"{PARAMETERS}{namespace}.json")
-            known = None if parameters is None else Namespace(parameters.decode(errors="replace"))
-            if known is None or known.directory != namespace:
-                raise PermanentStoreError(
-                    f"the document with the parameters of namespace {namespace} is missing or damaged"
-                )
-            self._begun[namespace] = known
-        begin_common(self._store, self._begun[namespace], invalidation)
+        begin_common(self._store, Namespace.named(namespace), invalidation)
 
     @property
     def watch_seconds(self) -> float:

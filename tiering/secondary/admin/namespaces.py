@@ -19,6 +19,14 @@ DOCUMENTS = (PARAMETERS, EPOCHS, LEASES)
 """Prefixes of the names of the documents that :func:`known_namespaces` reads."""
 
 
+def namespace_of(document: str) -> str | None:
+    """Return the namespace that the name of a document holds, as 32 hex digits; None for other names."""
+    for pattern in (_PARAMETERS, _EPOCH, _LEASE):
+        if match := pattern.fullmatch(document):
+            return match[1]
+    return None
+
+
 def known_namespaces(documents: Mapping[str, bytes], fresh_leases: Collection[str]) -> list[KnownNamespace]:
     """Return the namespaces that documents name, sorted by their names.
 

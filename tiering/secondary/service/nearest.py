@@ -95,10 +95,10 @@ def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
     try:
         stored = store.read_document(name)
         found = None if stored is None else parse_json(bytes(stored))
-    except (StoreError, ValueError) as error:
+        return _leaves(found) if isinstance(found, Mapping) else None
+    except (StoreError, ValueError, RecursionError) as error:
         logger.info("document %s cannot be read, and is not compared: %s", name, error)
         return None
-    return _leaves(found) if isinstance(found, Mapping) else None
 
 
 def _leaves(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
