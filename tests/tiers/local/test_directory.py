@@ -64,6 +64,29 @@ def test_a_directory_that_went_away_is_made_again_and_what_it_held_is_told(
         assert rig.load(K[16:20]) == K[16:20]
 
 
+@pytest.mark.parametrize("repair", ["removed", "moved away"])
+@pytest.mark.parametrize("document", ["namespace", "epoch"])
+def test_a_directory_that_is_repaired_by_its_removal_is_made_again(tmp_path: Path, document: str, repair: str) -> None:
+    path = tmp_path / "kv"
+    with opened(path) as rig:
+        rig.store(K[:4])
+    (damaged,) = path.glob(f"documents/{document}-*")
+    damaged.unlink()
+    damaged.mkdir()
+    rig = LocalRig(path, breaker=PROBES["breaker"])
+    try:
+        assert not rig.tier.open(rig.context.clock() + 10)
+        if repair == "removed":
+            shutil.rmtree(path)
+        else:
+            path.rename(tmp_path / "elsewhere")
+        rig.wait(lambda: rig.store(K[:4]) == K[:4])
+        assert rig.load(K[:4]) == K[:4]
+        assert len(segment_files(path)) > 0
+    finally:
+        rig.close()
+
+
 def test_after_a_reset_nothing_on_a_disk_that_takes_the_place_of_another_is_served(tmp_path: Path) -> None:
     path, other = tmp_path / "kv", tmp_path / "other"
     with opened(path) as rig:

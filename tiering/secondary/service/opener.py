@@ -81,6 +81,8 @@ class Opener:
         self._revision = revision
         self._writes = writes
         self._opened = False
+        self._unproven = True
+        """True if no epoch was entered since the store was opened."""
         self._closer: threading.Thread | None = None
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
@@ -140,7 +142,21 @@ class Opener:
         """
         if not self._opened:
             self._store.open()
-            self._opened = True
+            self._opened = self._unproven = True
+        try:
+            entered = self._enter(target)
+        except BaseException:
+            if self._unproven and not self.shared:
+                # Nothing uses the store yet. The next attempt opens what is at its place by then: whoever repairs a
+                # directory may remove it, or put another one there.
+                self._opened = False
+                self._store.close()
+            raise
+        self._unproven = False
+        return entered
+
+    def _enter(self, target: Target | None) -> Entered:
+        """Return the epoch that was entered on the open store."""
         if target is not None and not self.shared:
             # First, so that blocks stored before are foreign from here on, whatever else fails.
             self._begin(target)
