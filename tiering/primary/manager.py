@@ -222,11 +222,13 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         rows = self.claim_load(keys, req_context.req_id)
-        self.pin(rows)
+        self.pin(np.unique(rows))
         return CPULoadStoreSpec(rows)
 
     def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> Rows:
         """Record that a request loads ``keys``, and return their rows. The caller pins the rows.
+
+        A key that is named twice counts as one load, so its first completion ends that load.
 
         Raises:
             NotReadableError: some keys are not readable; nothing was changed.
@@ -236,7 +238,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
         except KeyError:
             raise NotReadableError([key for key in keys if key not in readable]) from None
-        self._loads.add(req_id, keys, rows)
+        if len(set(keys)) < len(keys):
+            claimed = dict(zip(keys, rows.tolist(), strict=True))
+            self._loads.add(req_id, list(claimed), np.fromiter(claimed.values(), np.int64, len(claimed)))
+        else:
+            self._loads.add(req_id, keys, rows)
         return rows
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -365,7 +371,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _pin_held(self, keys: Sequence[OffloadKey]) -> Rows:
-        rows: Rows = np.array([row for row in self._table.rows_of(keys) if row is not None], np.int64)
+        held = dict.fromkeys(row for row in self._table.rows_of(keys) if row is not None)  # distinct rows
+        rows: Rows = np.fromiter(held, np.int64, len(held))
         self.pin(rows)
         return rows
 

@@ -128,7 +128,7 @@ class BlockTable:
     @property
     def room(self) -> int:
         """Number of rows that :meth:`allocate` could reserve now."""
-        return self._free_count + self.evictable
+        return max(0, self._free_count + self.evictable)
 
     def allocate(self, keys: Sequence[bytes]) -> tuple[Rows, list[bytes]] | None:
         """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
@@ -320,11 +320,13 @@ class BlockTable:
         return keys, rows
 
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
-        """Return those of ``keys`` that are readable, and their rows."""
+        """Return those of ``keys`` that are readable, each once, and their rows."""
         readable = self.readable
         if readable.keys().isdisjoint(keys):  # most prompts are new
             return (), _NO_ROWS
         known = list(filter(readable.__contains__, keys))
+        if len(set(known)) < len(known):  # policies count the rows that change their lists
+            known = list(dict.fromkeys(known))
         return known, np.array([readable[key] for key in known], np.int64)
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -179,6 +179,8 @@ class RecencyLog:
         """Make rows candidates again, with their old stamps, if they were parked."""
         if self._parked_rows:
             rows = rows[self._parked[rows]]
+            if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
+                rows = np.unique(rows)  # a row that returned twice would be taken twice
             if len(rows):
                 self._parked[rows] = False
                 self._parked_rows -= len(rows)
