@@ -84,16 +84,24 @@ class OffloadingSpec(ABC):
             default the GPU block size; ``offload_prompt_only`` (default True) excludes generated tokens.
 
     Raises:
-        ConfigError: the block sizes do not fit together.
+        ConfigError: the block sizes do not fit together, or a value is invalid.
     """
 
     def __init__(self, engine: EngineConfig, extra_config: Mapping[str, Any] | None = None) -> None:
         extra = dict(extra_config or {})
+        prompt_only = extra.get("offload_prompt_only", True)
+        if not isinstance(prompt_only, bool):
+            raise ConfigError(f"offload_prompt_only: {prompt_only!r} is not true or false")
+        if engine.hash_block_size < 1 or not engine.block_sizes or min(engine.block_sizes) < 1:
+            raise ConfigError(
+                f"the GPU block sizes {engine.block_sizes} and the hash block size {engine.hash_block_size} are not "
+                "numbers of tokens: describe at least one KV-cache group, and give positive sizes"
+            )
         self.engine = engine
         """The engine's configuration."""
         self.extra_config: Mapping[str, Any] = extra
         """The user's extra configuration."""
-        self.offload_prompt_only: bool = bool(extra.get("offload_prompt_only", True))
+        self.offload_prompt_only: bool = prompt_only
         """True if generated tokens are not offloaded."""
         self.hash_block_size: int = engine.hash_block_size
         """Number of tokens that one block hash covers."""
