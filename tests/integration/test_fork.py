@@ -23,6 +23,8 @@ from tiering.api.manager import OffloadingManager
 from tiering.secondary.contract import SecondaryTierManager
 from tiering.secondary.inert import InertTier
 from tiering.secondary.stats import TierStats
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.manager_rig import ManagerRig
 from tiering.testing.tier_rig import TierRig
 from tiers.object import S3_TIER, S3Options
 
@@ -76,6 +78,24 @@ def test_every_method_of_a_manager_does_nothing_in_a_child_and_the_parents_rows_
         assert receive(pipe) is True, "the child removed the parent's region"
         process.join(PATIENCE)
         assert process.exitcode == 0
+
+
+def test_a_child_does_not_open_a_tier_of_ones_own() -> None:
+    opened = []
+
+    class Tier(FakeTier):
+        def open(self, deadline: float) -> bool:
+            opened.append(deadline)
+            return True
+
+    rig = ManagerRig(4, [Tier()])
+
+    def misuse() -> None:
+        assert rig.manager.open_tier(0, 0.0) is False
+        assert not opened
+
+    assert fork(misuse) == 0
+    assert rig.manager.open_tier(0, 0.0) is True
 
 
 def test_a_child_asks_a_bucket_nothing(fake: FakeS3) -> None:

@@ -77,6 +77,10 @@ class InertManager:
         """Return no events."""
         return []
 
+    def open_tier(self, rank: int, deadline: float) -> bool:
+        """Return False: the parent has the tiers open."""
+        return False
+
     def on_schedule_end(self) -> None:
         """Do nothing."""
 
