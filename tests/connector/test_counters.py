@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from tests.connector.fakes import (
     FakeBlocks,
     FakeSchedulerOutput,
@@ -22,6 +26,14 @@ def counted(scheduler: OffloadingConnectorScheduler) -> dict[str, int]:
     """Return the counters that are not 0, without gauges and times."""
     counters = scheduler.get_stats()["connector"]
     return {name: value for name, value in counters.items() if value and name not in GAUGES_AND_TIMES}
+
+
+def test_the_time_of_every_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _ = make_scheduler()
+    monkeypatch.setattr("tiering.connector.scheduler.perf_counter", itertools.count(0.0, 0.25).__next__)
+    for _ in range(3):
+        scheduler.build_connector_meta(FakeSchedulerOutput())
+    assert scheduler.get_stats()["connector"]["scheduler_seconds"] == 0.75
 
 
 def test_a_prompt_that_no_tier_holds_is_asked_for_and_stored() -> None:

@@ -22,7 +22,7 @@ from tests.connector.fakes import (
     stored,
 )
 from tiering.api.request import OffloadPolicy
-from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata
 from tiering.connector.requests import RequestState
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 
@@ -58,7 +58,7 @@ class TestWhichBlocks:
         run_prompt(scheduler, request, ids(8))
         request.append(1)
         scheduler.states = Untouched(scheduler.states)
-        assert go_on(scheduler, request, 1) == OffloadingConnectorMetadata()
+        assert go_on(scheduler, request, 1) is NOTHING_TO_DO
 
     def test_a_request_that_starts_over_is_looked_at_again(self) -> None:
         scheduler, manager = make_scheduler()

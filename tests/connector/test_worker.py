@@ -13,7 +13,12 @@ import torch
 from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferSpec
-from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
+from tiering.connector.metadata import (
+    NOTHING_TO_DO,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferOrder,
+)
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.handlers import make_handlers
@@ -164,6 +169,20 @@ def test_deferred_stores_start_in_steps_without_work(worker: OffloadingConnector
     step(worker, meta(reqs_to_store={"a": store(1)}))
     step(worker)
     assert handler.log == ["start 1"]
+
+
+def test_steps_that_share_one_message_without_orders_start_each_deferred_store_once(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    step(worker, NOTHING_TO_DO)
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    step(worker, NOTHING_TO_DO)
+    assert handler.log == ["start 1"]
+    step(worker, NOTHING_TO_DO)
+    step(worker, meta(reqs_to_store={"a": store(2)}, reqs_to_load={"b": load(3)}))
+    step(worker, NOTHING_TO_DO)
+    assert handler.log == ["start 1", "start 3", "start 2"]
+    assert meta() == NOTHING_TO_DO
 
 
 def test_a_flush_starts_what_is_deferred_and_waits_for_the_named_jobs_only(

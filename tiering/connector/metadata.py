@@ -44,6 +44,10 @@ class OffloadingConnectorMetadata:
     """
 
 
+NOTHING_TO_DO = OffloadingConnectorMetadata()
+"""Message of a step without orders, as of most steps that only decode; it must not be changed."""
+
+
 @dataclass(slots=True)
 class OffloadingWorkerMetadata:
     """Message from the worker half to the scheduler half, once per step."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
@@ -36,7 +37,7 @@ from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner, sharer_wait
-from tiering.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferOrder
+from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.requests import FencedTables, Match, RequestState
 from tiering.connector.stores import StorePlanner
 from tiering.errors import ConfigError
@@ -270,7 +271,6 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    @counts_seconds
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return the step's loads and stores, and the jobs that must end before the step.
 
@@ -280,12 +280,14 @@ class OffloadingConnectorScheduler:
         Args:
             scheduler_output: the schedule of the step.
         """
+        began = perf_counter()
         self._step += 1
         taken = self._tables.take(scheduler_output)
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
         if self._completions.orphans:
             flush |= self._completions.orphans
-        loads, failed_loads = self.loads.take() if self.loads.has_orders else ({}, {})
+        # The blocks of the loads are fenced before any store is planned.
+        ordered = self.loads.take() if self.loads.has_orders else None
         stores: dict[ReqId, TransferOrder] = {}
         if self._stores.last:
             stores, withdrawn = self._stores.take_last(flush, self.states)
@@ -301,7 +303,14 @@ class OffloadingConnectorScheduler:
         if self.manager.new_epochs != self._new_epochs:
             self._new_epochs = self.manager.new_epochs
             self._forget_held()
-        return OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
+        metadata = NOTHING_TO_DO
+        if ordered is not None:
+            loads, failed_loads = ordered
+            metadata = OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
+        elif stores or flush:
+            metadata = OffloadingConnectorMetadata(reqs_to_store=stores, jobs_to_flush=flush)
+        self._counters.scheduler_seconds += perf_counter() - began
+        return metadata
 
     def _plan_stores(self, scheduled: Mapping[ReqId, int], stores: dict[ReqId, TransferOrder]) -> None:
         """Add the orders for the blocks that the step completes to ``stores``.

@@ -182,6 +182,8 @@ def take(queue: deque[_Item]) -> _Item | None:
 
     Another thread may have taken the last element.
     """
+    if not queue:
+        return None
     try:
         return queue.popleft()
     except IndexError:

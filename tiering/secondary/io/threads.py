@@ -88,11 +88,15 @@ class IoThreads:
     def wake(self) -> bool:
         """Make a thread look for an item; a thread is started for it if no other is free.
 
+        A thread that finds further items wakes the next thread. A burst of items therefore leaves one token only, and
+        costs its caller one system call.
+
         Returns:
             False if no thread runs and none is about to start.
         """
         taken = self._seats.taken
-        if taken:
+        # The thread that takes the present token looks for items afterwards, and so finds this one too.
+        if taken and not self._tokens.qsize():
             self._tokens.put(None)
         if self._tokens.qsize() > self.idle or not taken:
             self._start_one()
