@@ -46,18 +46,18 @@ def test_a_shared_medium_takes_back_what_it_can_no_longer_remember() -> None:
     assert list(log.take()) == []
 
 
-def test_a_shared_medium_announces_once_what_is_stored_found_or_stored_again() -> None:
+def test_a_shared_medium_announces_once_what_is_stored_read_or_stored_again() -> None:
     log = EventLog("s3", "network", enabled=True, shared=True)
-    log.found(K[:2])
+    log.read(K[:2])
     log.stored(K[:3])
-    log.found(K[:3])
+    log.read(K[:3])
     assert [event.keys for event in log.take()] == [K[:2], K[2:3]]
 
 
-def test_a_medium_of_our_own_knew_what_it_finds() -> None:
+def test_a_medium_of_our_own_knew_what_is_read() -> None:
     log = EventLog("local", "machine", enabled=True, shared=False)
-    assert not log.announces_found
-    log.found(K[:2])
+    assert not log.announces_read
+    log.read(K[:2])
     assert list(log.take()) == []
 
 

@@ -48,3 +48,18 @@ class TestSharedTier(_Raw, TierTests):
         assert other.lookup(K[:30]) == 20
         assert other.load(K[:20]) == K[:20]
         other.close()
+
+    def test_blocks_that_a_probe_has_not_asked_for_are_announced_when_they_are_read(self, rig: TierRig) -> None:
+        rig.store(K[:10])
+        other = TierRig(self.make_tier, group_bytes=self.group_bytes, events=True).open()
+        try:
+            for key in K[4:8]:
+                (place,) = [place for place in self.raw_places() if key.hex() in str(place)]
+                self.raw_delete(place)
+            assert other.lookup(K[:10]) == 10
+            assert other.store(K[:10]) == K[:10], "a block that is believed to be there is not stored again"
+            assert other.load(K[:10]) == K[:4] + K[8:10]
+            announced = [key for event in other.tier.take_events() for key in event.keys if not event.removed]
+            assert sorted(announced) == sorted(K[:4] + K[8:10])
+        finally:
+            other.close()

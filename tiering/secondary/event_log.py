@@ -18,7 +18,7 @@ class EventLog:
     """Collects the events of one tier until they are taken.
 
     On a medium that only this tier writes, all blocks that the index holds are announced. On a shared medium, the log
-    announces a block once, when this process has stored, found or read it. The log announces the removal of announced
+    announces a block once, when this process has stored or read it. The log announces the removal of announced
     blocks only.
 
     Args:
@@ -52,12 +52,12 @@ class EventLog:
             self._announce(self._announced, keys)
 
     @property
-    def announces_found(self) -> bool:
-        """True if :meth:`found` has any effect: only a shared medium can hold blocks unknown to this process."""
+    def announces_read(self) -> bool:
+        """True if :meth:`read` has any effect: only a shared medium can hold blocks unknown to this process."""
         return self._enabled and self._announced is not None
 
-    def found(self, keys: Sequence[OffloadKey]) -> None:
-        """Announce that ``keys`` were found on the medium."""
+    def read(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce that ``keys``, which other processes may have stored, were read from the medium."""
         if self._enabled and self._announced is not None:
             self._announce(self._announced, keys)
 

@@ -130,8 +130,8 @@ class TierJobs:
         if len(planned) < len(keys):
             stats.stores_declined += len(keys) - len(planned) - len(already_held)
             if already_held:
+                # Not announced: a probe of a chain asks for some of its blocks only, and the others may be missing.
                 held = [keys[position] for position in already_held]
-                self._events.found(held)
         if not planned:
             self._finish(job, held)
             return
@@ -419,8 +419,8 @@ class TierJobs:
                 self._io.breakers.reads.record_failure(
                     f"a load of {waited} blocks was not taken up within {self._load_deadline:g} s"
                 )
-        if self._events.announces_found:
-            self._events.found(loaded)
+        if self._events.announces_read:
+            self._events.read(loaded)
         lost = [False] * len(outcomes)
         if not all_done:
             lost = [
