@@ -211,6 +211,8 @@ def test_tiers_that_rest_between_jobs_give_the_results_of_tiers_that_always_look
         looks.append(polled)
     assert results[0] == results[1]
     assert looks[0] < 0.75 * looks[1]
+    # The slowest medium is out of service for a while, in which only the probes of its breaker are due.
+    assert (results[0]["tiers"][2]["seconds_out_of_service"] > 10) == (bandwidth == 2)
 
 
 def test_dollars_follow_from_capacity_time_and_requests() -> None:

@@ -125,9 +125,11 @@ class StoreQueue:
         store = _Store(job, len(job.keys), sum(job.sizes))
         if self._running is None:
             self._begin(store, now)
-        else:
-            self._waiting[job.job_id] = store
-        self._find_next_end()
+            self._find_next_end()
+            return
+        self._waiting[job.job_id] = store
+        if len(self._waiting) == 1:
+            self._find_next_end()
 
     def take_ended(self, now: float) -> list[IoResult]:
         """Return the results of the stores that have ended until ``now`` and were not returned yet."""

@@ -58,9 +58,12 @@ class QuietTier(BlockTier):
         self._breakers = io.breakers
         self._now = clock
         self._look_at = 0.0
+        self._broken = False
+        """True while a breaker is not closed, as far as the last look has found."""
         self._out_of_service = 0.0
         self._out_since: float | None = None
         super().__init__(context, options, io.store, index, place_prefix=place_prefix, io=io)
+        self.announces_news = False  # The simulated I/O side announces nothing, and nobody waits for it.
 
     def submit_store(self, job: TransferJob) -> None:
         submitted = self._simulated.stores.jobs
@@ -69,22 +72,23 @@ class QuietTier(BlockTier):
             self._look_at = 0.0  # The tier has answered the job by itself.
 
     def submit_load(self, job: TransferJob) -> None:
-        self._look_at = 0.0
         submitted = self._simulated.loads.jobs
         super().submit_load(job)
-        if self._simulated.loads.jobs > submitted:
+        answered = self._simulated.loads.jobs == submitted
+        if answered or self.index.shared:
+            self._look_at = 0.0  # The pace of loads from a shared medium is measured from look to look.
+        if not answered:
             ends, request = self._now.load_ends, job.req_context.req_id
             ends[request] = max(self._simulated.loads.free_at, ends.get(request, 0.0))
 
     def get_finished(self) -> Iterable[JobResult]:
         now = self._now.now
-        if now < self._look_at and now < self._simulated.due:
+        if now < self._look_at and now < self._simulated.due and not (self._broken and self._probe_is_due()):
             return ()
         finished = super().get_finished()
-        # Breakers that are not closed have probes of their own, at times of their own.
         reads, writes = self._breakers.reads.state, self._breakers.writes.state
-        if reads is BreakerState.CLOSED and writes is BreakerState.CLOSED:
-            self._look_at = now + LOOK_AGAIN
+        self._broken = reads is not BreakerState.CLOSED or writes is not BreakerState.CLOSED
+        self._look_at = now + LOOK_AGAIN
         if reads is not BreakerState.CLOSED:
             if self._out_since is None:
                 self._out_since = now
@@ -92,6 +96,11 @@ class QuietTier(BlockTier):
             self._out_of_service += now - self._out_since
             self._out_since = None
         return finished
+
+    def _probe_is_due(self) -> bool:
+        """Return True if a breaker that is not closed allows a probe, which has a time of its own."""
+        breakers = (self._breakers.reads, self._breakers.writes)
+        return any(breaker.state is not BreakerState.CLOSED and breaker.allows() for breaker in breakers)
 
     @property
     def out_of_service(self) -> float:
@@ -105,5 +114,5 @@ class QuietTier(BlockTier):
 
     def on_schedule_end(self) -> None:
         now = self._now.now
-        if now >= self._look_at or now >= self._simulated.due:
+        if now >= self._look_at or now >= self._simulated.due or (self._broken and self._probe_is_due()):
             super().on_schedule_end()

@@ -285,9 +285,10 @@ class Replay:
             if output is not None:
                 if output.keys_to_store:
                     manager.complete_store(output.keys_to_store, ctx)
-                    # The head of the prompt must stay more recent than its new blocks, which count as used once.
-                    new = frozenset(output.keys_to_store)
-                    manager.touch([key for key in keys if key not in new], ctx)
+                    if len(output.keys_to_store) < len(keys):
+                        # The head of the prompt must stay more recent than its new blocks, which count as used once.
+                        new = frozenset(output.keys_to_store)
+                        manager.touch([key for key in keys if key not in new], ctx)
                 break
             if not running.refused:
                 running.refused = True
