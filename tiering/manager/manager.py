@@ -111,6 +111,7 @@ class TieringOffloadingManager(OffloadingManager):
             primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline
         )
         self._waiters = self._promotions.waiters
+        self._waits = self._waiters.waits
         self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._promotions.give_up_all)
         self._states = self._tiers.states
         self._call = self._tiers.call
@@ -151,14 +152,14 @@ class TieringOffloadingManager(OffloadingManager):
         position = None
         if request.awaited is not None:
             position = self._promotions.awaited_loads(request, keys, at_least)
-        elif self._waiters:
+        elif request in self._waits:
             position = self._promotions.awaited_rows(request, keys)
         if position is not None:
             self._open_lookups.note(req_context.req_id)
             return PrefixMatch(position, True)
         hits = len(list(takewhile(self._readable.__contains__, keys)))
         if hits == len(keys):
-            if self._waiters:
+            if request in self._waits:
                 self._waiters.settle(request, keys)
             return PrefixMatch(hits, False)
         match = self._search.match(request, keys, hits, at_least)

@@ -79,6 +79,7 @@ class PrefixSearch:
         self._pending = primary.pending
         self._promotions = promotions
         self._waiters = promotions.waiters
+        self._waits = self._waiters.waits
         self._ask = tiers.ask
         self._clock = clock
 
@@ -99,7 +100,7 @@ class PrefixSearch:
         finally:
             for rows in walk.pinned:
                 self._primary.unpin(rows)
-            if self._waiters and not walk.waits:
+            if not walk.waits and request in self._waits:
                 self._waiters.settle(request, keys)
 
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:

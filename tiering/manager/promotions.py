@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 from operator import not_
 from typing import NamedTuple
 
@@ -85,6 +85,8 @@ class Promotions:
             reservation_deadline: seconds after which a reservation expires.
         """
         self._primary = primary
+        self._readable = primary.readable
+        self._pending = primary.pending
         self._stats = stats
         self._clock = clock
         self._max_rows = max_rows
@@ -180,17 +182,20 @@ class Promotions:
         Returns:
             The position; None if only a search can tell.
         """
-        wait = self.waiters.behind(request)
-        if wait is None or request.asked or request.reserved or not wait.state.in_service:
+        wait = self.waiters.waits.get(request)
+        if wait is None or request.asked or request.reserved:
             return None
-        tier_share = wait.state.max_loading_rows - wait.state.loading_rows
-        share = self._max_rows - self.rows_promoting - self.rows_reserved
-        if min(share, tier_share) >= wait.rows or (tier_share <= 0 and not self._loads_from(wait.state)):
+        _, _, key, position, rows, state = wait
+        if not state.in_service or self.waiters.comes_first(request):
             return None
-        key, position = wait.key, wait.position
+        tier_share = state.max_loading_rows - state.loading_rows
+        if tier_share >= rows and self._max_rows - self.rows_promoting - self.rows_reserved >= rows:
+            return None
+        if tier_share <= 0 and not self._loads_from(state):
+            return None
         if position >= len(keys) or keys[position] != key:
             return None
-        return None if key in self._primary.readable or key in self._primary.pending else position
+        return None if key in self._readable or key in self._pending else position
 
     def _loads_from(self, state: TierState) -> bool:
         """Return True if a load from a tier is queued, or runs and is not given up."""
@@ -304,9 +309,7 @@ class Promotions:
         return kept, rows[good]
 
     def _forget(self, promotion: Promotion) -> None:
-        in_flight = self._in_flight
-        for key in promotion.keys:
-            in_flight.pop(key, None)
+        deque(map(self._in_flight.pop, promotion.keys, repeat(None)), maxlen=0)
         _end_waits(promotion)
 
     def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:

@@ -57,26 +57,19 @@ class RoomWaiters:
     def __init__(self, stats: ManagerStats, clock: Callable[[], float]) -> None:
         self._stats = stats
         self._clock = clock
-        self._waits: dict[Request, Wait] = {}
+        self.waits: dict[Request, Wait] = {}
+        """The waits, the first of the queue first. Only the methods of this class change the dictionary."""
         self.first_end = math.inf
         """Time before which no wait ends."""
 
-    def __len__(self) -> int:
-        return len(self._waits)
-
     def comes_first(self, request: Request) -> bool:
         """Return True if no other request waits longer."""
-        return next(iter(self._waits), request) is request
+        return next(iter(self.waits), request) is request
 
     def since(self, request: Request) -> float | None:
         """Return the time since when a request waits; None if the request does not wait."""
-        wait = self._waits.get(request)
+        wait = self.waits.get(request)
         return None if wait is None else wait.began
-
-    def behind(self, request: Request) -> Wait | None:
-        """Return the wait of a request that is not the first of the queue; None for all other requests."""
-        wait = self._waits.get(request)
-        return None if wait is None or self.comes_first(request) else wait
 
     def wait(self, request: Request, key: OffloadKey, position: int, rows: int, state: TierState) -> bool:
         """Let a request wait for rows, and return False if there is no room in the queue.
@@ -90,9 +83,9 @@ class RoomWaiters:
             rows: number of rows that suffice for the promotion.
             state: the tier that holds the blocks.
         """
-        wait = self._waits.get(request)
+        wait = self.waits.get(request)
         if wait is None:
-            if len(self._waits) >= MAX_WAITING:
+            if len(self.waits) >= MAX_WAITING:
                 return False
             now, limit = self._clock(), state.load_deadline
             until = now + (LONGEST_WAIT if limit is None else limit)
@@ -100,7 +93,7 @@ class RoomWaiters:
             self._stats.promotions_waited += 1
         else:
             now, until = wait.began, wait.until
-        self._waits[request] = Wait(now, until, key, position, rows, state)
+        self.waits[request] = Wait(now, until, key, position, rows, state)
         return True
 
     def may_get_rows(self, request: Request, rows: int) -> bool:
@@ -115,7 +108,7 @@ class RoomWaiters:
         """
         if self.comes_first(request):
             return rows > held_by(request)
-        waiting = {request, *self._waits}
+        waiting = {request, *self.waits}
         if rows > sum(map(held_by, waiting)):
             return True
         # Requests may share rows, so the sum may be too large.
@@ -123,20 +116,20 @@ class RoomWaiters:
 
     def settle(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """End the wait of a request whose search over ``keys`` did not have to wait."""
-        wait = self._waits.get(request)
+        wait = self.waits.get(request)
         if wait is not None and wait.key in keys:
-            del self._waits[request]
+            del self.waits[request]
 
     def end(self, request: Request) -> None:
         """End the wait of a request, if it waits."""
-        self._waits.pop(request, None)
+        self.waits.pop(request, None)
 
     def expire(self, now: float) -> None:
         """End the waits that are over at ``now``; the blocks without rows are misses."""
-        for request, wait in list(self._waits.items()):
+        for request, wait in list(self.waits.items()):
             if wait.until <= now:
                 self.refuse(request, wait.key)
-        self.first_end = min((wait.until for wait in self._waits.values()), default=math.inf)
+        self.first_end = min((wait.until for wait in self.waits.values()), default=math.inf)
 
     def refuse(self, request: Request, key: OffloadKey) -> None:
         """Make ``key`` a miss for a request that goes on without it."""
@@ -146,4 +139,4 @@ class RoomWaiters:
 
     def clear(self) -> None:
         """End all waits, for a reset."""
-        self._waits.clear()
+        self.waits.clear()

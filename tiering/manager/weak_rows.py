@@ -107,7 +107,8 @@ class WeakRows:
         wanted = max(count, min(ROWS_AT_ONCE, self._order.rows // PART_AT_ONCE))
         chosen: list[int] = []
         waiting = _Waiting()
-        self._look(waiting, [job for job in self._found if job.linked])
+        if self._found:
+            self._look(waiting, [job for job in self._found if job.linked])
         # Where rows can be taken at all, the oldest cascades nearly always suffice.
         for limit in (wanted * (1 + len(self._states)), max(LOOK_AT, 4 * count)):
             jobs, behind = self._order.window(limit)
@@ -245,7 +246,11 @@ def _rows_of(jobs: Sequence[Job], answer: Sequence[Sequence[int]]) -> list[tuple
     found: list[tuple[Job, Sequence[int]]] = []
     for job, rows in zip(jobs, answer, strict=True):
         if len(rows):
-            found.append((job, _checked(job.job_id, job.rows.tolist(), rows)))
+            allowed: list[int] = job.rows.tolist()
+            allowed.reverse()
+            # Nearly always, a cascade that waits has not begun at all.
+            whole = type(rows) is list and rows == allowed
+            found.append((job, allowed if whole else _checked(job.job_id, allowed, rows)))
     return found
 
 
@@ -282,7 +287,7 @@ def _checked(job_id: int, allowed: list[int], rows: Sequence[int]) -> list[int]:
     if len(rows) > len(allowed):
         raise BreachError(f"{len(rows)} rows of job {job_id}, which has {len(allowed)}")
     checked = list(map(index, rows))
-    if checked == allowed[::-1] or checked == allowed:
+    if checked == allowed or checked == allowed[::-1]:
         return checked
     if len(set(checked)) < len(checked) or not set(checked).issubset(allowed):
         raise BreachError(f"rows of job {job_id} that are not its own, or not waiting, or named twice: {checked[:8]}")
