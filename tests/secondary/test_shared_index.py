@@ -39,6 +39,7 @@ def test_places_are_sharded_names_under_the_prefix_made_of_the_key_alone() -> No
     digits = K[3].hex()
     assert place == f"ns/epoch/{digits[:2]}/{digits}"
     assert index.begin_load(K[3:4]) == [place]
+    assert ask(index, K[4:6]).place_of(K[5]) == index.begin_load(K[4:6])[1]
 
 
 def test_what_we_stored_is_present_until_its_time_has_passed() -> None:

@@ -162,7 +162,8 @@ class AdmitSecondTouch(Admission):
         self._declined = False
         """True if a block was declined since the policy was empty; without any, no key is hashed."""
         self._own: dict[str, set[int]] = {}
-        self._wanted: dict[OffloadKey, None] = {}
+        self.wanted: dict[OffloadKey, None] = {}
+        """Keys for :meth:`take_wanted`; only the methods of this class change the dictionary."""
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         hashes = self._ghost.hashes(keys)
@@ -189,7 +190,7 @@ class AdmitSecondTouch(Admission):
             return
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
-        if not np.count_nonzero(known) or len(self._wanted) >= MAX_WANTED:
+        if not np.count_nonzero(known) or len(self.wanted) >= MAX_WANTED:
             return
         touched = list(compress(keys, known))
         own = self._own.get(req_id)
@@ -199,13 +200,13 @@ class AdmitSecondTouch(Admission):
 
     def want(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            self._wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self._wanted))]))
+            self.wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self.wanted))]))
 
     def take_wanted(self) -> list[OffloadKey]:
-        if not self._wanted:
+        if not self.wanted:
             return []
-        wanted = list(self._wanted)
-        self._wanted.clear()
+        wanted = list(self.wanted)
+        self.wanted.clear()
         return wanted
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -222,7 +223,7 @@ class AdmitSecondTouch(Admission):
             self._ghost.clear()
         self._declined = False
         self._own.clear()
-        self._wanted.clear()
+        self.wanted.clear()
 
 
 class AdmitFillsApart(Admission):
@@ -263,8 +264,8 @@ class AdmitFillsApart(Admission):
         self._stores.want(self._fills.may_be_offered(keys) if self._never else keys)
 
     def take_wanted(self) -> list[OffloadKey]:
-        stores, fills = self._stores.take_wanted(), self._fills.take_wanted()
-        return stores + fills if stores and fills else stores or fills
+        stores = self._stores.take_wanted()
+        return stores + self._fills.take_wanted() if self._fills.wanted else stores
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         return self._stores.may_be_offered(self._fills.may_be_offered(keys))

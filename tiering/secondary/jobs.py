@@ -141,15 +141,16 @@ class TierJobs:
             keys = [job.keys[position] for position in chosen]
             rows = [rows[position] for position in chosen]
         sizes = self._budget.sizes(keys)
-        self._budget.used += sum(sizes)
+        stored_bytes = sum(sizes)
+        self._budget.used += stored_bytes
         stats.cascades_active += len(keys)
         self.stored = True
-        store = PlannedStore(job, held, keys, rows, places, sizes)
-        if self._claims is None or not self._claims.hold(store):
-            self._upload(store)
+        if self._claims is None or not self._claims.hold(PlannedStore(job, held, keys, rows, places, sizes)):
+            self._submit(IoKind.STORE, job, held, keys, rows, places, sizes, stored_bytes)
 
     def _upload(self, store: PlannedStore) -> None:
-        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
+        sizes = store.sizes
+        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, sizes, sum(sizes))
 
     def _give_back(self, store: PlannedStore) -> None:
         """Give back the places of blocks that this machine does not upload."""
@@ -241,7 +242,7 @@ class TierJobs:
         deadline = job.submitted_at + self._load_deadline
         self.overdue.begin(job.job_id, deadline, len(known), job.req_context.req_id)
         self._stats.promotions_active += len(keys)
-        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
+        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes, 0)
 
     def fail_load(self, job: TransferJob) -> None:
         """End a load at once, because the tier is out of service."""
@@ -257,6 +258,7 @@ class TierJobs:
         rows: list[int],
         places: list[Place],
         sizes: list[int],
+        stored_bytes: int,
     ) -> None:
         # A store may have waited for places; a request waits for a load from its submission on.
         if kind is IoKind.LOAD:
@@ -264,7 +266,6 @@ class TierJobs:
         else:
             deadline = self._clock() + self._store_deadline
         io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
-        stored_bytes = sum(sizes) if kind is IoKind.STORE else 0
         self._running[job.job_id] = RunningJob(job, held, io_job, stored_bytes, self._epochs)
         self._io.submit(io_job)
 

@@ -327,7 +327,7 @@ class BlockTable:
         known = list(filter(readable.__contains__, keys))
         if len(set(known)) < len(known):  # policies count the rows that change their lists
             known = list(dict.fromkeys(known))
-        return known, np.array([readable[key] for key in known], np.int64)
+        return known, np.fromiter(map(readable.__getitem__, known), np.int64, len(known))
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""

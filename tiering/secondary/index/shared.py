@@ -39,6 +39,11 @@ def object_name(prefix: str, key: OffloadKey) -> str:
     return f"{prefix}{digits[:2]}/{digits}"
 
 
+def object_names(prefix: str, keys: Sequence[OffloadKey]) -> list[Place]:
+    """Return the places of ``keys``, as :func:`object_name` does for each."""
+    return [f"{prefix}{digits[:2]}/{digits}" for digits in map(bytes.hex, keys)]
+
+
 class SharedIndex(TierIndex):
     """Index of a shared medium.
 
@@ -183,7 +188,7 @@ class SharedIndex(TierIndex):
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
-        places: list[Place] = list(map(self._place_of, keys))
+        places = object_names(self._prefix, keys)
         unknown = not self._refused and self._writing.isdisjoint(places)
         if unknown and self._present.keys().isdisjoint(keys):
             return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
@@ -221,7 +226,7 @@ class SharedIndex(TierIndex):
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return a name for each key, known or not: an absent block is a miss when it is read."""
-        return list(map(self._place_of, keys))
+        return [*object_names(self._prefix, keys)]
 
     def end_load(
         self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
@@ -283,13 +288,14 @@ class SharedIndex(TierIndex):
         if self._refused:
             keys = [key for key in keys if key not in self._refused]
         self._present.update(dict.fromkeys(keys, until))
-        if self._absent:
+        if not self._absent.keys().isdisjoint(keys):
             deque(map(self._absent.pop, keys, repeat(None)), maxlen=0)
         self._trim(self._present)
 
     def _learn_absent(self, keys: Sequence[OffloadKey], until: float) -> None:
         self._absent.update(dict.fromkeys(keys, until))
-        deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
+        if not self._present.keys().isdisjoint(keys):
+            deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
         self._trim(self._absent)
 
     def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
