@@ -274,7 +274,9 @@ def test_a_path_with_too_long_a_name_is_one_error_without_talk_of_rights(
     assert report.text("local", "directory").endswith("File name too long -> choose another path")
 
 
-@pytest.mark.parametrize(("name", "severity"), [("lock", "error"), ("slots-69632-15-000000", "warning")])
+@pytest.mark.parametrize(
+    ("name", "severity"), [("lock", "error"), ("slots-69632-15-000000", "warning"), ("checkpoint", "warning")]
+)
 def test_a_directory_in_the_place_of_a_file_of_the_tier(
     name: str, severity: str, write_stack: WriteStack, tmp_path: Path
 ) -> None:
@@ -283,6 +285,47 @@ def test_a_directory_in_the_place_of_a_file_of_the_tier(
     assert report.severity("local", "files") == severity
     assert f"{name} is no plain file" in report.text("local", "files")
     assert report.code == int(severity == "error")
+
+
+def test_a_checkpoint_that_is_a_link_is_a_warning(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "elsewhere").write_bytes(b"")
+    (tmp_path / "kv" / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    report = check(write_stack(local(tmp_path / "kv")), "--no-round-trip")
+    assert report.severity("local", "files") == "warning"
+    assert "checkpoint is no plain file: a start reads the headers of all blocks" in report.text("local", "files")
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_one_directory_under_two_names_is_an_error(made: bool, write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    if made:
+        (tmp_path / "disk" / "kv").mkdir()
+    tiers = [local(tmp_path / place / "kv", name=place) for place in ("disk", "link")]
+    report = check(write_stack(*tiers), "--no-round-trip")
+    assert report.code == 1
+    assert "is the same directory as" in kv_tiering("check", tmp_path / "stack.yaml", "--no-round-trip").out
+    assert [tier for (tier, _), item in report.findings.items() if item["severity"] == "error"] == ["link"]
+
+
+def test_one_directory_mounted_twice_is_an_error(
+    write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bind mount has another path, and the device and inode of the directory."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr(Path, "samefile", lambda self, other: True)
+    done = kv_tiering("check", write_stack(*(local(tmp_path / p, name=p) for p in "ab")), "--no-round-trip")
+    assert (done.code, f"{tmp_path / 'b'} is the same directory as {tmp_path / 'a'}" in done.out) == (1, True)
+
+
+def test_a_directory_within_another_tiers_by_a_link_is_an_error(write_stack: WriteStack, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "kv").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    stack = write_stack(local(tmp_path / "disk" / "kv", name="in"), local(tmp_path / "link", name="out"))
+    done = kv_tiering("check", stack, "--no-round-trip")
+    assert (done.code, "contains the other: an engine runs without this tier" in done.out) == (1, True)
 
 
 def test_a_file_that_another_user_owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,8 @@ def test_one_new_epoch_concerns_all_shared_tiers(media: Media, tier: tuple[str, 
     done = kv_tiering("epoch", "new", media.stack, "--namespace", NAMESPACE.directory, "--yes", *tier)
     assert done.code == 0, done.err
     assert [line.split("\t")[0] for line in done.out.splitlines()] == ["valkey", "s3", "s3", "valkey"], "durable first"
+    assert done.err.count("upgrade all engines first") == 1
+    assert "upgrade" not in dry.err
     (mark,) = media.found("s3").invalidations
     assert media.found("valkey").invalidations == (mark,)
     again = kv_tiering("epoch", "new", media.stack, "--all", "--yes", *tier)

@@ -123,6 +123,38 @@ def test_a_directory_that_no_engine_has_used(disk: Path, tmp_path: Path) -> None
     assert done.err == f"kv-tiering: local: {tmp_path / 'kv'} does not exist: no engine has used this tier yet\n"
 
 
+@pytest.mark.parametrize("words", [("inspect",), ("gc", "--yes"), ("clear", "--all"), ("epoch", "new", "--all")])
+@pytest.mark.parametrize("kind", ["file", "link", "below a file"])
+def test_what_stands_in_the_place_of_a_directory_is_named(
+    kind: str, words: tuple[str, ...], write_stack: WriteStack, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    if kind == "link":
+        place.symlink_to(tmp_path / "gone")
+    else:
+        place.write_text("")
+    path = place / "kv" if kind == "below a file" else place
+    number = 2 if words[0] == "epoch" else 1
+    stack = write_stack({"type": "local", "path": str(path), "capacity": "4MiB"})
+    done = kv_tiering(*words[:number], stack, *words[number:])
+    text = "is a symbolic link that leads nowhere; correct the link" if kind == "link" else "is not a directory; choose"
+    assert (done.code, f"{place} {text}" in done.err, "does not exist" in done.err) == (1, True, False), done
+
+
+def test_a_directory_under_two_names_is_noted(
+    disk: Path, write_stack: WriteStack, tmp_path: Path, make_local: Callable[..., LocalRig]
+) -> None:
+    rig = make_local()
+    rig.store(K[:3])
+    rig.close()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    words = {"type": "local", "capacity": "4MiB", "segment_size": "512KiB"}
+    stack = write_stack(*(words | {"path": str(tmp_path / place), "name": place} for place in ("kv", "link")))
+    done = kv_tiering("inspect", stack)
+    assert (done.code, done.err.count("counted twice")) == (0, 1)
+    assert len(done.out.splitlines()) == 2
+
+
 def test_a_tier_in_the_memory_of_its_engine_cannot_be_inspected(write_stack: WriteStack, tmp_path: Path) -> None:
     done = kv_tiering("inspect", write_stack({"type": "memory"}))
     assert (done.code, done.out) == (1, "")
@@ -349,7 +381,15 @@ def test_a_new_epoch_of_a_bucket_is_followed_and_its_old_blocks_go(
     assert bucket.names("prod/blocks/") == []
 
 
-@pytest.mark.parametrize(("name", "fault"), [("ab", "is too short"), ("abcdef01", "names none")])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("ab", "is too short"),
+        ("abcdef01", "names none"),
+        ("zz", "is not hexadecimal"),
+        ("zzzzzz", "is not hexadecimal"),
+    ],
+)
 def test_a_namespace_that_is_not_there_is_refused_with_those_that_are(
     name: str, fault: str, disk: Path, make_local: Callable[..., LocalRig]
 ) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
+import errno
 import json
 import os
 import pty
 import select
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.runner import ROOT, command, kv_tiering, process
+from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.local.rig import LocalRig, opened
+from tiering.errors import TemporaryStoreError
+from tiering.secondary.admin import collection
+from tiering.secondary.admin.contract import StoredBlock
+from tiering.secondary.files import Files
+from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.local.checkpoint import CHECKPOINT_NAME
+from tiers.object import S3_TIER, S3Options
+from tiers.object.command import ObjectAdmin
 
 MakeLocal = Callable[..., LocalRig]
 CTRL_C = b"\x03"
@@ -99,6 +110,104 @@ def test_a_document_that_cannot_be_read_is_no_success(
     word, *others = arguments
     done = kv_tiering(word, *others[:1], disk, *others[1:], *(() if word == "inspect" else ("--yes",)))
     assert (done.code, f"cannot read {document}" in done.err) == (1, True), done
+
+
+def test_a_namespace_without_an_epoch_document_has_nothing_to_begin(
+    tmp_path: Path, disk: Path, make_local: MakeLocal
+) -> None:
+    name = filled(make_local)
+    (document,) = tmp_path.rglob("documents/epoch-*")
+    document.unlink()
+    done = kv_tiering("epoch", "new", disk, "--all", "--yes")
+    assert (done.code, "a new epoch has begun" in done.out) == (0, False)
+    assert f"{name[:8]}: has no epoch here, so there is nothing to begin" in done.out
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeS3, Path]]:
+    """A bucket with blocks of a namespace, and the stack that names it."""
+    with fake_s3() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/", "retries": {"attempts": 1}}
+        rig = TierRig(
+            lambda context: S3_TIER.build(S3Options.model_validate(words), context), group_bytes=(64 << 10,)
+        ).open()
+        assert rig.store(K[:2]) == K[:2]
+        rig.close()
+        stack = tmp_path / "bucket.yaml"
+        stack.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [{"type": "s3", **words}]}))
+        yield fake, stack
+
+
+def blocks_of(fake: FakeS3) -> list[str]:
+    return [name for name in fake.objects if "/blocks/" in name]
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"host process 7 0a1b2c3d", b"\xff\x00"])
+def test_clear_all_removes_nothing_while_a_lease_holds_it_off(content: bytes, pool: tuple[FakeS3, Path]) -> None:
+    fake, stack = pool
+    fake.objects["prod/documents/gc-lease"] = content
+    fake.modified["prod/documents/gc-lease"] = datetime.datetime.now(datetime.UTC)
+    done = kv_tiering("clear", stack, "--all", "--yes", "--json")
+    assert (done.code, len(blocks_of(fake))) == (1, 2)
+    ours = b"process" in content
+    assert ("another collection of" in done.err, "was written by another program" in done.err) == (ours, not ours)
+    assert ours or "remove this object, or wait until 10 minutes after its last change" in done.err
+    (found,) = json.loads(done.out).values()
+    assert (found["removed_blocks"], found["removed_bytes"], found["dry_run"]) == (0, 0, False)
+    assert "gc-lease" in found["error"] or "another collection" in found["error"]
+    fake.modified["prod/documents/gc-lease"] -= datetime.timedelta(minutes=11)
+    assert kv_tiering("clear", stack, "--all", "--yes").code == 0
+    assert blocks_of(fake) == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_removal_that_failed_has_removed_is_reported(
+    as_json: bool, pool: tuple[FakeS3, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, stack = pool
+    monkeypatch.setattr(collection, "BATCH", 1)
+    remove, calls = ObjectAdmin.remove, 0
+
+    async def fail_once(self: ObjectAdmin, blocks: Sequence[StoredBlock]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise TemporaryStoreError("the service is away")
+        await remove(self, blocks)
+
+    monkeypatch.setattr(ObjectAdmin, "remove", fail_once)
+    done = kv_tiering("clear", stack, "--all", "--yes", *(["--json"] if as_json else []))
+    assert (done.code, len(blocks_of(fake))) == (1, 1)
+    assert "s3: removed 1 blocks, " in done.err
+    assert "s3: the service is away" in done.err
+    if as_json:
+        (found,) = json.loads(done.out).values()
+        assert (found["removed_blocks"], found["error"]) == (1, "the service is away")
+        assert found["removed_bytes"] > 0
+
+
+def test_segments_that_were_removed_before_a_failure_are_reported(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kv", capacity="4MiB", segment_size="128KiB") as rig:
+        rig.store(K)
+    unlink, calls = Files.unlink, 0
+
+    def fail_second(self: Files, path: Path) -> None:
+        nonlocal calls
+        calls += "slots-" in path.name
+        if calls == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(self, path)
+
+    monkeypatch.setattr(Files, "unlink", fail_second)
+    done = kv_tiering("clear", disk, "--all", "--yes", "--json")
+    assert done.code == 1
+    left = json.loads(done.out)["local"]["removed_blocks"]
+    assert (0 < left < 32, held(disk)) == (True, 32 - left)
+    assert f"local: removed {left} blocks, " in done.err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")

@@ -26,6 +26,7 @@ from tiering.cli.parameters import (
     stack_argument,
     tier_options,
 )
+from tiering.cli.tiers import conflicts_with_earlier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
 from tiering.secondary.admin.verification import FrameVerifier
@@ -76,6 +77,7 @@ def check(
     if not tiers:
         found += [(PRIMARY, finding) for finding in probe_machine(config, block_bytes)]
     for options in chosen:
+        found += [(options.tier_name, finding) for finding in _conflicts(options, config.secondary, replica)]
         found += [
             (options.tier_name, finding)
             for finding in probe_tier(options, replica, block_bytes, round_trip=not no_round_trip)
@@ -91,6 +93,13 @@ def check(
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiers
+
+
+def _conflicts(options: TierOptions, every: Sequence[TierOptions], replica: str | None) -> Iterator[Finding]:
+    """Yield an error for each tier before this one in the stack whose medium the two tiers cannot share."""
+    for text in conflicts_with_earlier(options, every, replica):
+        remedy = "give each tier a path of its own, and mind symbolic links and bind mounts"
+        yield Finding(Severity.ERROR, "one directory", text, remedy)
 
 
 def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:

@@ -15,6 +15,13 @@ from tiering.secondary.admin.contract import KnownNamespace, TierAdmin
 from tiering.secondary.options import SharedOptions, TierOptions
 from tiering.secondary.service.common_epoch import new_invalidation
 
+_BEGUN = "a new epoch has begun; "
+
+_OLDER = (
+    "kv-tiering: note: upgrade all engines first: one of an earlier version that starts later may bring older blocks "
+    "back; then repeat the command"
+)
+
 _CPU_TIER = "it has no epochs; reset the caches of the engine, or restart the engine"
 
 
@@ -75,11 +82,11 @@ def new(
     Example:
       kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
     """
+    config, named = secondary_tiers(stack, tiers, _CPU_TIER)
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
     if yes and dry_run:
         raise click.UsageError("give either --yes or --dry-run")
-    config, named = secondary_tiers(stack, tiers, _CPU_TIER)
     shared = [options for options in config.secondary if isinstance(options, SharedOptions)]
     # Without the epoch, one shared tier would bring older blocks back into the others.
     every = config.revision is None and any(options in shared for options in named)
@@ -115,6 +122,8 @@ def new(
         )
     if not going or dry_run or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
         return code or int(lost or bool(stay))
+    if any(options in shared for options in going):
+        click.echo(_OLDER, err=True)
     # Buckets keep the epoch, so they come first. A pool may lose it, and is watched last.
     going.sort(key=lambda options: (contents[options.tier_name].watch_seconds, options not in shared))
     begun, failed = _begin(going, replica, names)
@@ -143,8 +152,9 @@ def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -
                 sentence = await admin.begin_epoch(name, invalidation)
             except StoreError as error:
                 left[name] = error
-            else:
-                click.echo(f"{admin.name}\t{name[:8]}: a new epoch has begun; {sentence}")
+                continue
+            told = "has no epoch here, so there is nothing to begin" if sentence is None else _BEGUN + sentence
+            click.echo(f"{admin.name}\t{name[:8]}: {told}")
         for name, reason in left.items():
             note(admin.name, f"{name[:8]}: no new epoch has begun: {reason}")
             found.remove(name)

@@ -10,7 +10,7 @@ from tiering.api.units import format_bytes
 from tiering.cli.contents import TierContent, print_contents, read_content
 from tiering.cli.output import duration, print_json
 from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import for_each_tier
+from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
 from tiering.secondary.admin.contract import TierAdmin
 
@@ -60,7 +60,10 @@ def inspect_command(
     """
     if not verify and (rate is not None or state is not None):
         raise click.UsageError("--rate and --state need --verify")
-    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
+    config, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
+    for options in chosen:
+        for reason in conflicts_with_earlier(options, config.secondary, replica):
+            note(options.tier_name, f"{reason}, and the blocks of this directory are counted twice")
     progress = Resumable(state, stack) if verify else None
 
     async def work(admin: TierAdmin) -> tuple[TierContent, Verified | None]:

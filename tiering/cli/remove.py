@@ -10,7 +10,7 @@ import click
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
 from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import agreed, for_each_tier, named_namespaces
+from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
 from tiering.secondary.admin.contract import Collected, Limits, TierAdmin
 from tiering.secondary.options import TierOptions
 
@@ -117,17 +117,18 @@ def clear(
       kv-tiering clear stack.yaml --tier s3 --namespace 5f0c2d1e
       kv-tiering clear stack.yaml --all --yes
     """
+    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
-    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
 
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
-        done: list[Collected] = [
-            await admin.clear(found.name, dry_run=dry_run) for found in await named_namespaces(admin, namespace)
-        ]
+        named = await named_namespaces(admin, namespace)
+        done: list[Collected] = []
         if everything:
-            # Blocks of abandoned epochs may belong to no namespace that the medium still names.
+            # Blocks of abandoned epochs may belong to no namespace that the medium still names. They go first: if
+            # another collection runs, nothing is removed at all.
             done.append(await admin.collect(Limits(abandoned=True, grace=0.0), dry_run=dry_run))
+        done += [await admin.clear(found.name, dry_run=dry_run) for found in named]
         return Collected(
             max((one.blocks for one in done), default=0),
             max((one.nbytes for one in done), default=0),
@@ -144,24 +145,49 @@ def _run(
     """Count first, unless the user has agreed already; then ask, and remove."""
     if yes and dry_run:
         raise click.UsageError("give either --yes or --dry-run")
+    incomplete: dict[str, dict[str, object]] = {}
+
+    async def really(admin: TierAdmin) -> Collected:
+        try:
+            return await remove(admin, False)
+        except BaseException as error:
+            if admin.removed_blocks:
+                size = format_bytes(admin.removed_bytes)
+                note(admin.name, f"removed {admin.removed_blocks:,} blocks, {size}, before it ended early")
+            incomplete[admin.name] = {
+                "removed_blocks": admin.removed_blocks,
+                "removed_bytes": admin.removed_bytes,
+                "dry_run": False,
+                "error": str(error) or type(error).__name__,
+            }
+            raise
+
     if yes:
-        results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, False))
-        _print(results, removed=True, as_json=as_json)
+        results, code = for_each_tier(chosen, replica, really)
+        _print(results, incomplete, removed=True, as_json=as_json)
         return code
     results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, True))
-    _print(results, removed=False, as_json=as_json)
+    _print(results, incomplete, removed=False, as_json=as_json)
     going = {tier for tier, found in results.items() if found.removed_blocks or found.removed_bytes}
     if not going or dry_run or as_json or not agreed("Remove them?", yes=False):
         return code
     again = [options for options in chosen if options.tier_name in going]
-    results, failed = for_each_tier(again, replica, lambda admin: remove(admin, False))
-    _print(results, removed=True, as_json=False)
+    results, failed = for_each_tier(again, replica, really)
+    _print(results, incomplete, removed=True, as_json=False)
     return code or failed
 
 
-def _print(results: Mapping[str, Collected], *, removed: bool, as_json: bool) -> None:
+def _print(
+    results: Mapping[str, Collected],
+    incomplete: Mapping[str, Mapping[str, object]],
+    *,
+    removed: bool,
+    as_json: bool,
+) -> None:
+    """Print the results of the tiers; ``incomplete`` has those of removals that failed half-way."""
     if as_json:
-        print_json({tier: {**dataclasses.asdict(found), "dry_run": not removed} for tier, found in results.items()})
+        whole = {tier: {**dataclasses.asdict(found), "dry_run": not removed} for tier, found in results.items()}
+        print_json({**whole, **incomplete})
         return
     verb = "removed" if removed else "would remove"
     for tier, found in results.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import string
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -54,6 +56,22 @@ def for_each_tier(
     return results, int(failed or (unsupported == len(chosen) > 0))
 
 
+def conflicts_with_earlier(options: TierOptions, every: Sequence[TierOptions], replica: str | None) -> list[str]:
+    """Return why an engine cannot use a tier beside tiers before it in the stack; empty if it can.
+
+    Args:
+        options: options of the tier.
+        every: options of all secondary tiers of the stack, in its order.
+        replica: name of the data-parallel replica, or None.
+    """
+    reasons: list[str] = []
+    for other in every[: list(every).index(options)]:
+        # A custom tier may raise anything. The work on a tier that cannot be administered tells why.
+        with contextlib.suppress(Exception):
+            reasons += filter(None, [admin_of(options, replica).conflict(admin_of(other, replica))])
+    return reasons
+
+
 def note(tier: str, text: str) -> None:
     """Print one line about a tier on stderr."""
     click.echo(f"kv-tiering: {tier}: {mask_text(text)}", err=True)
@@ -100,5 +118,7 @@ def choose_namespaces(known: Sequence[KnownNamespace], name: str | None, place: 
     if len(name) < LEAST_PREFIX or len(found) != 1:
         names = ", ".join(f"{namespace.name[:8]} ({namespace.label})" for namespace in known) or "none"
         fault = "is too short" if len(name) < LEAST_PREFIX else "names none" if not found else "names several"
+        if not set(name) <= set(string.hexdigits):
+            fault = "is not hexadecimal"
         raise ConfigError(f"--namespace: {name!r} {fault}; {place} holds {names}")
     return found

@@ -38,10 +38,10 @@ from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import PAGE, tier_directory
+from tiers.local.layout import PAGE, REPLICA_PREFIX, tier_directory
 from tiers.local.lock import DirectoryLock, owner_of
 from tiers.local.options import LocalOptions
-from tiers.local.probes import probe_directory
+from tiers.local.probes import nearest_existing, probe_directory
 from tiers.local.segments import is_segment, segment_shape
 
 SCRATCH = ".kv-tiering-scratch-"
@@ -93,8 +93,33 @@ class LocalAdmin(TierAdmin):
             raise store_error(error, f"cannot look at the lock of {self.directory}") from error
 
     def open(self) -> None:
-        if not self.directory.is_dir():
+        try:
+            existing, wrong = nearest_existing(self.directory)
+        except OSError as error:
+            raise store_error(error, f"cannot look at {self.directory}") from error
+        if wrong is not None:
+            raise PermanentStoreError(f"{wrong.text}; {wrong.remedy}")
+        if existing != self.directory:
             raise PermanentStoreError(f"{self.directory} does not exist: no engine has used this tier yet")
+
+    def conflict(self, other: TierAdmin) -> str:
+        if not isinstance(other, LocalAdmin):
+            return ""
+        one, two = self.directory, other.directory
+        try:
+            # A bind mount has the same inode under another path, which is not resolved.
+            same = one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
+            outer, inner = sorted((one.resolve(), two.resolve()), key=lambda path: len(path.parts))
+        except (OSError, RuntimeError):
+            return ""  # the check of the tier itself tells
+        if same:
+            return f"{one} is the same directory as {two} of the tier {other.name}: an engine runs without this tier"
+        below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
+        if below and not below[0].startswith(REPLICA_PREFIX):
+            return (
+                f"one of {one} and {two} of the tier {other.name} contains the other: an engine runs without this tier"
+            )
+        return ""
 
     # ----------------------------------------------------------------------------------------------------------- probes
 
@@ -305,17 +330,18 @@ class LocalAdmin(TierAdmin):
                 await self._begin_epoch(namespace, owned=True)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
 
-    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
-        await self._begin_epoch(namespace, owned=False)
-        return "the next engine that opens the directory begins empty"
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
+        ended = await self._begin_epoch(namespace, owned=False)
+        return "the next engine that opens the directory begins empty" if ended else None
 
-    async def _begin_epoch(self, namespace: str, *, owned: bool) -> None:
-        """Remove the epoch document of a namespace.
+    async def _begin_epoch(self, namespace: str, *, owned: bool) -> bool:
+        """Remove the epoch document of a namespace, and return False if it has none.
 
         Args:
             namespace: base of the namespace as 32 hex digits.
             owned: True if the caller owns the directory.
         """
+        ended = False
         with self._owned(dry_run=owned):
             for name, content in self._documents().items():
                 document = EpochDocument.parse(content) if name.startswith(EPOCHS) else None
@@ -325,6 +351,8 @@ class LocalAdmin(TierAdmin):
                         remove_durably(self._files, self.directory / "documents" / name)
                     except OSError as error:
                         raise store_error(error, f"cannot remove the epoch document {name}") from error
+                    ended = True
+        return ended
 
     async def _served(self) -> set[str]:
         return {
@@ -372,9 +400,11 @@ class LocalAdmin(TierAdmin):
             if any(block.fingerprint in served for _, blocks in gone for block in blocks):
                 # It names blocks that go. Without it, the next start reads all headers.
                 self._files.unlink(self.directory / CHECKPOINT_NAME)
-            for segment, _ in gone:
+            for segment, blocks in gone:
                 if is_segment(segment.path.name):
                     self._files.unlink(segment.path)
+                    self.removed_blocks += len(blocks)
+                    self.removed_bytes += segment.nbytes
             self._files.sync_directory(self.directory)
         except OSError as error:
             raise store_error(error, f"cannot remove segments in {self.directory}") from error

@@ -235,9 +235,10 @@ def owner_of(directory: Path) -> str | None:
     Raises:
         OSError: the directory cannot be opened.
     """
-    for path in (directory, directory / LOCK_NAME):
+    # The directory may be a link, as for an engine; the lock may not.
+    for path, kind in ((directory, os.O_DIRECTORY), (directory / LOCK_NAME, os.O_NOFOLLOW | os.O_NONBLOCK)):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | kind)
         except FileNotFoundError:
             continue
         try:

@@ -14,6 +14,7 @@ from tiering.api.units import format_bytes
 from tiering.errors import ConfigError
 from tiering.secondary.admin.contract import Finding, Severity
 from tiering.secondary.files import DIRECTORY_MODE, Files
+from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.direct import probe_direct
 from tiers.local.layout import REPLICA_PREFIX, used_bytes
 from tiers.local.lock import LOCK_NAME, owner_of
@@ -60,13 +61,10 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
         return
     existing = directory
     try:
-        while not existing.exists():
-            if existing.is_symlink():
-                yield Finding(
-                    Severity.ERROR, "directory", f"{existing} is a symbolic link that leads nowhere", "correct the link"
-                )
-                return
-            existing = existing.parent
+        existing, wrong = nearest_existing(directory)
+        if wrong is not None:
+            yield wrong
+            return
         if existing != directory:
             yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
         yield from _probe_existing(options, directory, existing, files, geometry.least_capacity)
@@ -79,14 +77,30 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
         )
 
 
+def nearest_existing(directory: Path) -> tuple[Path, Finding | None]:
+    """Return ``directory`` or the nearest directory above it that exists.
+
+    The finding is the reason why nothing can be made there: a file, or a link that leads nowhere. It is None if there
+    is no such reason.
+
+    Raises:
+        OSError: the path cannot be looked at.
+    """
+    existing = directory
+    while not existing.exists():
+        if existing.is_symlink():
+            text = f"{existing} is a symbolic link that leads nowhere"
+            return existing, Finding(Severity.ERROR, "directory", text, "correct the link")
+        existing = existing.parent
+    if not existing.is_dir():
+        text = f"{existing} is not a directory"
+        return existing, Finding(Severity.ERROR, "directory", text, "choose another path, or remove the file")
+    return existing, None
+
+
 def _probe_existing(
     options: LocalOptions, directory: Path, existing: Path, files: Files, least: int
 ) -> Iterator[Finding]:
-    if not existing.is_dir():
-        yield Finding(
-            Severity.ERROR, "directory", f"{existing} is not a directory", "choose another path, or remove the file"
-        )
-        return
     if existing == directory:
         yield from _probe_entries(directory)
     owner = owner_of(directory) if existing == directory else None
@@ -110,6 +124,7 @@ def _probe_entries(directory: Path) -> Iterator[Finding]:
     for severity, effect, paths in (
         (Severity.ERROR, "no engine can own the directory", [directory / LOCK_NAME]),
         (Severity.WARNING, "its blocks are not used", sorted(directory.glob("slots-*"))),
+        (Severity.WARNING, "a start reads the headers of all blocks instead", [directory / CHECKPOINT_NAME]),
     ):
         wrong = [(path, reason) for path in paths if (reason := _unusable(path))]
         if wrong:

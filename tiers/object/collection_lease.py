@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import socket
 import time
@@ -23,6 +24,9 @@ NAME = "gc-lease"
 
 SECONDS = 600.0
 """Seconds after its last renewal from which on a lease may be taken over."""
+
+_CONTENT = re.compile(rb"\S+ process \d+ [0-9a-f]{8}")
+"""Content of a lease: the machine, the process, and a random number."""
 
 RENEWALS = 2
 """Failed renewals in a row after which a collection stops: its lease may end soon."""
@@ -92,18 +96,26 @@ class CollectionLease:
         self._problem = None
         found = self._store.read_version(NAME)
         if found is not None and self._clock() - found.modified < self._seconds:
-            raise self._taken(found.content.decode(errors="replace")[:100])
+            raise self._taken(found.content)
         if found is not None:
             self._store.remove_version(NAME, found.version)
         holder = self._store.create_document(NAME, self._content)
         if holder != self._content:
-            raise self._taken((holder or b"it began at the same time").decode(errors="replace")[:100])
+            raise self._taken(holder)
         self._held = True
 
-    def _taken(self, holder: str) -> TemporaryStoreError:
+    def _taken(self, content: bytes | None) -> TemporaryStoreError:
+        """Return the error about a lease with this content; None: the holder is not known."""
+        minutes = f"{self._seconds / 60:.0f} minutes"
+        if content is not None and not _CONTENT.fullmatch(content):
+            return TemporaryStoreError(
+                f"documents/{NAME} of {self._place} is damaged or was written by another program; if no kv-tiering gc "
+                f"runs, remove this object, or wait until {minutes} after its last change"
+            )
+        holder = "it holds the lease now" if content is None else content.decode()
         return TemporaryStoreError(
             f"another collection of {self._place} runs ({holder}); wait until it has ended. If its process was killed, "
-            f"its lease ends {self._seconds / 60:.0f} minutes after its last renewal"
+            f"its lease ends {minutes} after its last renewal"
         )
 
     async def _keep(self) -> None:
@@ -112,7 +124,7 @@ class CollectionLease:
             await asyncio.sleep(pause)
             try:
                 if not await asyncio.to_thread(self.renew):
-                    self._problem = self._taken("it took over the lease of this one")
+                    self._problem = self._taken(None)
                 failed = 0
             except OutOfSpaceError:
                 failed = 0  # the lease ends, and the collection goes on

@@ -37,8 +37,7 @@ class _Remover:
                 while self._tasks:
                     await self._end_one()
         finally:
-            for task in self._tasks:
-                task.cancel()
+            # Cancelled tasks would not stop the threads that remove, and the blocks that these remove must count.
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def remove(self, block: StoredBlock) -> None:
@@ -52,9 +51,14 @@ class _Remover:
     async def _flush(self) -> None:
         batch, self._batch = self._batch, []
         if batch:
-            self._tasks.add(asyncio.create_task(self._admin.remove(batch)))
+            self._tasks.add(asyncio.create_task(self._remove(batch)))
             if len(self._tasks) == REMOVALS:
                 await self._end_one()
+
+    async def _remove(self, batch: list[StoredBlock]) -> None:
+        await self._admin.remove(batch)
+        self._admin.removed_blocks += len(batch)
+        self._admin.removed_bytes += sum(block.nbytes for block in batch)
 
     async def _end_one(self) -> None:
         done, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)

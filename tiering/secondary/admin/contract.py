@@ -148,6 +148,10 @@ class TierAdmin:
         """Name of the data-parallel replica, or None."""
         self.unreadable = 0
         """Number of places that the last listing skipped because their header is damaged or cannot be read."""
+        self.removed_blocks = 0
+        """Number of blocks that this object has removed for certain, also before an operation failed."""
+        self.removed_bytes = 0
+        """Bytes of these blocks."""
         self.clock: Callable[[], float] = time.time
         """Function that returns seconds since 1970, compared with the medium's own times."""
 
@@ -184,6 +188,14 @@ class TierAdmin:
         An owned medium is only read.
         """
         return None
+
+    def conflict(self, other: TierAdmin) -> str:
+        """Return why an engine cannot use this medium beside that of ``other``; empty (default) if it can.
+
+        Args:
+            other: administration of another tier of the same stack.
+        """
+        return ""
 
     # ----------------------------------------------------------------------------------------------------------- probes
 
@@ -302,10 +314,11 @@ class TierAdmin:
 
         return await clear(self, namespace, dry_run=dry_run)
 
-    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
+    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
         """Begin a new common epoch of a namespace, and return a sentence about when engines follow.
 
-        Nothing happens if the medium has the invalidation already.
+        Nothing happens if the medium has the invalidation already. The result is None if the namespace has no epoch
+        on the medium that could end: no engine serves its blocks.
 
         Args:
             namespace: base of the namespace as 32 hex digits.
