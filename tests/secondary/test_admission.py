@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -175,3 +178,22 @@ def test_a_tier_without_fills_counts_the_touches_of_its_own_stores() -> None:
 
 def test_all_fills_are_stored_on_demand() -> None:
     assert make_admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]
+
+
+def test_the_ghost_filter_behaves_the_same_in_every_process() -> None:
+    program = (
+        "from tiering.secondary.intake import GhostFilter\n"
+        "print(GhostFilter.hashes([number.to_bytes(36, 'big') for number in range(100)]).tolist())"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len(set(told[0].split(","))) == 100

@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from tiering.api.keys import OffloadKey
 
@@ -124,8 +125,10 @@ class GhostFilter:
 
     @staticmethod
     def hashes(keys: Sequence[OffloadKey]) -> NDArray[np.int64]:
-        """Return one int64 per key, never 0 (0 marks an empty slot): Python's hashes are never -1."""
-        return ~np.fromiter(map(hash, keys), np.int64, len(keys))
+        """Return one int64 per key, equal in every process, and never 0, which marks an empty slot."""
+        hashes = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, len(keys)).view(np.int64)
+        hashes[hashes == 0] = 1
+        return hashes
 
     def contains(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the ``hashes`` that are remembered."""
