@@ -331,6 +331,17 @@ def test_shutdown_happens_once_and_leaves_rows_mapped_that_a_tier_may_still_use(
     assert "the primary buffer stays mapped" in caplog.text
 
 
+def test_a_store_that_ends_after_the_shutdown_goes_to_no_tier() -> None:
+    tier = FakeTier()
+    rig = ManagerRig(4, [tier])
+    rig.manager.prepare_store([A], rig.ctx)
+    rig.manager.shutdown()
+    rig.manager.complete_store([A], rig.ctx)
+    rig.manager.on_schedule_end()
+    assert not tier.stores
+    assert rig.manager.get_stats()["manager"]["tiers_out_of_service"] == 0
+
+
 def test_shutdown_collects_what_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     tier = FakeTier()
     rig = ManagerRig(4, [tier])

@@ -57,7 +57,7 @@ class World:
 
     def load(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """Run a load of ``keys`` from its beginning to its end."""
-        self.promotions.claim(request, keys, self.primary.claim_load(keys, request.ctx.req_id))
+        self.promotions.claim(request, keys, self.primary.claim_load(keys, request.ctx.req_id)[0])
         self.primary.complete_load(keys, request.ctx)
 
     def finish(self, request: Request) -> None:
@@ -345,7 +345,7 @@ def test_a_load_takes_over_the_pins_of_reserved_blocks_and_pins_the_others() -> 
     world = World()
     world.store([C])
     world.promotions.end(world.run([A, B]), None)
-    world.promotions.claim(world.r1, [A, C], world.primary.claim_load([A, C], "r1"))
+    world.promotions.claim(world.r1, [A, C], world.primary.claim_load([A, C], "r1")[0])
     assert world.counts() == (0, 1, 0)
     assert world.rows() == (5, 0, 0)
     world.primary.complete_load([A, C], world.r1.ctx)

@@ -86,6 +86,21 @@ def test_a_load_that_names_a_key_twice_pins_and_releases_its_row_once(completed:
     assert primary.room == 2
 
 
+def test_a_load_from_a_slower_tier_that_names_a_key_again_and_again_leaves_all_rows_free() -> None:
+    (key,) = keys_of(5)
+    tier = FakeTier(held={key})
+    rig = ManagerRig(4, [tier])
+    assert rig.manager.lookup(key, rig.ctx) is None
+    rig.step()
+    tier.finish_all()
+    assert rig.manager.lookup(key, rig.ctx) is True
+    spec = rig.manager.prepare_load([key, key, key], rig.ctx)
+    assert spec.block_ids.tolist() == [rig.primary.readable[key]] * 3
+    rig.manager.complete_load([key, key, key], rig.ctx)
+    assert rig.primary.readers(spec.block_ids).tolist() == [0, 0, 0]
+    assert rig.primary.room == 4
+
+
 def test_completions_one_by_one_do_not_turn_a_readable_row_into_one_that_is_written() -> None:
     primary = make_primary(2)
     fill(primary, keys_of(0))

@@ -176,13 +176,13 @@ class TieringOffloadingManager(OffloadingManager):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._rest.until = None
-        rows = self.primary_tier.claim_load(keys, req_context.req_id)
+        rows, once, pinned = self.primary_tier.claim_load(keys, req_context.req_id)
         request = self._known.get(req_context.req_id)
         if request is not None and request.reserved:
-            self._promotions.claim(request, keys, rows)
+            self._promotions.claim(request, once, pinned)
         else:
-            self.primary_tier.pin(rows)
-        self._jobs.report_use(keys, rows, request, req_context)
+            self.primary_tier.pin(pinned)
+        self._jobs.report_use(once, pinned, request, req_context)
         return CPULoadStoreSpec(rows)
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
@@ -520,6 +520,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs.collect()
         if len(self._jobs):
             _log.warning("%d jobs of secondary tiers were not finished at shutdown", len(self._jobs))
+        self._tiers.leave()
         if stopped:
             self.primary_tier.shutdown()
         else:

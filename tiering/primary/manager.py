@@ -221,14 +221,17 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------------------- load
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        rows = self.claim_load(keys, req_context.req_id)
-        self.pin(np.unique(rows))
+        rows, _, pinned = self.claim_load(keys, req_context.req_id)
+        self.pin(pinned)
         return CPULoadStoreSpec(rows)
 
-    def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> Rows:
-        """Record that a request loads ``keys``, and return their rows. The caller pins the rows.
+    def claim_load(self, keys: Sequence[OffloadKey], req_id: str) -> tuple[Rows, Sequence[OffloadKey], Rows]:
+        """Record that a request loads ``keys``. The caller pins the rows.
 
         A key that is named twice counts as one load, so its first completion ends that load.
+
+        Returns:
+            The row of each key; the keys, each once; and the rows of these, which the caller pins.
 
         Raises:
             NotReadableError: some keys are not readable; nothing was changed.
@@ -238,12 +241,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
         except KeyError:
             raise NotReadableError([key for key in keys if key not in readable]) from None
+        once, claimed = keys, rows
         if len(set(keys)) < len(keys):
-            claimed = dict(zip(keys, rows.tolist(), strict=True))
-            self._loads.add(req_id, list(claimed), np.fromiter(claimed.values(), np.int64, len(claimed)))
-        else:
-            self._loads.add(req_id, keys, rows)
-        return rows
+            distinct = dict(zip(keys, rows.tolist(), strict=True))
+            once, claimed = list(distinct), np.fromiter(distinct.values(), np.int64, len(distinct))
+        self._loads.add(req_id, once, claimed)
+        return rows, once, claimed
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         known, rows = self._loads.release(req_context.req_id, keys)
