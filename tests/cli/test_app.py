@@ -82,6 +82,8 @@ CPU_ONLY = [
     (("inspect", "--verify", "--json"), "its blocks end with the engine"),
     (("gc", "--yes"), "there is nothing to remove"),
     (("clear", "--all", "--yes"), "there is nothing to remove"),
+    (("clear",), "there is nothing to remove"),
+    (("epoch", "new"), "it has no epochs; reset the caches of the engine"),
     (("epoch", "new", "--all", "--yes"), "it has no epochs; reset the caches of the engine"),
 ]
 

@@ -76,6 +76,22 @@ def test_wrong_words_end_with_one_line(trace: Path, stack: Path, words: list[str
     assert done.out == ""
 
 
+@pytest.mark.parametrize("small", ["primary", "secondary"])
+def test_a_capacity_below_one_block_is_refused_with_a_remedy(small: str, trace: Path, stack: Path) -> None:
+    text = stack.read_text()
+    stack.write_text(text.replace("4GiB" if small == "primary" else "64GiB", "2MiB"))
+    done = kv_tiering("replay", trace, "--stack", stack)
+    assert done.code == USAGE
+    assert "raise the capacity, or give the KV of a token with --kv-bytes-per-token" in done.err
+
+
+def test_one_request_takes_as_long_as_without_tiers(stack: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "one.jsonl"
+    assert kv_tiering("trace", "generate", "--requests", 1, "-o", trace).code == OK
+    done = kv_tiering("replay", trace, "--stack", stack)
+    assert (done.code, "The mean time to first token stays at " in done.out) == (OK, True)
+
+
 def test_a_file_that_is_no_trace_and_a_missing_stack(trace: Path, stack: Path, tmp_path: Path) -> None:
     done = kv_tiering("replay", stack, "--stack", stack)
     assert (done.code, "line 1: is not JSON" in done.err) == (USAGE, True)

@@ -374,7 +374,7 @@ def test_an_address_space_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_threads_that_cannot_be_started_are_a_region_error_with_the_limit(thread_limit: ThreadLimit) -> None:
     thread_limit.reach("prefault")
-    with pytest.raises(RegionError, match="ulimit -u"):
+    with pytest.raises(RegionError, match=r"ulimit -u.* or on memory \(ulimit -v"):
         SharedRegion.create(ROWS, ROW_BYTES)
     assert len(thread_limit.refused) == 1
 

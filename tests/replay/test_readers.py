@@ -12,7 +12,7 @@ import pytest
 from tests.replay.traces import public_line, request, write_mooncake
 from tiering.errors import ConfigError
 from tiering.replay.readers import Trace, TraceInfo, in_order, own_lines
-from tiering.replay.trace import chained, keys_of
+from tiering.replay.trace import TraceRequest, chained, keys_of
 
 
 def test_mooncake_counts_milliseconds_and_512_tokens_a_block(tmp_path: Path) -> None:
@@ -35,13 +35,13 @@ def test_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> None:
 
 def test_own_format_gives_back_what_was_written_also_compressed(tmp_path: Path) -> None:
     written = [request(1.5, [1, 2, 3], output=9), request(2.0, [])]
-    text = "\n".join(own_lines(written, 256, 4096))
+    text = "\n".join(own_lines(written, 10, 4096))
     plain, packed = tmp_path / "t.jsonl", tmp_path / "t.jsonl.gz"
     plain.write_text(text)
     packed.write_bytes(gzip.compress(text.encode()))
     for path in (plain, packed):
         trace = Trace([path])
-        assert trace.info == TraceInfo("kv-tiering-trace", 256, 4096)
+        assert trace.info == TraceInfo("kv-tiering-trace", 10, 4096)
         found = list(trace)
         assert [(r.time, r.input_tokens, r.output_tokens) for r in found] == [(1.5, 30, 9), (2.0, 0, 1)]
         assert np.array_equal(found[0].hashes, written[0].hashes)
@@ -90,6 +90,17 @@ def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
         (public_line(0, [1]) + '{"timestamp": 1}\n', "line 2: .* input_length is missing|line 2"),
         (public_line(0, [1]) + public_line(1, [-5]), "line 2"),
         (public_line(0, [1]) + public_line(float("nan"), [5]), "line 2"),
+        (public_line(0, [1]) + public_line(1, [5], input_length=-5), "line 2: .*input_length -5 is not a number"),
+        (public_line(0, [1]) + public_line(1, [5], input_length=10**30), r"line 2: .*input_length 1e\+30 is not"),
+        (public_line(0, [1]) + public_line(1, [5], output_length=-1), "line 2: .*output_length -1 is not"),
+        (
+            public_line(0, [1]) + public_line(1, [1] * 16, input_length=6758, output_length=400),
+            "line 2: .*16 hashes are more than the blocks of 512 tokens .* of 7,158 tokens; .* --block-tokens",
+        ),
+        (
+            "\n".join(own_lines([request(0, [1]), TraceRequest(1.0, -1, 0, chained([]))], 10)),
+            "line 3: .*input_tokens -1",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, text: str, problem: str) -> None:
@@ -97,6 +108,13 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, text: 
     path.write_text(text)
     with pytest.raises(ConfigError, match=problem):
         list(Trace([path]))
+
+
+def test_a_trace_may_name_the_blocks_of_answers_too(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(public_line(0, list(range(14)), input_length=6758, output_length=400))
+    (found,) = Trace([path])
+    assert len(found.hashes) == 14
 
 
 def test_a_missing_file_and_a_cut_archive_are_refused(tmp_path: Path) -> None:

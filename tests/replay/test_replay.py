@@ -232,6 +232,12 @@ def test_a_stack_without_room_for_a_block_is_refused() -> None:
         Replay(load_stack({"primary": {"capacity": "1GiB"}, "mode": "simple"}), BLOCK_TOKENS, BLOCK_BYTES, MODEL)
 
 
+def test_quantiles_lie_between_the_shortest_and_the_longest_time() -> None:
+    times = Times()
+    times.add(0.631)
+    assert times.quantile(0.01) == times.quantile(0.99) == times.mean == 0.631
+
+
 def test_quantiles_are_within_two_percent() -> None:
     times = Times()
     for value in itertools.chain(range(1, 1000), [0]):

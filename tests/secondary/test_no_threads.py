@@ -30,6 +30,7 @@ def test_a_background_task_without_a_thread_ends_with_a_temporary_error(thread_l
         assert result is None
         assert isinstance(error, TemporaryStoreError)
         assert "ulimit -u" in str(error)
+        assert "memory (ulimit -v" in str(error)
         thread_limit.leave()
         host.run(task)
         assert until(lambda: host.poll() or len(seen) == 2)

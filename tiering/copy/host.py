@@ -130,7 +130,7 @@ def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
         pool.shutdown()
         raise ConfigError(
             f"cannot start {threads} threads for copies ({error}); "
-            "raise the limit on processes (ulimit -u, docker: --pids-limit)"
+            "raise the limit on processes (ulimit -u, docker: --pids-limit) or on memory (ulimit -v)"
         ) from error
     together.wait()
     return pool

@@ -42,6 +42,9 @@ A recorded trace lists requests in the order of their ends.
 MAX_LINE = 1 << 26
 """Largest length of a line in characters: a prompt of about four million blocks."""
 
+MAX_TOKENS = 1 << 32
+"""Largest length of a prompt or an answer in tokens; a longer one is a mistake."""
+
 _HASH_DIGITS = 16
 
 Parse = Callable[[Mapping[str, Any]], TraceRequest]
@@ -127,7 +130,7 @@ class Trace:
                         parse = _PARSERS[_recognised(path, words).format]
                         if "format" in words:
                             continue
-                    yield parse(words)
+                    yield _plausible(parse(words), self.info.block_tokens)
         except ConfigError:
             raise
         except (OSError, EOFError) as error:
@@ -218,7 +221,36 @@ def _public(words: Mapping[str, Any], seconds: float) -> TraceRequest:
     time = float(words["timestamp"]) * seconds
     if not math.isfinite(time):
         raise ValueError(f"timestamp {time} is not a time")
-    return TraceRequest(time, int(words["input_length"]), int(words["output_length"]), chained(words["hash_ids"]))
+    return TraceRequest(
+        time, _length(words, "input_length"), _length(words, "output_length"), chained(words["hash_ids"])
+    )
+
+
+def _length(words: Mapping[str, Any], name: str) -> int:
+    """Return a number of tokens.
+
+    Raises:
+        ValueError: no prompt and no answer has that many tokens.
+    """
+    tokens = int(words[name])
+    if not 0 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{name} {tokens:.3g} is not a number of tokens from 0 to {MAX_TOKENS:,}")
+    return tokens
+
+
+def _plausible(request: TraceRequest, block_tokens: int) -> TraceRequest:
+    """Return ``request``, whose hashes must not be more than the blocks of its prompt and its answer.
+
+    Raises:
+        ValueError: there are more hashes, so that a block has fewer tokens than the trace is said to have.
+    """
+    tokens, blocks = request.input_tokens + request.output_tokens, len(request.hashes)
+    if blocks > -(-tokens // block_tokens):
+        raise ValueError(
+            f"{blocks:,} hashes are more than the blocks of {block_tokens} tokens in a prompt and an answer of "
+            f"{tokens:,} tokens; if the blocks are smaller, give --block-tokens"
+        )
+    return request
 
 
 def _own(words: Mapping[str, Any]) -> TraceRequest:
@@ -226,7 +258,7 @@ def _own(words: Mapping[str, Any]) -> TraceRequest:
     if len(text) % _HASH_DIGITS:
         raise ValueError(f"hashes has {len(text)} digits, not {_HASH_DIGITS} for each block")
     hashes = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
-    return TraceRequest(float(words["time"]), int(words["input_tokens"]), int(words["output_tokens"]), hashes)
+    return TraceRequest(float(words["time"]), _length(words, "input_tokens"), _length(words, "output_tokens"), hashes)
 
 
 _PARSERS: Mapping[str, Parse] = {

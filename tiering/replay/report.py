@@ -59,7 +59,9 @@ def advice(study: Study) -> list[str]:
         f"{subject} serves {percent(best.hit_rate)} of the blocks{ideal}, and saves prefill worth "
         f"{dollars(best.dollars_saved_per_month)} a month for {dollars(best.dollars_per_month)} of tiers."
     )
-    if best.ttft_mean > best.ttft_mean_without:
+    if seconds(best.ttft_mean) == seconds(best.ttft_mean_without):
+        lines.append(f"The mean time to first token stays at {seconds(best.ttft_mean)}.")
+    elif best.ttft_mean > best.ttft_mean_without:
         lines.append(
             f"The mean time to first token rises from {seconds(best.ttft_mean_without)} to {seconds(best.ttft_mean)}: "
             "a tier is too slow for this load. Look at its loads, at min_prefix_blocks and at a larger primary tier."

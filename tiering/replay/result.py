@@ -27,6 +27,7 @@ class Times:
         """Number of durations."""
         self.total = 0.0
         """Sum of the durations in seconds."""
+        self._shortest, self._longest = math.inf, 0.0
 
     def add(self, seconds: float) -> None:
         """Add one duration."""
@@ -34,6 +35,7 @@ class Times:
         self._counts[min(index, BOUNDS - 1)] += 1
         self.count += 1
         self.total += seconds
+        self._shortest, self._longest = min(self._shortest, seconds), max(self._longest, seconds)
 
     @property
     def mean(self) -> float:
@@ -45,7 +47,8 @@ class Times:
         if not self.count:
             return 0.0
         index = int(np.searchsorted(np.cumsum(self._counts), share * self.count))
-        return 0.0 if index == 0 else float(FASTEST * STEP ** (index - 0.5))
+        found = 0.0 if index == 0 else float(FASTEST * STEP ** (index - 0.5))
+        return min(max(found, self._shortest), self._longest)
 
 
 @dataclass(frozen=True, slots=True)

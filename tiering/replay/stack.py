@@ -31,6 +31,9 @@ from tiering.secondary.options import (
 MODEL = ModelIdentity(name="replay", weights="replay", dtype="replay", layout="replay")
 """Identity of the model in a replay; nothing is ever stored under this identity."""
 
+_LARGER = "raise the capacity, or give the KV of a token with --kv-bytes-per-token"
+"""Remedy for a tier without room for one block."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTier:
@@ -100,7 +103,9 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
         raise ConfigError(f"mode: is {stack.mode}; a replay needs a stack of mode tiering")
     rows = stack.primary.capacity // block_bytes
     if not rows:
-        raise ConfigError(f"primary.capacity: {stack.primary.capacity} bytes do not hold one block of {block_bytes}")
+        raise ConfigError(
+            f"primary.capacity: {stack.primary.capacity} bytes do not hold one block of {block_bytes}; {_LARGER}"
+        )
     clock = Clock()
     # Rows of one byte: blocks have no content here.
     view = np.zeros((rows, 1), np.uint8).data
@@ -154,7 +159,8 @@ def _tier(
     blocks = options.capacity // (block_bytes + SLOT_HEADER_BYTES)
     if not blocks:
         raise ConfigError(
-            f"secondary[{index}].capacity: {options.capacity} bytes do not hold one block of {block_bytes} bytes"
+            f"secondary[{index}].capacity: {options.capacity} bytes do not hold one block of {block_bytes} bytes; "
+            f"{_LARGER}"
         )
     slots = SlotIndex(
         blocks,

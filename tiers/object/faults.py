@@ -196,6 +196,8 @@ class Dialect:
 
 def _network(message: str) -> str | None:
     """Return the reason why no answer came, as text; None if the exception does not tell."""
+    if "TooManyOpenFiles" in message or "Too many open files" in message:
+        return "this process has too many open files; raise the limit (ulimit -n, docker: --ulimit nofile)"
     if "dns error" in message:
         found = _DNS_ERROR.search(message)
         reason = f" ({found[1].rpartition(': ')[2]})" if found else ""

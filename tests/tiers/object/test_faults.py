@@ -10,10 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
 from tests.fake_s3 import FakeS3, Trouble
 from tests.tiers.object.blocks import block, empty
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiers.object.faults import Dialect
 from tiers.object.store import ObjectStore
 
 Open = Callable[..., ObjectStore]
@@ -60,6 +62,18 @@ def test_the_cause_comes_first_and_the_object_last(
 def test_nothing_listening(open_store: Open) -> None:
     with pytest.raises(TemporaryStoreError, match=r"^127\.0\.0\.1:1: connection refused: .*\(list s3://kv-cache"):
         open_store(endpoint_url="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("step", ["tcp open error", "dns error"])
+def test_a_process_without_free_file_descriptors(step: str) -> None:
+    text = (
+        "Generic S3 error: Error performing PUT http://127.0.0.1:9/b/y in 235.6µs - HTTP error: error sending request"
+        f'\n\nDebug source:\nConnectError("{step}", Os {{ code: 24, kind: TooManyOpenFiles, '
+        'message: "Too many open files" })'
+    )
+    failure = Dialect({}, keys="", bucket="").translate(GenericError(text), "put y")
+    assert isinstance(failure, TemporaryStoreError)
+    assert "too many open files; raise the limit (ulimit -n" in str(failure)
 
 
 def test_a_name_without_an_address(open_store: Open) -> None:

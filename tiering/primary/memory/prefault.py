@@ -193,7 +193,7 @@ def _start_threads(work: Callable[[], None], count: int) -> list[threading.Threa
                 break
             raise RegionError(
                 f"no thread can be started to prepare the primary tier's memory ({error}); "
-                "raise the limit on processes (ulimit -u, docker: --pids-limit)"
+                "raise the limit on processes (ulimit -u, docker: --pids-limit) or on memory (ulimit -v)"
             ) from error
         running.append(thread)
     return running

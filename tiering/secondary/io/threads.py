@@ -178,7 +178,8 @@ class IoThreads:
     def _failure(self, name: str, error: BaseException) -> TemporaryStoreError:
         """Log why the thread ``name`` cannot be started now, and return it as an error."""
         failure = TemporaryStoreError(
-            f"thread {name} cannot be started ({error}); raise the limit on processes (ulimit -u, docker: --pids-limit)"
+            f"thread {name} cannot be started ({error}); "
+            "raise the limit on processes (ulimit -u, docker: --pids-limit) or on memory (ulimit -v)"
         )
         if count := self._unstarted.admit():
             _log.error("tier %s: %s; it is tried again (%d such failure(s))", self._name, failure, count)
