@@ -163,7 +163,7 @@ class BlockTierOptions(TierOptions):
     max_queued: Size | None = None
     """Bytes of stores that may wait or run; default: as many as the primary tier has.
 
-    The tail of a larger store is dropped. Waiting stores hold their primary rows weakly.
+    The tail of a larger store is dropped. A waiting store gives up its row when another block needs it.
     """
     primary_share: Share = 0.5
     """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
@@ -228,9 +228,9 @@ class SharedOptions(TierOptions):
     """Mix-in for tiers with a shared index, which probes the medium."""
 
     present_ttl: Duration = 300.0
-    """Seconds for which a positive probe result stays valid; default 300."""
+    """Time for which a positive probe result stays valid; default 300."""
     absent_ttl: Duration = 10.0
-    """Seconds for which a negative probe result stays valid; default 10."""
+    """Time for which a negative probe result stays valid; default 10."""
     lookup_deadline: Duration = 0.25
     """Seconds that a shared medium may leave a lookup undecided before the answer is no; default 0.25."""
 
@@ -239,7 +239,7 @@ class TtlOptions(TierOptions):
     """Mix-in for tiers whose blocks may expire."""
 
     ttl: Duration | None = None
-    """Age in seconds at which stored blocks may expire; None (default): blocks do not expire."""
+    """Age at which stored blocks may expire; None (default): blocks do not expire."""
 
 
 class CompressionOptions(TierOptions):

@@ -54,7 +54,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] = "kv-tiering"
     """Begins the names of all blocks in the pool; default "kv-tiering". Several stacks can share a pool."""
     present_ttl: Duration = 30.0
-    """Seconds for which a positive probe result stays valid; default 30."""
+    """Time for which a positive probe result stays valid; default 30."""
     lookup_deadline: Duration = 0.1
     """Seconds that a lookup may stay undecided before the answer is no; default 0.1."""
     load_deadline: Duration | None = 1.0

@@ -101,7 +101,7 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     """
 
     renew_after: Duration | None = None
-    """Age in seconds at which a block in use is renewed; default: half of ``ttl``, if any.
+    """Age at which a block in use is renewed; default: half of ``ttl``, if any.
 
     The block is copied onto itself, so that its age counts from then on. One process renews at most eight blocks per
     second, heads of prefixes first.

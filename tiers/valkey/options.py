@@ -44,9 +44,9 @@ class ValkeyOptions(BlockTierOptions, SharedOptions, TtlOptions):
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] = "kv-tiering"
     """Begins the names of all keys on the server; default "kv-tiering". Several stacks can share a server."""
     ttl: Duration = Field(default=86400.0, ge=1.0)
-    """Age in seconds at which the server drops a block; default 1 day."""
+    """Age at which the server drops a block; default 1 day."""
     present_ttl: Duration = 60.0
-    """Seconds for which a positive probe result stays valid; default 60."""
+    """Time for which a positive probe result stays valid; default 60."""
     lookup_deadline: Duration = 0.1
     """Seconds that a lookup may stay undecided before the answer is no; default 0.1."""
     load_deadline: Duration | None = 1.0
