@@ -218,7 +218,8 @@ class SlotStates:
         Slots that are read or written now are unseen once that I/O has ended; :attr:`leaving` lists them.
         """
         table = self._table
-        keys = [key for key in table.keys[start:stop].tolist() if key is not None]
+        # A block that was lost while it was written, and stored again since, is named by two slots.
+        keys = [key for key in dict.fromkeys(table.keys[start:stop].tolist()) if key is not None]
         held = table.drop([key for key in keys if start <= table.readable.get(key, -1) < stop])
         written = [key for key in keys if start <= table.pending.get(key, -1) < stop]
         table.disown(written, np.array([table.pending[key] for key in written], np.int64))
