@@ -32,7 +32,7 @@ from tiers.local.new_segments import NewSegments, Pace
 from tiers.local.recovery import Remembered, remember
 from tiers.local.room import Room
 from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Geometry, Read, Segments
-from tiers.local.surroundings import Access, warn_of_small_disk
+from tiers.local.surroundings import Surroundings
 from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
@@ -93,7 +93,7 @@ class LocalStore(BatchStore):
         """Mount point of the disk. While it is not mounted, the directory is not created on the disk below."""
         self._lock = DirectoryLock(directory)
         self._documents = Documents(directory, self.files, self._lock)
-        self._access = Access(directory)
+        self._surroundings = Surroundings(directory, capacity, self.files)
         self._stopping = False
         self._first_pace = Pace.of_first()
         self._segments: Segments | None = None
@@ -136,8 +136,7 @@ class LocalStore(BatchStore):
             raise store_error(error, f"cannot create {self.directory}") from error
         self._lock.acquire()
         try:
-            warn_of_small_disk(self.files, self.directory, self.capacity)
-            self._access.warn(read_only=self._lock.read_only)
+            self._surroundings.warn(read_only=self._lock.read_only)
             self._open_segments()
             self._mount = mount_point(self.directory)
             self._documents.opened()

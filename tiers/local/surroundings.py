@@ -11,47 +11,49 @@ from tiering.secondary.files import Files
 logger = logging.getLogger("kv_tiering.local")
 
 
-def warn_of_small_disk(files: Files, directory: Path, capacity: int) -> None:
-    """Warn of a capacity that the file system can never hold. The tier grows until the disk is full then.
+class Surroundings:
+    """Conditions of a directory that its operator should know.
+
+    Each is logged when it begins, and not again while it lasts.
 
     Args:
-        files: file operations to use.
         directory: the tier's directory.
         capacity: bytes of everything in the directory.
-    """
-    size = files.size_of_disk(directory)
-    if size < capacity:
-        logger.warning(
-            "%s: the capacity of %d bytes is above the %d bytes of its file system: "
-            "the disk will be full before eviction begins; lower the capacity, or use a larger disk",
-            directory,
-            capacity,
-            size,
-        )
-
-
-class Access:
-    """Reasons for which a directory cannot be written, or other users can change it.
-
-    Args:
-        directory: the tier's directory.
+        files: file operations to use.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, capacity: int, files: Files) -> None:
         self._directory = directory
-        self._warned_of_mode = False
+        self._capacity = capacity
+        self._files = files
+        self._told: set[str] = set()
 
     def warn(self, *, read_only: bool) -> None:
-        """Warn of a read-only file system, and once of a directory that other users may write."""
-        if read_only:
-            logger.warning(
-                "%s: the file system is read-only; its blocks are served, and none are stored", self._directory
-            )
+        """Warn of a small disk, a read-only file system, and a directory that other users may write.
+
+        Raises:
+            OSError: the directory cannot be looked at.
+        """
+        size = self._files.size_of_disk(self._directory)
+        self._tell(
+            size < self._capacity,
+            "%s: the capacity of %d bytes is above the %d bytes of its file system: "
+            "the disk will be full before eviction begins; lower the capacity, or use a larger disk",
+            self._capacity,
+            size,
+        )
+        self._tell(read_only, "%s: the file system is read-only; its blocks are served, and none are stored")
         mode = stat.S_IMODE(self._directory.stat().st_mode)
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not self._warned_of_mode:
-            self._warned_of_mode = True
-            logger.warning(
-                "%s may be written by other users (mode %03o); they could remove or replace blocks: chmod go-w",
-                self._directory,
-                mode,
-            )
+        self._tell(
+            mode & (stat.S_IWGRP | stat.S_IWOTH) != 0,
+            "%s may be written by other users (mode %03o); they could remove or replace blocks: chmod go-w",
+            mode,
+        )
+
+    def _tell(self, holds: bool, text: str, *details: int) -> None:
+        """Log a line about the directory if a condition holds now and did not at the last call."""
+        if not holds:
+            self._told.discard(text)
+        elif text not in self._told:
+            self._told.add(text)
+            logger.warning(text, self._directory, *details)
