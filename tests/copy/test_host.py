@@ -149,5 +149,5 @@ def test_a_machine_that_starts_no_more_threads_does_not_fail_a_transfer_half_way
 
 def test_without_threads_there_is_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_threads(monkeypatch)
-    with pytest.raises(ConfigError, match="pids-limit"):
+    with pytest.raises(ConfigError, match=r"pids-limit\) or on memory \(ulimit -v"):
         blocked()
