@@ -90,6 +90,7 @@ def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
         (public_line(0, [1]) + '{"timestamp": 1}\n', "line 2: .* input_length is missing|line 2"),
         (public_line(0, [1]) + public_line(1, [-5]), "line 2"),
         (public_line(0, [1]) + public_line(float("nan"), [5]), "line 2"),
+        ("\n".join(own_lines([request(float("nan"), [1])], 16)), "line 2"),
         (public_line(0, [1]) + public_line(1, [5], input_length=-5), "line 2: .*input_length -5 is not a number"),
         (public_line(0, [1]) + public_line(1, [5], input_length=10**30), r"line 2: .*input_length 1e\+30 is not"),
         (public_line(0, [1]) + public_line(1, [5], output_length=-1), "line 2: .*output_length -1 is not"),

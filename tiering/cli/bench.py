@@ -130,17 +130,9 @@ def bench(
                     limited = found if no_device else _with_limit(admin, found, plan)
                     measured.append(limited)
                     progress.update(task, description=f"{_line(limited)}")
-            except RegionError as error:
-                failed = True
-                note(options.tier_name, f"{error}; give a smaller --block-bytes or --depth")
-            except OutOfSpaceError as error:
-                failed = True
-                note(
-                    options.tier_name, f"{error}; free some space, or give a smaller --block-bytes, --depth or --bytes"
-                )
             except TieringError as error:
                 failed = True
-                note(options.tier_name, str(error))
+                note(options.tier_name, f"{error}{_remedy(error)}")
     pays: list[BreakEven] = []
     if prefill_tokens_per_second is not None and bytes_per_token is not None:
         pays = break_evens(measured, prefill_tokens_per_second, bytes_per_token)

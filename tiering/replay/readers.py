@@ -218,12 +218,22 @@ def _own_info(path: Path, words: Mapping[str, Any]) -> TraceInfo:
 
 
 def _public(words: Mapping[str, Any], seconds: float) -> TraceRequest:
-    time = float(words["timestamp"]) * seconds
-    if not math.isfinite(time):
-        raise ValueError(f"timestamp {time} is not a time")
+    time = _time(words, "timestamp") * seconds
     return TraceRequest(
         time, _length(words, "input_length"), _length(words, "output_length"), chained(words["hash_ids"])
     )
+
+
+def _time(words: Mapping[str, Any], name: str) -> float:
+    """Return a finite time.
+
+    Raises:
+        ValueError: the time is infinite or no number.
+    """
+    time = float(words[name])
+    if not math.isfinite(time):
+        raise ValueError(f"{name} {time} is not a time")
+    return time
 
 
 def _length(words: Mapping[str, Any], name: str) -> int:
@@ -258,7 +268,7 @@ def _own(words: Mapping[str, Any]) -> TraceRequest:
     if len(text) % _HASH_DIGITS:
         raise ValueError(f"hashes has {len(text)} digits, not {_HASH_DIGITS} for each block")
     hashes = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
-    return TraceRequest(float(words["time"]), _length(words, "input_tokens"), _length(words, "output_tokens"), hashes)
+    return TraceRequest(_time(words, "time"), _length(words, "input_tokens"), _length(words, "output_tokens"), hashes)
 
 
 _PARSERS: Mapping[str, Parse] = {
