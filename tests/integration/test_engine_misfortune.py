@@ -177,11 +177,14 @@ def test_faults_of_a_medium_do_not_show(model: Any, seed: int) -> None:
         "breaker": {"failures": 50, "probe_after": "20ms"},
     }
     with Engine(options(num_blocks=40, model=model, stack=stack(40, chaos, model=model))) as engine:
-        for turn in range(4):
+        assert engine.tiers is not None
+        for turn in range(16):
             outputs = ask_all(engine, PROMPTS, f"turn {turn}")
             assert wrong_answers(outputs, PROMPTS, model=model) == [], f"seed {seed}"
             assert engine.settle()
-        assert engine.tiers is not None
+            # How many blocks are loaded depends on the threads. A few seeds rarely read a corrupt one in four turns.
+            if turn >= 3 and engine.tiers.secondary_stats()["chaos"]["corrupt_blocks"]:
+                break
         assert engine.tiers.secondary_stats()["chaos"]["corrupt_blocks"] > 0
         assert engine.tiers.secondary_stats()["chaos"]["read_bytes"] > 0
     assert ChaosTier.latest is not None
