@@ -140,7 +140,8 @@ class BlockStore(ABC):
     def open(self) -> None:
         """Make the medium ready.
 
-        Called on the I/O side, and again after failures.
+        Called on the I/O side, and again after failures. The store of a medium that one tier owns is also closed and
+        opened again, if its documents could not be used or if another medium has taken its place.
 
         Raises:
             StoreError: the medium cannot be used.

@@ -23,6 +23,7 @@ from tiering import (
     open_manager,
 )
 from tiering.primary.memory.region import SharedRegion
+from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 from tiers.local.tier import LocalTier
 
@@ -81,10 +82,12 @@ class Child:
         """
         (tier,) = self.manager.secondary_tiers
         assert isinstance(tier, LocalTier)
-        end = time.monotonic() + PATIENCE_SECONDS
-        while tier.recovering and time.monotonic() < end:
+
+        def recovered() -> bool:
             self.manager.on_schedule_end()
-            time.sleep(0.001)
+            return not tier.recovering
+
+        until(recovered, PATIENCE_SECONDS)
 
     def close(self) -> None:
         self.manager.shutdown()

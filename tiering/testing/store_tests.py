@@ -319,6 +319,15 @@ class BlockStoreTests(ABC):
         store.close()
         self.make_store().close()
 
+    def test_a_store_of_a_medium_of_its_own_may_be_opened_again_after_it_was_closed(self, store: BlockStore) -> None:
+        if self.shared:
+            pytest.skip("only media of their own are closed and opened again")
+        store.close()
+        store.open()
+        store.put_one(block_to_put(store, self.place(7), self.block_bytes, number=7))
+        got = block_to_get(store, self.place(7), self.block_bytes, number=7)
+        assert is_verified(store, got, store.get_one(got))
+
     def test_a_medium_that_fails_gives_typed_errors_and_the_store_works_again_after_it(self, store: BlockStore) -> None:
         repair = self.break_medium()
         if repair is None:
