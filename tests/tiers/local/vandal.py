@@ -114,8 +114,9 @@ class Vandal:
 
     def zero(self) -> str:
         path = self._segment()
+        # A segment that was just created, or cut to nothing, has no bytes to overwrite.
         size = path.stat().st_size
-        start = self._rng.randrange(size)
+        start = self._rng.randrange(size + 1)
         with path.open("r+b") as file:
             file.seek(start)
             file.write(bytes(min(size - start, 1 << 16)))
