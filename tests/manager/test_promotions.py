@@ -12,6 +12,7 @@ from tiering.api.request import ReqContext
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.manager.promotions import Promotion, Promotions, Started
 from tiering.manager.requests import Request
+from tiering.manager.reservations import Reservations
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -32,7 +33,8 @@ class World:
         self.clock = FakeClock()
         self.stats = ManagerStats()
         self.primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 16), np.uint8).data, enable_events=True)
-        self.promotions = Promotions(self.primary, self.stats, self.clock, share, RESERVED)
+        self.reservations = Reservations(self.primary, self.stats, self.clock, RESERVED)
+        self.promotions = Promotions(self.primary, self.reservations, self.stats, self.clock, share)
         self.fast, self.slow = (
             TierState.of(FakeTier(name, load_deadline=DEADLINE, primary_share=min(1.0, tier_rows / rows)), rank, rows)
             for rank, name in enumerate(("fast", "slow"))
@@ -57,12 +59,18 @@ class World:
 
     def load(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """Run a load of ``keys`` from its beginning to its end."""
-        self.promotions.claim(request, keys, self.primary.claim_load(keys, request.ctx.req_id)[0])
+        self.reservations.claim(request, keys, self.primary.claim_load(keys, request.ctx.req_id)[0])
         self.primary.complete_load(keys, request.ctx)
 
     def finish(self, request: Request) -> None:
         request.finished = True
         self.promotions.leave(request)
+
+    def expire(self, now: float) -> None:
+        """Let overdue promotions and reservations end, as the collection of finished jobs does."""
+        self.promotions.expire(now)
+        if now >= self.reservations.next_expiry:
+            self.reservations.expire(now)
 
     def rows(self) -> tuple[int, int, int]:
         """Numbers of free, evictable and quarantined rows."""
@@ -70,7 +78,7 @@ class World:
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of rows that are promoting, that are reserved, and into which the fast tier is loading."""
-        return self.promotions.rows_promoting, self.promotions.rows_reserved, self.fast.loading_rows
+        return self.promotions.rows_promoting, self.reservations.rows, self.fast.loading_rows
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
@@ -345,7 +353,7 @@ def test_a_load_takes_over_the_pins_of_reserved_blocks_and_pins_the_others() -> 
     world = World()
     world.store([C])
     world.promotions.end(world.run([A, B]), None)
-    world.promotions.claim(world.r1, [A, C], world.primary.claim_load([A, C], "r1")[0])
+    world.reservations.claim(world.r1, [A, C], world.primary.claim_load([A, C], "r1")[0])
     assert world.counts() == (0, 1, 0)
     assert world.rows() == (5, 0, 0)
     world.primary.complete_load([A, C], world.r1.ctx)
@@ -370,13 +378,13 @@ def test_a_reservation_expires_at_its_deadline_for_each_request() -> None:
     promotion = world.run([A, B], world.r2)
     world.promotions.end(promotion, None)
     world.load(world.r1, [A])
-    world.promotions.expire(world.clock() + RESERVED - 1)
+    world.expire(world.clock() + RESERVED - 1)
     assert world.counts() == (0, 2, 0)
-    world.promotions.expire(world.clock() + RESERVED)
+    world.expire(world.clock() + RESERVED)
     assert world.counts() == (0, 0, 0)
     assert world.rows() == (6, 2, 0)
     assert world.stats.reservations_expired == 3
-    world.promotions.expire(world.clock() + 2 * RESERVED)
+    world.expire(world.clock() + 2 * RESERVED)
     assert world.stats.reservations_expired == 3
     assert world.r1.reserved == world.r2.reserved == {}
 
@@ -386,7 +394,7 @@ def test_reservations_expire_one_after_another() -> None:
     world.promotions.end(world.run([A]), None)
     world.clock.advance(1.0)
     world.promotions.end(world.run([B]), None)
-    world.promotions.expire(world.clock() + RESERVED - 1)
+    world.expire(world.clock() + RESERVED - 1)
     assert set(world.r1.reserved) == {B}
 
 
@@ -396,16 +404,16 @@ def test_reservations_expire_one_after_another() -> None:
 def test_an_overdue_promotion_is_a_miss_at_once_and_keeps_its_rows_until_the_job_ends() -> None:
     world = World()
     promotion = world.run([A, B], world.r2)
-    world.promotions.expire(promotion.deadline - 0.1)
+    world.expire(promotion.deadline - 0.1)
     assert world.counts() == (2, 0, 2)
-    world.promotions.expire(promotion.deadline)
+    world.expire(promotion.deadline)
     assert world.stats.promotions_overdue == 2
     assert world.r1.refused == world.r2.refused == {A, B}
     assert world.r1.asked == world.r2.asked == set()
     assert not world.primary.pending
     assert world.counts() == (0, 0, 2)
     assert world.rows() == (6, 0, 2)
-    world.promotions.expire(promotion.deadline + 1)
+    world.expire(promotion.deadline + 1)
     assert world.stats.promotions_overdue == 2
     assert world.promotions.end(promotion, ())[0] == []
     assert world.counts() == (0, 0, 0)
@@ -416,7 +424,7 @@ def test_an_overdue_promotion_is_a_miss_at_once_and_keeps_its_rows_until_the_job
 def test_blocks_that_arrive_late_are_kept_if_nobody_has_stored_them_meanwhile() -> None:
     world = World()
     promotion = world.run([A, B, C, D])
-    world.promotions.expire(promotion.deadline)
+    world.expire(promotion.deadline)
     world.store([A])
     assert world.primary.prepare_store([B], STORER) is not None
     keys, rows = world.promotions.end(promotion, [A, B, C])
@@ -437,7 +445,7 @@ def test_a_promotion_that_ended_in_time_is_never_overdue_and_does_not_hide_the_n
     world.clock.advance(1.0)
     second = world.run([B])
     world.promotions.end(first, None)
-    world.promotions.expire(second.deadline)
+    world.expire(second.deadline)
     assert world.stats.promotions_overdue == 1
     assert (world.r1.refused, set(world.primary.readable)) == ({B}, {A})
 
@@ -447,7 +455,7 @@ def test_a_tier_without_a_deadline_is_waited_for() -> None:
     assert isinstance(world.fast.tier, FakeTier)
     world.fast.load_deadline = None
     world.run([A])
-    world.promotions.expire(1e12)
+    world.expire(1e12)
     assert world.stats.promotions_overdue == 0
 
 
@@ -494,7 +502,7 @@ def test_a_reset_drops_what_is_queued_and_what_still_arrives_and_ends_reservatio
     assert world.r1.reserved == {}
     assert world.counts() == (0, 0, 2)
     assert world.rows() == (6, 0, 2)
-    world.promotions.expire(1e12)
+    world.expire(1e12)
     assert (world.stats.promotions_overdue, world.stats.reservations_expired) == (0, 0)
     for promotion in (running, overdue):
         assert world.promotions.end(promotion, None)[0] == []
@@ -525,5 +533,5 @@ def test_a_reservation_after_a_reset_does_not_expire_with_one_before() -> None:
     world.primary.reset_cache()
     world.clock.advance(10.0)
     world.promotions.end(world.run([A]), None)
-    world.promotions.expire(world.clock() + RESERVED - 10)
+    world.expire(world.clock() + RESERVED - 10)
     assert set(world.r1.reserved) == {A}

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tests.connector.fakes import ids, make_scheduler, prompt, run_prompt
 from tiering.advisor.advisor import FIELDS
-from tiering.connector.completions import SchedulerCounters
+from tiering.connector.counters import SchedulerCounters
 from tiering.errors import ConfigError
 from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
 from tiering.offload import prometheus

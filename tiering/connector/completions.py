@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from tiering.api.manager import OffloadingManager
 from tiering.api.masking import shown_name
+from tiering.connector.counters import SchedulerCounters
 from tiering.connector.groups import interleave
 from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.loads import LoadPlanner
@@ -18,55 +18,6 @@ from tiering.offload.protocols import ConnectorOutput
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters of the scheduler half since the start, and the present number of jobs and requests."""
-
-    queried_tokens: int = 0
-    """Tokens beyond the engine's own cache, counted at the first match of each request."""
-    hit_tokens: int = 0
-    """Tokens for which loads were planned."""
-    queried_blocks: int = 0
-    """Blocks that the first match of each request probed."""
-    hit_blocks: int = 0
-    """Those of ``queried_blocks`` that the primary tier held without a promotion."""
-    loads: int = 0
-    """Loads that were planned."""
-    loads_failed: int = 0
-    """Loads that failed."""
-    hits_shrunk: int = 0
-    """Hits that had lost blocks before they were loaded."""
-    stores: int = 0
-    """Stores that were ordered."""
-    stores_failed: int = 0
-    """Stores that failed."""
-    stores_refused: int = 0
-    """Offers of blocks that found no room in the primary tier."""
-    jobs_flushed: int = 0
-    """Jobs that a step had to wait for, because the step reused their blocks."""
-    sharer_waits: int = 0
-    """Requests that waited for a load of another request."""
-    scheduler_seconds: float = 0.0
-    """Seconds that the connector took on the scheduler's thread; resets are not included."""
-    snapshots_dropped: int = 0
-    """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
-
-    Events about such a block carry only its own hash.
-    """
-    requests_recorded: int = 0
-    """Finished requests that were written to the trace (``record_trace`` in the stack)."""
-    records_dropped: int = 0
-    """Finished requests that were not written to the trace: the queue was full, or the disk failed."""
-    jobs_active: int = 0
-    """Jobs that have not ended on all workers."""
-    requests_active: int = 0
-    """Requests that have not ended."""
-
-    def as_dict(self) -> dict[str, int | float]:
-        """Return the counters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Completions:

@@ -7,23 +7,18 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from tiering.api.engine import OffloadingSpec
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
-from tiering.api.units import parse_duration
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
-from tiering.errors import ConfigError, NotReadableError
+from tiering.errors import NotReadableError
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
-
-DEFAULT_SHARER_WAIT = 1.0
-"""Total time in seconds that a request waits for blocks that are being loaded for other requests."""
 
 
 class _Part(NamedTuple):
@@ -239,19 +234,3 @@ class LoadPlanner:
             block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts]
         )
         self._orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))
-
-
-def sharer_wait(spec: OffloadingSpec) -> float:
-    """Return the option ``sharer_wait`` in seconds.
-
-    Raises:
-        ConfigError: the option is not a duration, or is negative.
-    """
-    value = spec.extra_config.get("sharer_wait", DEFAULT_SHARER_WAIT)
-    try:
-        seconds = parse_duration(value)
-    except ValueError as error:
-        raise ConfigError(f"sharer_wait: {error}") from error
-    if seconds < 0:
-        raise ConfigError(f"sharer_wait: {value!r} is negative; 0 means not to wait")
-    return seconds

@@ -26,19 +26,19 @@ from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
-from tiering.api.keys import PRIMARY_TIER
 from tiering.api.manager import MEDIUM_CPU
 from tiering.api.masking import shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
-from tiering.connector.completions import Completions, SchedulerCounters
-from tiering.connector.cost import counts_seconds
+from tiering.connector.completions import Completions
+from tiering.connector.counters import SchedulerCounters, counts_seconds, report
 from tiering.connector.groups import build_groups, interleave
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
-from tiering.connector.loads import LoadPlanner, sharer_wait
+from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.requests import FencedTables, Match, RequestState
+from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
 from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
@@ -83,14 +83,13 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.groups = build_groups(spec)
         """KV-cache groups as they are offloaded."""
-        self._sharer_wait = sharer_wait(spec)
+        longest_wait = sharer_wait(spec)
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
         )
         self._publishes_events = config.enable_kv_cache_events
         self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
         self._spec = spec
-        self._clock = clock
         self.events = OffloadingEventsTracker(config, engine_events)
         """Tracker of KV events."""
         self.manager = spec.get_manager()
@@ -113,6 +112,7 @@ class OffloadingConnectorScheduler:
         """
         self._tables = FencedTables(self.groups, self.states)
         self._counters = SchedulerCounters()
+        self._sharers = SharedLoads(self.loads, self._search, longest_wait, self._counters, clock)
         self._missed_blocks = 0
         """Blocks that the first match of a request probed and that the primary tier did not hold."""
         self._completions = Completions(
@@ -196,7 +196,7 @@ class OffloadingConnectorScheduler:
             return ASK_AGAIN
         if hit.tokens <= num_computed_tokens:
             return NO_TOKENS
-        if self._waits_for_sharer(state, num_computed_tokens, hit.tokens):
+        if self._sharers.holds_up(state, num_computed_tokens, hit.tokens):
             return ASK_AGAIN
         state.match = Match(num_computed_tokens, hit.tokens)
         return hit.tokens - num_computed_tokens, True
@@ -388,7 +388,7 @@ class OffloadingConnectorScheduler:
         """Return the manager's statistics and the connector's counters.
 
         ``tiers`` includes the primary tier. ``connector`` contains the fields of
-        :class:`tiering.connector.completions.SchedulerCounters`.
+        :class:`tiering.connector.counters.SchedulerCounters`.
         """
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self.loads.shrunk_hits, self._stores.refused_offers
@@ -396,14 +396,7 @@ class OffloadingConnectorScheduler:
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active, counters.requests_active = len(self._jobs), len(self.states)
-        stats = dict(self.manager.get_stats())
-        asked = {"queries": counters.queried_blocks, "hits": counters.hit_blocks, "misses": self._missed_blocks}
-        primary = {**stats.pop("primary", {}), **asked}
-        return {
-            **stats,
-            "tiers": {PRIMARY_TIER: primary, **stats.get("tiers", {})},
-            "connector": counters.as_dict(),
-        }
+        return report(self.manager.get_stats(), counters, self._missed_blocks)
 
     def shutdown(self) -> None:
         """Shut the manager down, and write the requests that are to be recorded.
@@ -467,21 +460,6 @@ class OffloadingConnectorScheduler:
         for group, keys in zip(self.groups, state.keys, strict=True):
             size = group.offloaded_block_size
             self.events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
-
-    def _waits_for_sharer(self, state: RequestState, computed: int, end: int) -> bool:
-        """Return True if the request is to wait for another request's load of the same blocks.
-
-        The total waiting time in the life of a request is bounded.
-        """
-        if not self._spec.engine.enable_prefix_caching or self._sharer_wait <= 0:
-            return False
-        if not self.loads.is_shared(self._search.needed(state.keys, computed, end)):
-            return False
-        now = self._clock()
-        if state.sharer_deadline is None:
-            state.sharer_deadline = now + self._sharer_wait
-            self._counters.sharer_waits += 1
-        return now < state.sharer_deadline
 
     def _finish(self, req_id: ReqId) -> tuple[bool, None]:
         state = self.states.pop(req_id, None)

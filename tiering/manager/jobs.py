@@ -14,6 +14,7 @@ from tiering.api.transfer import Rows, as_rows
 from tiering.manager.answers import PROCESS_ENDS, SECONDS, BreachError, text_of, truth
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
+from tiering.manager.reservations import Reservations
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -139,6 +140,7 @@ class TierJobs:
         primary: CPUPrimaryTierOffloadingManager,
         tiers: SecondaryTiers,
         promotions: Promotions,
+        reservations: Reservations,
         stats: ManagerStats,
         clock: Callable[[], float],
     ) -> None:
@@ -148,6 +150,7 @@ class TierJobs:
             primary: the primary tier, whose rows the jobs read and write.
             tiers: the secondary tiers.
             promotions: the promotions, which this class submits and ends.
+            reservations: the reservations of promoted blocks, which this class lets expire.
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
         """
@@ -160,6 +163,7 @@ class TierJobs:
         self._tiers = tiers
         self._ask = tiers.ask
         self._promotions = promotions
+        self._reservations = reservations
         self._stats = stats
         self._clock = clock
         self._jobs: dict[int, Job] = {}
@@ -292,7 +296,10 @@ class TierJobs:
                 self._tiers.retire_reading(state, state.tier.get_finished, given, error)
             for result in results:
                 self._end(state, result)
-        self._promotions.expire(self._clock())
+        now = self._clock()
+        self._promotions.expire(now)
+        if now >= self._reservations.next_expiry:
+            self._reservations.expire(now)
 
     def _end(self, state: TierState, result: JobResult) -> None:
         try:

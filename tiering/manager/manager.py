@@ -18,21 +18,24 @@ from typing import Any
 
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.inert_manager import InertManager
-from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
-from tiering.manager.answers import PROCESS_ENDS, TRUTH, WANTED
+from tiering.manager.answers import TRUTH
 from tiering.manager.backlog import Backlog
-from tiering.manager.jobs import NOBODY, TierJobs
+from tiering.manager.jobs import TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
+from tiering.manager.report import report
 from tiering.manager.requests import Request, Requests
+from tiering.manager.reservations import Reservations
 from tiering.manager.rest import Rest
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.steps import TierSteps
+from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.weak_rows import WeakRows
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
@@ -107,15 +110,17 @@ class TieringOffloadingManager(OffloadingManager):
         self._keep_secondary = keep_secondary
         self._stats = ManagerStats()
         rows = primary_tier.num_rows
+        self._reservations = Reservations(primary_tier, self._stats, clock, reservation_deadline)
         self._promotions = Promotions(
-            primary_tier, self._stats, clock, max(1, int(promotion_share * rows)), reservation_deadline
+            primary_tier, self._reservations, self._stats, clock, max(1, int(promotion_share * rows))
         )
         self._waiters = self._promotions.waiters
         self._waits = self._waiters.waits
         self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._promotions.give_up_all)
         self._states = self._tiers.states
         self._call = self._tiers.call
-        self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._stats, clock)
+        self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._reservations, self._stats, clock)
+        self._steps = TierSteps(self._tiers, self._jobs)
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
         self._backlog = Backlog(primary_tier, self._tiers, clock)
@@ -151,7 +156,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._advisor.looked_up(request.advised, keys)
         position = None
         if request.awaited is not None:
-            position = self._promotions.awaited_loads(request, keys, at_least)
+            position = request.awaited_hits(keys, at_least)
         elif request in self._waits:
             position = self._promotions.awaited_rows(request, keys)
         if position is not None:
@@ -179,7 +184,7 @@ class TieringOffloadingManager(OffloadingManager):
         rows, once, pinned = self.primary_tier.claim_load(keys, req_context.req_id)
         request = self._known.get(req_context.req_id)
         if request is not None and request.reserved:
-            self._promotions.claim(request, once, pinned)
+            self._reservations.claim(request, once, pinned)
         else:
             self.primary_tier.pin(pinned)
         self._jobs.report_use(once, pinned, request, req_context)
@@ -381,46 +386,14 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade_awaited()
         if self._promotions.queued:
             self._jobs.submit_promotions()
-        superseded = False
-        for state in self._states:
-            if state.in_service:
-                superseded |= self._end_step_of(state)
-            elif state.resetting:
-                self._tiers.end_reset(state)
-        if superseded:
+        if self._steps.end():
             self._follow(self._clock())
         self._jobs.collected = False
         # The tiers are asked last: the end of one tier's step may submit a job to another tier.
         if not self._jobs.awaited and not self._promotions.queued:
-            self._rest.begin(min(self._promotions.next_expiry, self._waiters.first_end))
-
-    def _end_step_of(self, state: TierState) -> bool:
-        """End the step of a tier in service, and return True if its common epoch has a successor.
-
-        A tier that raises is taken out of service, as by :meth:`SecondaryTiers.call`, which would cost three more calls
-        in every step.
-        """
-        tier = state.tier
-        method: Callable[[], object] = tier.take_wanted_keys
-        wanted: Sequence[OffloadKey] | None = ()
-        try:
-            answer = tier.take_wanted_keys()
-            if type(answer) not in (tuple, list) or answer:
-                wanted = self._tiers.read(state, WANTED, method, answer)
-                if wanted is None:
-                    return False
-            method = tier.on_schedule_end
-            tier.on_schedule_end()
-            method = tier.superseded
-            superseded = tier.superseded()
-        except PROCESS_ENDS:
-            raise
-        except BaseException as error:
-            self._tiers.retire_raising(state, method, error)
-            return False
-        if wanted:
-            self._jobs.cascade_held((state,), wanted, NOBODY)
-        return superseded is not False and bool(self._tiers.read(state, TRUTH, method, superseded))
+            self._rest.begin(
+                min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
+            )
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.
@@ -456,28 +429,7 @@ class TieringOffloadingManager(OffloadingManager):
         return events
 
     def get_stats(self) -> dict[str, Any]:
-        stats, rows = self._stats, self.primary_tier.count_rows()
-        stats.ignored_completions = self.primary_tier.ignored_completions
-        stats.jobs_in_flight = len(self._jobs)
-        stats.rows, stats.rows_free, stats.rows_evictable = rows.rows, rows.free, rows.evictable
-        stats.rows_reserved, stats.rows_quarantined = self._promotions.rows_reserved, rows.quarantined
-        primary, tiers = self._primary_fields(), self._tiers.stats()
-        if self._advisor is not None:
-            primary |= self._advisor.estimates(PRIMARY_TIER)
-            for name, fields in tiers.items():
-                fields |= self._advisor.estimates(name)
-        return {"manager": stats.as_dict(), "primary": primary, "tiers": tiers}
-
-    def _primary_fields(self) -> dict[str, int | float]:
-        """Return the fields of :class:`tiering.secondary.stats.TierStats` that apply to the primary tier."""
-        buffer, blocks = self.primary_tier.get_kv_memoryview(), len(self._readable)
-        return {
-            "blocks": blocks,
-            "occupancy_bytes": blocks * (buffer.nbytes // self.primary_tier.num_rows),
-            "capacity_bytes": buffer.nbytes,
-            "evictions": self._stats.evicted_blocks,
-            "available": 1,
-        }
+        return report(self._stats, self.primary_tier, self._tiers, self._jobs, self._reservations, self._advisor)
 
     # -------------------------------------------------------------------------------------------------- reset, shutdown
 

@@ -4,10 +4,10 @@ A promotion takes its rows at once, so that a second request finds the block in 
 the step, as one job per tier and request. The first request that asks owns the promotion; if that request finishes,
 another one inherits it.
 
-Promoted blocks are reserved (pinned) for the requests that asked, until these load them or finish, or until the
-reservation expires. So promotions cannot evict each other for ever. The number of rows that promotions and reservations
-hold is bounded. A request whose promotion finds no row waits for one (:mod:`tiering.manager.room`). An overdue
-promotion is a miss for its requests at once; its rows become free when the tier reports the job.
+Promoted blocks are reserved for the requests that asked (:mod:`tiering.manager.reservations`). The number of rows that
+promotions and reservations hold together is bounded. A request whose promotion finds no row waits for one
+(:mod:`tiering.manager.room`). An overdue promotion is a miss for its requests at once; its rows become free when the
+tier reports the job.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows, as_rows
 from tiering.manager.requests import Request
+from tiering.manager.reservations import Reservations
 from tiering.manager.room import RoomWaiters
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
@@ -65,32 +66,32 @@ class Started(NamedTuple):
 
 
 class Promotions:
-    """All promotions of a manager, queued and running, and the reservations of promoted blocks."""
+    """All promotions of a manager, queued and running."""
 
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
+        reservations: Reservations,
         stats: ManagerStats,
         clock: Callable[[], float],
         max_rows: int,
-        reservation_deadline: float,
     ) -> None:
         """Create the promotions of one manager.
 
         Args:
             primary: the primary tier that the blocks are promoted into.
+            reservations: the reservations of promoted blocks.
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
             max_rows: largest number of rows that promotions and reservations may hold together.
-            reservation_deadline: seconds after which a reservation expires.
         """
         self._primary = primary
         self._readable = primary.readable
         self._pending = primary.pending
+        self._reservations = reservations
         self._stats = stats
         self._clock = clock
         self._max_rows = max_rows
-        self._reservation_deadline = reservation_deadline
         self.waiters = RoomWaiters(stats, clock)
         """Requests that wait for rows."""
         self.make_room: Callable[[int, float | None], int] = lambda count, since: 0
@@ -98,14 +99,10 @@ class Promotions:
         self._in_flight: dict[OffloadKey, Promotion] = {}
         self._queued: dict[tuple[int, str], Promotion] = {}
         self._running: dict[int, deque[Promotion]] = {}
-        self._expiries: deque[tuple[float, Request, list[OffloadKey]]] = deque()
-        self._reservations: NDArray[np.int32] = np.zeros(primary.num_rows, np.int32)
-        self.next_expiry = math.inf
-        """Time before which nothing expires."""
+        self.next_deadline = math.inf
+        """Time before which no running promotion is overdue."""
         self.rows_promoting = 0
         """Rows of queued and running promotions, those that were given up left out."""
-        self.rows_reserved = 0
-        """Rows with at least one reservation."""
 
     # -------------------------------------------------------------------------------------------------------------- ask
 
@@ -134,7 +131,7 @@ class Promotions:
             keys: blocks that the primary table neither holds nor expects.
             position: number of blocks in front of ``keys`` that the request needs at the same time; default 0.
         """
-        share = self._max_rows - self.rows_promoting - self.rows_reserved
+        share = self._max_rows - self.rows_promoting - self._reservations.rows
         tier_share = state.max_loading_rows - state.loading_rows
         count = max(0, min(len(keys), share, tier_share))
         if count > self._primary.room:
@@ -145,7 +142,7 @@ class Promotions:
             waits = (
                 position + count < self._primary.num_rows
                 and (tier_share > count or count > 0 or self._loads_from(state))
-                and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self.rows_reserved))
+                and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self._reservations.rows))
                 and self.waiters.wait(request, keys[count], position + count, len(keys), state)
             )
             if not waits:
@@ -153,25 +150,6 @@ class Promotions:
             elif not self.waiters.comes_first(request):
                 count = 0
         return Started(self._start(state, request, keys[:count]) if count else 0, waits)
-
-    @staticmethod
-    def awaited_loads(request: Request, keys: Sequence[OffloadKey], at_least: int) -> int | None:
-        """Return the number of hits in ``keys`` of a request that waits for promotions in flight alone.
-
-        A search would give the same answer until one of them has ended.
-
-        Args:
-            request: the request that asks.
-            keys: the prompt that it asks about.
-            at_least: smallest useful number of hits.
-
-        Returns:
-            The number of hits; None if only a search can tell.
-        """
-        awaited = request.awaited
-        if awaited is None or not request.asked or awaited[0] != len(keys) or awaited[1] != keys[-1]:
-            return None
-        return awaited[2] if awaited[2] >= at_least else None
 
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
         """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
@@ -189,7 +167,7 @@ class Promotions:
         if not state.in_service or self.waiters.comes_first(request):
             return None
         tier_share = state.max_loading_rows - state.loading_rows
-        if tier_share >= rows and self._max_rows - self.rows_promoting - self.rows_reserved >= rows:
+        if tier_share >= rows and self._max_rows - self.rows_promoting - self._reservations.rows >= rows:
             return None
         if tier_share <= 0 and not self._loads_from(state):
             return None
@@ -239,7 +217,7 @@ class Promotions:
         for promotion in queued.values():
             for part in self._divide(promotion):
                 self._running.setdefault(part.state.rank, deque()).append(part)
-                self.next_expiry = min(self.next_expiry, part.deadline)
+                self.next_deadline = min(self.next_deadline, part.deadline)
                 yield part
 
     def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
@@ -320,10 +298,9 @@ class Promotions:
             for request in promotion.others.get(key, ()):
                 request.failed.setdefault(rank, set()).add(key)
 
-    # ----------------------------------------------------------------------------------------------------- reservations
-
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
-        self._reserve(promotion.owner, keys, rows)
+        reserve = self._reservations.reserve
+        reserve(promotion.owner, keys, rows)
         medium = promotion.state.medium
         promotion.owner.brought.update(dict.fromkeys(keys, medium))
         if promotion.others:
@@ -335,68 +312,20 @@ class Promotions:
                         if request is not promotion.owner:  # A request that inherited the promotion is also in others.
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
-                self._reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
+                reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
                 request.brought.update(dict.fromkeys(its_keys, medium))
-
-    def _reserve(self, request: Request, keys: list[OffloadKey], rows: Rows) -> None:
-        if request.finished:
-            return
-        self._primary.pin(rows)
-        reservations = self._reservations[rows]
-        self.rows_reserved += len(rows) - int(np.count_nonzero(reservations))
-        self._reservations[rows] = reservations + 1
-        request.reserved.update(zip(keys, rows.tolist(), strict=True))
-        until = self._clock() + self._reservation_deadline
-        self._expiries.append((until, request, keys))
-        self.next_expiry = min(self.next_expiry, until)
-
-    def claim(self, request: Request, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Protect the rows of a load that begins now.
-
-        Args:
-            request: the request that loads.
-            keys: blocks to load. The pin of a reserved block passes to the load; all other blocks are pinned.
-            rows: rows of the blocks, co-indexed with ``keys``.
-        """
-        pop = request.reserved.pop
-        reserved = [pop(key, None) is not None for key in keys]
-        if False not in reserved:
-            self._uncount(rows)
-        else:
-            mask = np.array(reserved, np.bool_)
-            self._uncount(rows[mask])
-            self._primary.pin(rows[~mask])
-
-    def release(self, request: Request) -> None:
-        """End all reservations of ``request``."""
-        if request.reserved:
-            self._unreserve(request, list(request.reserved))
-
-    def _unreserve(self, request: Request, keys: Sequence[OffloadKey]) -> int:
-        if not request.reserved:
-            return 0
-        rows = [row for key in keys if (row := request.reserved.pop(key, None)) is not None]
-        if rows:
-            self._uncount(as_rows(rows))
-            self._primary.unpin(as_rows(rows))
-        return len(rows)
-
-    def _uncount(self, rows: Rows) -> None:
-        reservations = self._reservations[rows] - 1
-        self._reservations[rows] = reservations
-        self.rows_reserved -= len(rows) - int(np.count_nonzero(reservations))
 
     # ----------------------------------------------------------------------------------------------- deadlines, leaving
 
     def expire(self, now: float) -> None:
-        """Give up running promotions that are overdue at ``now``, and end reservations that have expired."""
-        if now >= self.next_expiry:
+        """Give up running promotions that are overdue at ``now``, and end the waits for rows that are over."""
+        if now >= self.next_deadline:
             self._expire(now)
         if now >= self.waiters.first_end:
             self.waiters.expire(now)
 
     def _expire(self, now: float) -> None:
-        self.next_expiry = math.inf
+        self.next_deadline = math.inf
         for running in self._running.values():
             while running and (running[0].ended or running[0].deadline <= now):
                 promotion = running.popleft()
@@ -404,12 +333,7 @@ class Promotions:
                     self._stats.promotions_overdue += len(promotion.keys)
                     self.give_up(promotion)
             if running:
-                self.next_expiry = min(self.next_expiry, running[0].deadline)
-        while self._expiries and self._expiries[0][0] <= now:
-            _, request, keys = self._expiries.popleft()
-            self._stats.reservations_expired += self._unreserve(request, keys)
-        if self._expiries:
-            self.next_expiry = min(self.next_expiry, self._expiries[0][0])
+                self.next_deadline = min(self.next_deadline, running[0].deadline)
 
     def give_up(self, promotion: Promotion) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
@@ -436,7 +360,7 @@ class Promotions:
 
     def leave(self, request: Request) -> None:
         """End a finished request's reservations; its queued promotions pass to other requests or are dropped."""
-        self.release(request)
+        self._reservations.release(request)
         self.waiters.end(request)
         for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
             self._pass_on(self._queued.pop(queue_key))
@@ -494,9 +418,7 @@ class Promotions:
             promotion.worthless = True
         self._running.clear()
         self.waiters.clear()
-        for _, request, keys in self._expiries:
-            self._unreserve(request, keys)
-        self._expiries.clear()
+        self._reservations.clear()
 
 
 def _end_waits(promotion: Promotion) -> None:

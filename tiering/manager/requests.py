@@ -58,6 +58,23 @@ class Request:
     put_off_since: float = 0.0
     """Time at which that period put off a store of the request for the first time."""
 
+    def awaited_hits(self, keys: Sequence[OffloadKey], at_least: int) -> int | None:
+        """Return the number of hits in ``keys`` while the request waits for promotions in flight alone.
+
+        A search would give the same answer until one of the promotions has ended.
+
+        Args:
+            keys: the prompt that the request asks about.
+            at_least: smallest useful number of hits.
+
+        Returns:
+            The number of hits; None if only a search can tell.
+        """
+        awaited = self.awaited
+        if awaited is None or not self.asked or awaited[0] != len(keys) or awaited[1] != keys[-1]:
+            return None
+        return awaited[2] if awaited[2] >= at_least else None
+
     def may_wait(self, now: float, patience: float) -> bool:
         """Return True if an undecided lookup may stay undecided.
 
