@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,16 +281,20 @@ def test_weights_that_another_process_holds_are_refused(tmp_path: Path, load_for
         read_as(write_model(tmp_path / "model"), load_format)
 
 
-@pytest.mark.parametrize("by_link", [False, True])
-def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path: Path, by_link: bool) -> None:
+@pytest.mark.parametrize("how", ["file", "link", "written through its link"])
+def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path: Path, how: str) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
     assert identity(snapshot) == f"commit {COMMIT}"
     weights = snapshot / "model.safetensors"
-    weights.unlink()
-    if by_link:
+    if how == "written through its link":
+        weights.write_bytes(b"mine")  # as ``cp mine model.safetensors`` does: the link stays
+        os.utime(weights, ns=(0, weights.lstat().st_mtime_ns + 1))  # a clock's tick may be longer than this test
+    else:
+        weights.unlink()
+    if how == "link":
         (tmp_path / "mine").write_bytes(b"mine")
         weights.symlink_to(tmp_path / "mine")
-    else:
+    elif how == "file":
         weights.write_bytes(b"mine")
     mine = write_model(tmp_path / "copy", b"mine")
     assert identity(snapshot) == identity(mine)
@@ -362,3 +367,48 @@ def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path: P
             ),
             "0.33",
         )
+
+
+def seeing(**words: Any) -> dict[str, Any]:
+    """Return the overrides of a model with these multimodal settings, vLLM's defaults for all others."""
+    defaults: dict[str, Any] = {
+        "mm_processor_kwargs": None,
+        "media_io_kwargs": {},
+        "video_pruning_rate": None,
+        "video_pruning_method": "evs",
+        "mm_encoder_attn_dtype": None,
+        "mm_encoder_fp8_scale_path": None,
+        "limit_per_prompt": {},
+    }
+    settings = model("/a", multimodal_config=SimpleNamespace(**{**defaults, **words}))
+    return overrides(SimpleNamespace(model_config=settings), "0.33")
+
+
+def test_what_changes_the_features_of_images_is_in_the_overrides(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    changed: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"mm_processor_kwargs": {"size": {"longest_edge": 448}}},
+        {"media_io_kwargs": {"video": {"num_frames": 8}}},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "other"},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales)},
+    ]
+    assert len({json.dumps(seeing(**change)) for change in changed}) == len(changed)
+    before = seeing(mm_encoder_fp8_scale_path=str(scales))
+    scales.write_text('{"layer": 2}')
+    assert seeing(mm_encoder_fp8_scale_path=str(scales)) != before
+
+
+def test_defaults_for_images_leave_the_namespace_as_it_was() -> None:
+    text_only = overrides(SimpleNamespace(model_config=model("/a")), "0.33")
+    assert seeing() == text_only
+    assert seeing(mm_processor_kwargs={}, video_pruning_rate=0.0, limit_per_prompt={"image": 3}) == text_only
+
+
+def test_a_file_of_scales_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mm_encoder_fp8_scale_path"):
+        seeing(mm_encoder_fp8_scale_path=str(tmp_path / "missing.json"))

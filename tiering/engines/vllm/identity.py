@@ -1,8 +1,8 @@
 """The settings other than weights that change KV or its meaning, read from vLLM's configuration.
 
 vLLM's block hashes cover tokens, LoRA names, multimodal content and cache salts. They do not cover the model, its
-weights, data types, layout or parallelism, which therefore belong to the namespace. Nothing here imports vLLM; its
-objects are read by attribute.
+weights, data types, layout, parallelism, or the engine's settings for multimodal inputs, which therefore belong to the
+namespace. Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from typing import Any
 from tiering.engines.vllm.weights import meaning, plain
 from tiering.errors import ConfigError
 
+_MULTIMODAL = (
+    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate"),
+    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+)
+"""vLLM's multimodal settings on which the inputs' features depend."""
+
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     """Return the settings that change results or bytes, without weights, data types and layout.
@@ -26,7 +32,8 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
         engine_version: vLLM's version, major and minor.
 
     Raises:
-        ConfigError: the file that hf_overrides names as quantization_config_file cannot be read.
+        ConfigError: a file that the settings name (quantization_config_file of hf_overrides, or
+            mm_encoder_fp8_scale_path) cannot be read.
     """
     model = vllm_config.model_config
     hf_config = meaning(plain(model.hf_config.to_dict()))
@@ -45,12 +52,11 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     }
     changed = getattr(model, "hf_overrides", None)
     if isinstance(changed, Mapping) and (file := changed.get("quantization_config_file")):
-        try:
-            found["quantization_config_file"] = hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()
-        except OSError as error:
-            raise ConfigError(f"hf_overrides.quantization_config_file cannot be read: {error}") from error
+        found["quantization_config_file"] = _digest_of_file("hf_overrides.quantization_config_file", file)
     if _rope_is_scaled(hf_config):
         found["max_model_len"] = int(model.max_model_len)  # some scalings derive their factors from this length
+    if settings := _multimodal(getattr(model, "multimodal_config", None)):
+        found["multimodal"] = settings
     if getattr(model, "trust_remote_code", False) and getattr(model, "code_revision", None):
         found["code_revision"] = str(model.code_revision)
     if ahead := getattr(vllm_config, "num_hash_lookahead_tokens", 0):
@@ -59,6 +65,32 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     if speculative is not None:
         found["speculative"] = str(getattr(speculative, "method", None))
     return found
+
+
+def _multimodal(config: Any) -> dict[str, Any]:
+    """Return the settings, other than the defaults, that change the features of images, videos and sounds.
+
+    vLLM's hash of an input covers the input and the request's own settings, but none of the engine's.
+    """
+    values = {word: plain(getattr(config, word, None)) for word in _MULTIMODAL}
+    found = {word: value for word, value in values.items() if value}
+    if scales := found.pop("mm_encoder_fp8_scale_path", None):
+        found["mm_encoder_fp8_scales"] = _digest_of_file("mm_encoder_fp8_scale_path", scales)
+    if found.get("video_pruning_rate"):
+        found["video_pruning_method"] = str(getattr(config, "video_pruning_method", None))
+    return found
+
+
+def _digest_of_file(word: str, path: Any) -> str:
+    """Return the digest of the file that a setting names.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return hashlib.sha256(Path(str(path)).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{word} cannot be read: {error}") from error
 
 
 def _without_prefix(code: Mapping[str, Any], prefix: str) -> dict[str, Any]:

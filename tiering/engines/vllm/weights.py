@@ -194,14 +194,19 @@ def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
 def _is_as_downloaded(place: Path, *, code: bool, copies: bool) -> bool:
     """Return True if all files are links of the hub library to blobs named by the hash of their content.
 
-    A regular file, or a link to another place, was put there by hand, and the commit does not describe it.
+    A regular file, or a link to another place, was put there by hand, and the commit does not describe it. Nor does it
+    describe a blob that was written through its link: the library makes a link after its blob is complete.
     """
     snapshots = next(parent for parent in place.parents if parent.name == "snapshots")
     blobs = (snapshots.parent / "blobs").resolve()
     files = _files(place, code=code, copies=copies)
-    targets = [file.resolve() for file in files if file.is_symlink()]
-    return len(targets) == len(files) and all(
-        target.parent == blobs and _BLOB.fullmatch(target.name) for target in targets
+    links = [file for file in files if file.is_symlink()]
+    return len(links) == len(files) and all(
+        target.parent == blobs
+        and _BLOB.fullmatch(target.name)
+        and target.stat().st_mtime_ns <= link.lstat().st_mtime_ns
+        for link in links
+        for target in [link.resolve()]
     )
 
 
