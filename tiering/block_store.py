@@ -264,8 +264,8 @@ class BlockStore(ABC):
     def list_documents(self, prefix: str) -> Iterable[str]:
         """Return the names of the documents whose names start with ``prefix``, in any order.
 
-        Called to explain a problem to the user, and to find epoch documents after one that was lost. A store that
-        cannot list documents returns none.
+        Called to explain a problem to the user, and on a shared medium about every 30 seconds, to find epoch documents
+        after one that was lost. A store that cannot list documents returns none.
 
         Raises:
             StoreError: the documents could not be listed.

@@ -327,6 +327,17 @@ class TestLostDocuments:
         del rig.store.documents[epoch_document(namespace, 1)]
         assert find_common(rig.store, namespace, known=known).documents == (first, None, last)
 
+    def test_that_an_engine_has_not_read_hide_no_later_epoch_from_it(self, rig: Rig) -> None:
+        namespace = rig.context.namespace
+        unread = epoch_document(namespace, find_common(rig.store, namespace).count)
+        begin(rig)
+        last = begin(rig)
+        del rig.store.documents[unread]
+        look(rig)
+        assert rig.tier.superseded(), "blocks that were invalidated are served"
+        rig.tier.follow(rig.clock())
+        assert rig.epoch == last
+
     def test_while_an_epoch_begins_leave_all_engines_with_the_same_epoch(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -134,12 +134,12 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
     documents: list[EpochDocument | None] = []
     if known is not None and _confirmed(store, namespace, known):
         documents = list(known.documents)
-    confirmed = len(documents)
     listed: int | None = None
-    for number in range(confirmed, MAX_DOCUMENTS):
+    for number in range(len(documents), MAX_DOCUMENTS):
         document = _read(store, epoch_document(namespace, number), namespace)
-        if document is None and listed is None and not (confirmed and number == confirmed):
-            # The epoch before a document that was lost must not come back, nor a new one begin before later ones.
+        if document is None and listed is None:
+            # The epoch before a document that was lost must not come back, nor a new one begin before later ones. It
+            # must not go on either, in a process that has not read the document before the loss.
             listed = _last_number(store, namespace)
             if listed >= number:
                 document = _read(store, epoch_document(namespace, number), namespace)
