@@ -115,27 +115,41 @@ def test_a_sync_covers_those_that_had_written_before_it_began(store: LocalStore,
     assert len(syncs) == 1
 
 
-def test_a_ledger_asks_for_no_sync_that_another_has_made_meanwhile() -> None:
-    ledger, syncs = SyncLedger(), 0
-    in_first, go = threading.Event(), threading.Event()
+class CountedLock:
+    """A lock that tells how many threads have come to it."""
+
+    def __init__(self) -> None:
+        self.came = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.came.release()
+        self._lock.acquire()
+
+    def __exit__(self, *failure: object) -> None:
+        self._lock.release()
+
+
+def test_a_ledger_asks_for_no_sync_that_another_has_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, lock, syncs = SyncLedger(), CountedLock(), 0
+    monkeypatch.setattr(ledger, "_lock", lock)
+    go = threading.Event()
 
     def sync() -> None:
         nonlocal syncs
         syncs += 1
         if syncs == 1:
-            in_first.set()
             assert go.wait(20)
 
-    first = threading.Thread(target=lambda: ledger.end_write(ledger.begin_write(), sync))
-    first.start()
-    assert in_first.wait(20)
-    others = [threading.Thread(target=lambda: ledger.end_write(ledger.begin_write(), sync)) for _ in range(8)]
-    for thread in others:
+    threads = [threading.Thread(target=lambda: ledger.end_write(ledger.begin_write(), sync)) for _ in range(9)]
+    for thread in threads:
         thread.start()
+    for _ in threads:
+        assert lock.came.acquire(timeout=20)
     go.set()
-    for thread in [first, *others]:
+    for thread in threads:
         thread.join()
-    assert 2 <= syncs <= 3
+    assert syncs == 2, "the second sync begins after all writes, so that none of them needs a third"
 
 
 def test_a_full_disk_at_write_back_is_no_error_of_a_slot(store: LocalStore, device: CachedDevice) -> None:
