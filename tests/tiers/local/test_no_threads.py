@@ -14,6 +14,8 @@ import pytest
 
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
+from tiering.secondary.io.layers.breaker import BreakerState
+from tiering.testing.clock import FakeClock
 from tiering.testing.frames import key_of
 from tiers.local import checkpoints, growth, inspections, new_segments
 from tiers.local import tier as tier_module
@@ -93,15 +95,21 @@ def test_a_checkpoint_is_written_when_threads_can_be_started(
 
 
 def test_a_breaker_closes_when_its_probe_gets_a_thread(tmp_path: Path, thread_limit: ThreadLimit) -> None:
-    with opened(tmp_path, **FAST) as rig:
+    clock = FakeClock()
+    with opened(tmp_path, clock=clock, breaker={"probe_after": "1s", "probe_max": "1s"}) as rig:
         rig.store(K[:8])
         thread_limit.reach("health")
-        rig.tier.io.breakers.trip("test")
-        steps(rig, 60)
-        assert rig.tier.get_stats().available == 0
-        refused = len(thread_limit.refused)
-        assert 2 <= refused <= 50
+        breakers = rig.tier.io.breakers
+        breakers.trip("test")
+        for refused in (2, 4, 6):  # one probe of reads and one of writes each time
+            clock.advance(1.0)
+            rig.wait(lambda refused=refused: len(thread_limit.refused) == refused)  # type: ignore[misc]
+            rig.wait(lambda: {breaker.state for breaker in (breakers.reads, breakers.writes)} == {BreakerState.OPEN})
+            steps(rig)
+            assert len(thread_limit.refused) == refused, "no other probe is due yet"
+            assert rig.tier.get_stats().available == 0
         thread_limit.leave()
+        clock.advance(1.0)
         rig.wait(lambda: rig.tier.get_stats().writable)
         assert rig.load(K[:8]) == K[:8]
 

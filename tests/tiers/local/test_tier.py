@@ -121,12 +121,9 @@ def test_a_disk_too_full_for_another_segment_leaves_a_smaller_tier(
         assert not list(tmp_path.glob("*.new"))
 
 
-def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(growth, "RETRY_SPACE_SECONDS", 0.02)
-    device = FullDisk()
-    with opened(tmp_path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
+def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later(tmp_path: Path) -> None:
+    device, clock = FullDisk(), SettableClock()
+    with opened(tmp_path, files=device, clock=clock, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
         rig.store(K[:4])
         slots = rig.tier.index.slots
         device.full = {"write"}
@@ -135,6 +132,7 @@ def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later
         assert rig.tier.index.slots < slots
         assert rig.load(K[:4]) == K[:4]
         device.full = set()
+        clock.advance(growth.RETRY_SPACE_SECONDS)
         rig.wait(lambda: rig.tier.get_stats().writable)
         keys = many(slots + 40)
         store_all(rig, keys)
