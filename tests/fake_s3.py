@@ -120,6 +120,11 @@ class FakeS3:
         with self.lock:
             return [seen for seen in self.seen if seen.method == method and part in seen.name]
 
+    def names(self, part: str = "") -> list[str]:
+        """Return the names of the objects with ``part`` in their name, while other threads may write."""
+        with self.lock:
+            return [name for name in self.objects if part in name]
+
     def fault_for(self, method: str, name: str) -> _Fault | None:
         with self.lock:
             for fault in self._faults:

@@ -141,7 +141,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
 
 
 def blocks_of(fake: FakeS3) -> list[str]:
-    return [name for name in fake.objects if "/blocks/" in name]
+    return fake.names("/blocks/")
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"host process 7 0a1b2c3d", b"\xff\x00"])

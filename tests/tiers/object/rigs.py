@@ -55,8 +55,7 @@ def look_for_epoch(rig: TierRig) -> None:
 
 def block_names(fake: FakeS3) -> list[str]:
     """Return the names of all block objects on the server."""
-    with fake.lock:
-        return [name for name in fake.objects if "/blocks/" in name]
+    return fake.names("/blocks/")
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:

@@ -60,7 +60,11 @@ def reset(rig: TierRig, revision: str | None = None) -> None:
 
 
 def block_names(fake: FakeS3) -> set[str]:
-    return {name for name in fake.objects if "/blocks/" in name}
+    return set(fake.names("/blocks/"))
+
+
+def leases(fake: FakeS3) -> list[str]:
+    return fake.names("documents/lease-")
 
 
 @pytest.mark.parametrize("machines", [2, 8])
@@ -163,8 +167,8 @@ def test_what_no_document_and_no_fresh_lease_names_is_collected_after_the_grace_
     reset(private)
     for rig in (common, private, named):
         rig.store(OBJECTS[:4])
-    named.wait(lambda: any(lease_document(namespace_of(named)) in name for name in fake.objects))
-    private.wait(lambda: sum("documents/lease-" in name for name in fake.objects) == 2)
+    named.wait(lambda: fake.names(lease_document(namespace_of(named))))
+    private.wait(lambda: len(leases(fake)) == 2)
     assert collect(fake, LATER - datetime.timedelta(hours=2)).removed_blocks == 0, "nothing is old enough"
     assert collect(fake, LATER, dry_run=True).removed_blocks == 8
     assert len(block_names(fake)) == 12
@@ -178,7 +182,7 @@ def test_a_bucket_that_takes_no_more_bytes_can_still_be_collected(fake: FakeS3, 
     private = make()
     reset(private)
     private.store(OBJECTS[:4])
-    private.wait(lambda: any("documents/lease-" in name for name in fake.objects))
+    private.wait(lambda: leases(fake))
     assert private.close()
     fake.fail(507, method="PUT", times=1 << 30)
     assert collect(fake, LATER).removed_blocks == 4
@@ -189,15 +193,15 @@ def test_an_epoch_with_a_fresh_lease_is_left_alone(fake: FakeS3, make: Make, ope
     private = make()
     reset(private)
     private.store(OBJECTS[:4])
-    private.wait(lambda: any("documents/lease-" in name for name in fake.objects))
-    fake.modified = {name: LATER for name in fake.objects if "documents/lease-" in name}
+    private.wait(lambda: leases(fake))
+    fake.modified = dict.fromkeys(leases(fake), LATER)
     assert collect(fake, LATER).removed_blocks == 0
     assert private.load(OBJECTS[:4]) == OBJECTS[:4]
 
 
 def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make: Make, open_store: Open) -> None:
     make().store(OBJECTS[:4])
-    (name,) = [name for name in fake.objects if "documents/epoch-" in name]
+    (name,) = fake.names("documents/epoch-")
     fake.objects[name] = bytes(len(fake.objects[name]))
     assert make().load(OBJECTS[:4]) == []
     assert collect(fake, LATER).removed_blocks == 4
@@ -232,7 +236,7 @@ def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_sta
         # The machine may believe for a moment that blocks are absent.
         rig.wait(partial(finds_six, rig))
         assert rig.load(OBJECTS[:6]) == OBJECTS[:6]
-    assert not [name for name in fake.objects if "documents/lease-" in name]
+    assert not leases(fake)
     assert fake.asked("DELETE") + fake.asked("POST") == []
 
 
@@ -301,6 +305,6 @@ def test_a_damaged_newest_document_does_not_bring_an_older_epoch_back(
 ) -> None:
     make().store(OBJECTS[:4])
     begin_epochs(open_store())
-    name = max(name for name in fake.objects if "documents/epoch-" in name)
+    name = max(fake.names("documents/epoch-"))
     fake.objects[name] = bytes(len(fake.objects[name]))
     assert make().load(OBJECTS[:4]) == []
