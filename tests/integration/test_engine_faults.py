@@ -31,7 +31,8 @@ from tiering.spec import TieringOffloadingSpec
 class BadCopies(OffloadingHandler):
     """A handler whose transfers are refused, scribble and fail, or happen as late as possible.
 
-    A transfer happens when a caller waits for it, or at a random later query for results.
+    A transfer happens when a caller waits for it, or at a random later query for results. The first one fails; the
+    others are chosen at random, and their number depends on the threads.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class BadCopies(OffloadingHandler):
         self.scribble = scribble
         self.failed = 0
         self.waited = 0
+        self._began = False
         self._queued: dict[int, TransferSpec] = {}
         self._doomed: dict[int, LoadStoreSpec] = {}
         self._refused: list[TransferResult] = []
@@ -51,8 +53,9 @@ class BadCopies(OffloadingHandler):
             self.failed += 1
             return False
         self._queued[job_id] = spec
-        if self.dice.random() < 0.08:
+        if self.dice.random() < 0.08 or not self._began:
             self._doomed[job_id] = spec[1]
+        self._began = True
         return True
 
     def _start(self, job_id: int) -> None:
