@@ -94,11 +94,11 @@ class Machine(EngineSide):
         return found
 
     def await_disk(self) -> None:
-        """Step until the disk is in service, whatever the bucket does."""
+        """Step until the disk is in service and its blocks are known, whatever the bucket does."""
 
         def serves() -> bool:
             self.manager.on_schedule_end()
-            return bool(self.available("local"))
+            return self._serves("local")
 
         assert until(serves)
 
@@ -108,7 +108,7 @@ class Machine(EngineSide):
         def serves() -> bool:
             self.manager.on_schedule_end()
             self.manager.has_pending_work()
-            return all(self.available(tier.name) for tier in self.manager.secondary_tiers)
+            return all(self._serves(tier.name) for tier in self.manager.secondary_tiers)
 
         assert until(serves)
 
@@ -117,6 +117,10 @@ class Machine(EngineSide):
         """The epoch of the slowest tier."""
         namespace = self.manager.secondary_tiers[-1].namespace  # type: ignore[attr-defined]
         return bytes(namespace.epoch)
+
+    def _serves(self, tier: str) -> bool:
+        stats = self.manager.get_stats()["tiers"][tier]
+        return bool(stats["available"]) and not stats["recovering"]
 
     def available(self, tier: str) -> int:
         return int(self.manager.get_stats()["tiers"][tier]["available"])
