@@ -13,6 +13,7 @@ from examples.mini_engine.metrics import metrics_endpoint
 from tests.deploy.prometheus import empty, expressions, prometheus
 from tests.mini_engine.chaos_tier import ChaosTier
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt
+from tests.patience import PATIENT
 from tests.servers import moto_server
 from tiering.cli.metrics import fetch, parse
 from tiering.testing.chaos import Fault
@@ -53,7 +54,7 @@ def test_every_expression_has_a_value_and_no_alert_fires_while_an_engine_runs_we
             monkeypatch.setenv(name, value)
         s3.make_bucket(BUCKET)
         disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
-        bucket = {"type": "s3", "bucket": BUCKET, "endpoint_url": s3.endpoint, "lookup_deadline": "5s"}
+        bucket = {"type": "s3", "bucket": BUCKET, "endpoint_url": s3.endpoint, **PATIENT}
         stack: dict[str, Any] = {"primary": {"capacity": 64 * one_row()}, "secondary": [disk, bucket]}
         with (
             Engine(options(stack=stack)) as engine,
