@@ -2,7 +2,9 @@
 
 The lease is a document that is created by a conditional put, and rewritten while the collection runs. A lease that was
 not renewed for a while belongs to a collection that was killed. The next one removes it under the version that it read.
-Two collections at a time would do no harm, but would send every request twice.
+A lease whose last renewal lies as far in the future is no lease either: a wrong clock, here or at the service, has made
+it, and it would keep all collections off until that time. If its collection lives, the next renewal finds the new lease
+and ends this collection. Two collections at a time would do no harm, but would send every request twice.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ NAME = "gc-lease"
 """Name of the document."""
 
 SECONDS = 600.0
-"""Seconds after its last renewal from which on a lease may be taken over."""
+"""Seconds between now and the last renewal, in the past or future, from which on a lease is void."""
 
 _CONTENT = re.compile(rb"\S+ process \d+ [0-9a-f]{8}")
 """Content of a lease: the machine, the process, and a random number."""
@@ -95,7 +97,7 @@ class CollectionLease:
     def _acquire(self) -> None:
         self._problem = None
         found = self._store.read_version(NAME)
-        if found is not None and self._clock() - found.modified < self._seconds:
+        if found is not None and abs(self._clock() - found.modified) < self._seconds:
             raise self._taken(found.content)
         if found is not None:
             self._store.remove_version(NAME, found.version)
