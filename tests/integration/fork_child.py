@@ -135,6 +135,7 @@ def run_manager(path: str, region: str, pipe: Connection) -> None:
     rows = SharedRegion.open_shared(region, 32, 8192, sides=2)
     model = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="fork")
     manager = open_manager(stack, 8192, model, region=rows)
+    manager.on_new_request(CTX)
     stored = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(8)]
 
     def steps(until: Callable[[], object]) -> None:

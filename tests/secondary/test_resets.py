@@ -181,6 +181,7 @@ def test_a_manager_takes_a_tier_back_when_its_reset_could_be_completed() -> None
     for _ in range(3):
         manager.on_schedule_end()
         rig.io.run_tasks()
+    manager.on_new_request(CTX)
     manager.prepare_store(K[:1], CTX)
     manager.complete_store(K[:1], CTX)
     assert [list(job.keys) for job in rig.io.jobs] == [K[:1]]

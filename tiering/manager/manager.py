@@ -57,6 +57,9 @@ class TieringOffloadingManager(OffloadingManager):
     Without secondary tiers, the manager is a CPU cache. A tier breaks its contract if it raises, returns what its
     contract does not allow, or reports a job that is not its own. Such a tier is logged, counted and taken out of
     service; the engine goes on.
+
+    A call for a request before :meth:`on_new_request` or after :meth:`on_request_finished` leaves no state behind. Its
+    lookup finds only what the primary tier holds, and its store has no blocks to store.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._rest = Rest(self._tiers, self.news, clock)
-        self._requests = Requests(self._tiers)
+        self._requests = Requests(self._tiers, clock)
         self._known = self._requests.known
         if agreement is not None:
             agreement.in_use = lambda: self._requests.begun
@@ -149,7 +152,11 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._jobs.collected:
             self._open_lookups.collecting()
             self._jobs.collect()
-        request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
+        request = self._known.get(req_context.req_id)
+        if request is None or request.finished:
+            if not self._requests.may_load_late(req_context):
+                return PrefixMatch(0, False)
+            return self.primary_tier.match_prefix(keys, req_context, at_least=at_least)
         if not request.policy.load:
             return PrefixMatch(0, False)
         if self._advisor is not None:
@@ -245,7 +252,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._rest.until = None
         if not self._jobs.collected:
             self._jobs.collect()
-        request = self._known.get(req_context.req_id) or self._requests.begin(req_context)
+        request = self._known.get(req_context.req_id)
+        if request is None or request.finished:
+            self._requests.warn_of_late(req_context)
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         request.put_off = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
@@ -13,6 +13,7 @@ from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_pol
 from tiering.errors import ConfigError
 from tiering.manager.answers import POLICY
 from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.runtime.ratelimit import LimitedWarning
 
 _log = logging.getLogger("kv_tiering.manager")
 
@@ -122,17 +123,19 @@ class _UnknownNames:
 class Requests:
     """The requests of one manager, by id."""
 
-    def __init__(self, tiers: SecondaryTiers) -> None:
+    def __init__(self, tiers: SecondaryTiers, clock: Callable[[], float]) -> None:
         """Create the requests of a manager.
 
         Args:
             tiers: the secondary tiers, which are informed of every request.
+            clock: monotonic clock, in seconds.
         """
         self.known: dict[str, Request] = {}
         """The requests, by id. Only the methods of this class change the dictionary."""
         self.begun = False
         """True once a request has begun."""
         self._tiers = tiers
+        self._warn_late = LimitedWarning(_log, clock)
         self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.name for state in tiers.states)])
 
     def begin(self, ctx: ReqContext) -> Request:
@@ -159,6 +162,25 @@ class Requests:
         self.known[ctx.req_id] = request
         self.begun = True
         return request
+
+    def may_load_late(self, ctx: ReqContext) -> bool:
+        """Return True if a request that is not announced, or has finished, may load.
+
+        No end of such a request will come, so that nothing may be kept for it.
+        """
+        self.warn_of_late(ctx)
+        try:
+            return parse_request_policy(ctx.kv_transfer_params).load
+        except ConfigError:
+            return False
+
+    def warn_of_late(self, ctx: ReqContext) -> None:
+        """Warn, rate-limited, of a call for a request that is not announced or has finished."""
+        self._warn_late(
+            "request %s looks up or stores blocks before on_new_request or after on_request_finished: it finds only "
+            "blocks of the CPU tier, and stores nothing",
+            shown_name(ctx.req_id),
+        )
 
     def end(self, request: Request) -> None:
         """Forget a finished request, and tell its tiers that no cascade for it follows."""
