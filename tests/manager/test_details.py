@@ -35,6 +35,11 @@ CALLS: dict[str, Call] = {
     "on_schedule_end": lambda rig: rig.step(),
     "has_pending_work": lambda rig: rig.manager.has_pending_work(),
     "take_events": lambda rig: rig.manager.take_events(),
+    "still_pending": lambda rig: rig.manager.still_pending(rig.ctx),
+    "was_put_off": lambda rig: rig.manager.was_put_off(rig.ctx),
+    "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
+    "open_tier": lambda rig: rig.manager.open_tier(0, 0.0),
+    "get_stats": lambda rig: rig.manager.get_stats(),
     "reset_cache": lambda rig: rig.manager.reset_cache(),
     "shutdown": lambda rig: rig.manager.shutdown(),
     "hand_over": lambda rig: rig.manager.hand_over(),
@@ -59,7 +64,7 @@ def in_another_thread(call: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_manager_refuses_a_second_thread(name: str) -> None:
-    rig = ManagerRig()
+    rig = ManagerRig(8, [FakeTier()])
     rig.step()
     assert isinstance(in_another_thread(lambda: CALLS[name](rig)), WrongThreadError)
     rig.manager.hand_over()
@@ -68,9 +73,22 @@ def test_a_manager_refuses_a_second_thread(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_thread_is_no_matter_if_the_caller_takes_turns(name: str) -> None:
-    rig = ManagerRig(one_thread=False)
+    rig = ManagerRig(8, [FakeTier()], one_thread=False)
     rig.step()
     assert in_another_thread(lambda: CALLS[name](rig)) is None
+
+
+def test_every_method_of_the_contract_refuses_a_second_thread() -> None:
+    methods = {name for name, value in vars(TieringOffloadingManager).items() if callable(value) and name[0] != "_"}
+    assert methods == CALLS.keys()
+
+
+def test_the_thread_that_opens_the_tiers_does_not_become_the_owner() -> None:
+    primary = CPUPrimaryTierOffloadingManager(np.zeros((8, 16), np.uint8).data)
+    manager = TieringOffloadingManager(primary, [FakeTier()])
+    assert manager.open_tier(0, 0.0)
+    manager.get_stats()
+    assert in_another_thread(manager.on_schedule_end) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- defaults

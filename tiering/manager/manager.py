@@ -180,6 +180,8 @@ class TieringOffloadingManager(OffloadingManager):
         return match
 
     def still_pending(self, req_context: ReqContext) -> bool:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         return self._open_lookups.still_pending(req_context.req_id)
 
     # --------------------------------------------------------------------------------------------------- load and touch
@@ -198,6 +200,8 @@ class TieringOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec(rows)
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         request = self._known.get(req_context.req_id)
         if request is None or not request.brought:
             return {}
@@ -285,6 +289,8 @@ class TieringOffloadingManager(OffloadingManager):
         return output
 
     def was_put_off(self, req_context: ReqContext) -> bool:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         request = self._known.get(req_context.req_id)
         return request is not None and request.put_off
 
@@ -362,6 +368,7 @@ class TieringOffloadingManager(OffloadingManager):
             rank: position of the tier; 0 is the fastest.
             deadline: time until which the call may wait.
         """
+        self._owner.check()
         self._rest.until = None
         state = self._states[rank]
         opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
@@ -439,6 +446,7 @@ class TieringOffloadingManager(OffloadingManager):
         return events
 
     def get_stats(self) -> dict[str, Any]:
+        self._owner.check()
         return report(self._stats, self.primary_tier, self._tiers, self._jobs, self._reservations, self._advisor)
 
     # -------------------------------------------------------------------------------------------------- reset, shutdown

@@ -47,6 +47,17 @@ class OwnerThread:
             )
         self.ident, self._name = ident, threading.current_thread().name
 
+    def check(self) -> None:
+        """Refuse another thread than the owner, as :meth:`claim`, but leave an object without owner as it is.
+
+        For methods that one thread may call before another one begins to use the object.
+
+        Raises:
+            WrongThreadError: another thread is the owner and is alive.
+        """
+        if self.ident:
+            self.claim()
+
     def hand_over(self) -> None:
         """Let the next thread that uses the object become its owner.
 
