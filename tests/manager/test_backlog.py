@@ -113,6 +113,17 @@ def test_other_offers_of_a_request_do_not_prolong_its_wait() -> None:
     assert offer(rig, K[20:21])
 
 
+def test_a_request_is_put_off_only_for_a_tier_that_it_may_use() -> None:
+    rig, tier = busy_rig(FakeTier("slow"))
+    ctx = rig.request("slow only", tiers=["slow"])
+    assert rig.manager.prepare_store(K[20:21], ctx) is not None
+    assert not rig.manager.was_put_off(ctx)
+    both = rig.request("both", tiers=["slow", tier.name])
+    assert rig.manager.prepare_store(K[21:22], both) is None
+    assert rig.manager.was_put_off(both)
+    assert rig.manager.prepare_store(K[22:23], rig.request("no tier", tiers=["cpu"])) is not None
+
+
 def test_a_request_waits_again_in_the_next_burst() -> None:
     rig, tier = busy_rig()
     assert not offer(rig, K[20:21])

@@ -4,7 +4,8 @@ Stores may come faster than the fastest secondary tier writes. Each of them pins
 burst soon pins nearly all rows. The few that are left are evicted again and again: a block that requests share leaves
 right after its promotion, and its repeated loads take the medium's time from the stores. While cascades to the fastest
 tier hold more than a share of all rows, a store is therefore put off. The engine offers it again at a later step. The
-other rows remain a cache of the blocks that were used last.
+other rows remain a cache of the blocks that were used last. The fastest tier is the fastest one in service that the
+request of the store may use: the backlog of another one does not grow by this store.
 
 Where stores come faster than the tier writes for long, waiting does not help. A request therefore waits only once in a
 busy period, however many stores it has. A period ends when no store has found so many rows held for a while.
@@ -17,7 +18,6 @@ from collections.abc import Callable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.manager.requests import Request
-from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.weak_rows import TAKE_AFTER
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
@@ -33,15 +33,11 @@ class Backlog:
 
     Args:
         primary: the primary tier.
-        tiers: the secondary tiers.
         clock: monotonic clock, in seconds.
     """
 
-    def __init__(
-        self, primary: CPUPrimaryTierOffloadingManager, tiers: SecondaryTiers, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager, clock: Callable[[], float]) -> None:
         self._primary = primary
-        self._states = tiers.states
         self._clock = clock
         self.most_rows = int(BACKLOG_SHARE * primary.num_rows)
         """Rows that cascades to the fastest tier may hold; only beyond them need :meth:`puts_off` be asked."""
@@ -58,7 +54,7 @@ class Backlog:
             request: the request that stores the blocks.
             keys: the blocks.
         """
-        state = next((state for state in self._states if state.in_service), None)
+        state = next((state for state in request.tiers if state.in_service), None)
         if state is None or state.cascading_rows <= self.most_rows:
             return False
         now = self._clock()

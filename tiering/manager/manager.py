@@ -126,7 +126,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._steps = TierSteps(self._tiers, self._jobs)
         self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
         self._promotions.make_room = self._weak_rows.make_room
-        self._backlog = Backlog(primary_tier, self._tiers, clock)
+        self._backlog = Backlog(primary_tier, clock)
         self._most_cascading = self._backlog.most_rows
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
@@ -264,7 +264,7 @@ class TieringOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         request.put_off = (
             not is_last
-            and any(state.cascading_rows > self._most_cascading for state in self._states)
+            and any(state.cascading_rows > self._most_cascading for state in request.tiers)
             and self._backlog.puts_off(request, keys)
         )
         if request.put_off:
