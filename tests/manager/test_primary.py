@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -239,4 +241,12 @@ def test_events_say_stored_after_success_and_removed_on_eviction_and_reset(
 @pytest.mark.parametrize("buffer", [memoryview(bytes(16)), np.zeros((2, 2), np.int16).data])
 def test_a_buffer_of_another_shape_is_refused(buffer: memoryview) -> None:
     with pytest.raises(ConfigError):
+        CPUPrimaryTierOffloadingManager(buffer)
+
+
+@pytest.mark.parametrize("buffer", [np.zeros((4, 16), np.uint8), bytearray(64), None, 4])
+def test_a_buffer_of_another_type_is_refused_with_the_allowed_ones(buffer: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"is a {type(buffer).__name__}, but must be a SharedRegion or a writable mem"
+    ):
         CPUPrimaryTierOffloadingManager(buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.errors import ConfigError
 from tiering.secondary.stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
@@ -187,3 +188,15 @@ def test_a_request_id_that_begins_anew_gives_up_the_promotions_of_the_old_reques
     assert rig.manager.match_prefix(K, rig.ctx).pending
     rig.step()
     assert [list(job.keys) for job in tier.loads] == [K]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b", "a"], r"secondary_tiers\[2\] has the name 'a', which is the name of secondary_tiers\[0\]"),
+        (["cpu"], r"secondary_tiers\[0\] has the name 'cpu', which is the name of the primary tier"),
+    ],
+)
+def test_two_tiers_of_one_name_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ManagerRig(8, [FakeTier(name) for name in names])

@@ -12,7 +12,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.keys import PRIMARY_TIER
 from tiering.api.manager import OffloadingEvent
+from tiering.api.masking import shown
 from tiering.errors import ConfigError
 from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_events, text_of, truth
 from tiering.manager.stats import ManagerStats
@@ -121,6 +123,22 @@ def _attribute(tier: SecondaryTierManager, name: str, expected: str, read: Calla
         ) from error
 
 
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse names that requests, events and metrics could not tell apart.
+
+    Raises:
+        ConfigError: two secondary tiers have the same name, or one has the name of the primary tier.
+    """
+    taken = {PRIMARY_TIER: "the primary tier"}
+    for rank, name in enumerate(names):
+        if name in taken:
+            raise ConfigError(
+                f"secondary_tiers[{rank}] has the name {shown(name)}, which is the name of {taken[name]}: each tier "
+                "must have a name of its own"
+            )
+        taken[name] = f"secondary_tiers[{rank}]"
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise BreachError
@@ -204,9 +222,10 @@ class SecondaryTiers:
             on_retired: function that is called when a tier was taken out of service until a restart.
 
         Raises:
-            ConfigError: an attribute of a tier has a value that its contract does not allow.
+            ConfigError: two tiers have one name, or an attribute has a value that the contract of tiers does not allow.
         """
         self.states = [TierState.of(tier, rank, num_rows) for rank, tier in enumerate(tiers)]
+        _check_names([state.name for state in self.states])
         """All tiers, fastest first."""
         self._stats = stats
         self._clock = clock

@@ -125,7 +125,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         enable_events: True to collect events; default False.
 
     Raises:
-        ConfigError: the buffer has another shape or format, or the policy is unknown.
+        ConfigError: the buffer has another type, shape or format, or the policy is unknown.
     """
 
     def __init__(
@@ -136,6 +136,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     ) -> None:
         self._region = buffer if isinstance(buffer, SharedRegion) else None
         self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
+        if not isinstance(self._view, memoryview):
+            raise ConfigError(
+                f"the buffer of the primary tier is a {type(buffer).__name__}, but must be a SharedRegion or a "
+                "writable memoryview of bytes of shape (rows, bytes), such as the .data of a numpy array of uint8"
+            )
         if self._view.ndim != 2 or self._view.format != "B" or self._view.readonly:
             raise ConfigError(
                 f"the primary buffer must be writable bytes of shape (rows, bytes), not {self._view.shape}"
