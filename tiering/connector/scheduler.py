@@ -136,12 +136,12 @@ class OffloadingConnectorScheduler:
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def bind_gpu_block_pool(self, pool: EngineBlockPool) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: EngineBlockPool) -> None:
         """Set the engine's own block pool, which shows after a reset the blocks that the engine's cache holds.
 
         Without a pool, all GPU blocks are suspects after a reset until they are filled again.
         """
-        self._pool = pool
+        self._pool = gpu_block_pool
 
     @counts_seconds
     def on_new_request(self, request: EngineRequest) -> None:
