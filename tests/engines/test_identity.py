@@ -348,6 +348,29 @@ def test_what_changes_results_is_in_the_overrides() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "word", "default", "other"),
+    [
+        ("model_config", "model_class_overrides", {}, {"A": "other:Model"}),
+        ("attention_config", "use_non_causal", False, True),
+        ("cache_config", "kv_cache_dtype_skip_layers", [], ["1"]),
+        ("attention_config", "indexer_kv_dtype", "auto", "mxfp4"),
+        (None, "additional_config", {}, {"of a plugin": 1}),
+    ],
+)
+def test_rare_settings_that_change_kv_count_unless_they_have_their_defaults(
+    config: str | None, word: str, default: Any, other: Any
+) -> None:
+    def with_value(**words: Any) -> dict[str, Any]:
+        hf_config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+        known = SimpleNamespace(model_config=model("/a", hf_config=hf_config), attention_config=SimpleNamespace())
+        known.cache_config = SimpleNamespace()
+        vars(known if config is None else getattr(known, config)).update(words)
+        return overrides(known, "0.33")
+
+    assert with_value(**{word: other}) != with_value(**{word: default}) == with_value()
+
+
 def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
 

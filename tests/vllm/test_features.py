@@ -152,6 +152,7 @@ class TestSpeculativeDecoding:
 DATA_TYPES: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16, blocks of 64 tokens": (2, {"dtype": "bfloat16", "block_size": 2 * BLOCK, "num_gpu_blocks_override": 24}),
     "fp8": (4, {"kv_cache_dtype": "fp8"}),
+    "fp8 but for one of three layers": (2, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}),
 }
 """The factor by which the KV is smaller, and the engine options for it."""
 

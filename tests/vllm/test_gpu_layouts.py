@@ -5,7 +5,7 @@ No engine runs. Specs are those that the backends publish; places, shapes and st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +37,17 @@ from tiering.errors import ConfigError
 from tiering.simple.worker import SimpleCPUOffloadWorker
 
 try:
-    from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_config_from_groups
+    from vllm.v1.core.kv_cache_planning import (
+        create_kv_cache_group_specs,
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_config_from_groups,
+    )
 except ImportError:  # vLLM before 0.33
-    from vllm.v1.core.kv_cache_utils import create_kv_cache_group_specs, get_kv_cache_config_from_groups
+    from vllm.v1.core.kv_cache_utils import (
+        create_kv_cache_group_specs,
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_config_from_groups,
+    )
 
 if "block_stride_alignment" not in {field.name for field in fields(FullAttentionSpec)}:
     pytest.skip("vLLM's specs say less before 0.31", allow_module_level=True)
@@ -96,10 +104,10 @@ class Model:
         assert uniform is not None
         return KVCacheGroupSpec(list(specs), uniform)
 
-    def geometry(self) -> Geometry:
-        return read_geometry(
-            self.config, self.kv_cache_config, lambda spec: str(get_kv_cache_spec_kind(spec).value), 16
-        )
+    def geometry(self, *, of_scheduler: bool = False) -> Geometry:
+        """Return the geometry that a worker reads, or the scheduler from its own configuration."""
+        cache = generate_scheduler_kv_cache_config([self.kv_cache_config]) if of_scheduler else self.kv_cache_config
+        return read_geometry(self.config, cache, lambda spec: str(get_kv_cache_spec_kind(spec).value), 16)
 
     def canonical(self) -> CanonicalKVCaches:
         return canonicalize(self.tensors, self.geometry().engine.groups, BLOCKS)
@@ -162,6 +170,15 @@ CASES += [
             {
                 "padded pages": [layers(latent(alignment=576, head_size=500))],
                 "latent beside its indexer": [layers(latent()) | layers(indexer(), 3, "index")],
+                "another number of heads in each layer": [
+                    {f"layer.{heads}": attention(num_kv_heads=heads) for heads in (4, 2, 1)}
+                ],
+                "some layers of another data type": [
+                    {
+                        f"layer.{index}": attention(dtype=torch.float32 if index == 1 else torch.bfloat16)
+                        for index in range(3)
+                    }
+                ],
                 "latent and indexer in turn": [
                     {
                         f"{name}.{index}": spec
@@ -234,6 +251,7 @@ def round_trip(model: Model) -> None:
     canonical = model.canonical()
     layout = RowLayout.of(canonical)
     assert layout.group_bytes == model.geometry().group_bytes, "the scheduler would have refused the worker"
+    assert replace(model.geometry(of_scheduler=True), engine=model.geometry().engine) == model.geometry()
     rows = np.zeros((4, layout.row_stride), np.uint8)
     handlers = {direction: HostCopyHandler(canonical, rows, layout, direction, 1) for direction in Direction}
     try:

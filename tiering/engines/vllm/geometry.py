@@ -161,8 +161,9 @@ def read_geometry(
     replicated = world_size > 1 and _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
     factor = _factor(vllm_config.kv_transfer_config.kv_connector_extra_config.get("block_size"), groups)
     segments = 1 if replicated else world_size
-    places = _places(kv_cache_config)
-    blocks = tuple(_block_bytes(group, places) for group in kv_cache_config.kv_cache_groups)
+    places, strides = _places(kv_cache_config), _strides(kv_cache_config)
+    pages = [_pages(group, places, strides) for group in kv_cache_config.kv_cache_groups]
+    blocks = tuple(sum(sizes.values()) for sizes in pages)
     return Geometry(
         engine=engine,
         group_bytes=tuple(size * factor * segments for size in blocks),
@@ -170,7 +171,7 @@ def read_geometry(
         replicated=replicated,
         rank=int(parallel.rank),
         replica=_replica(parallel, engine.engine_id),
-        group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups)),
+        group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups, pages)),
         kv_dtype=_kv_dtype(vllm_config),
     )
 
@@ -304,23 +305,47 @@ def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _block_bytes(group: Any, places: dict[str, tuple[int, int]]) -> int:
+def _strides(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
+    """Return for each layer the distances from a page to the next layer's and to the next block's.
+
+    The smaller one is the size of a page with its padding, if both a layer's pages and a block's pages are contiguous.
+    """
+    strides: dict[str, tuple[int, int]] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if hasattr(tensor, "layers"):
+            strides |= dict.fromkeys(tensor.layers, (int(tensor.layer_stride), int(tensor.block_stride)))
+        else:
+            size = int(tensor.size)
+            strides |= dict.fromkeys(tensor.shared_by, (size, size // max(1, int(kv_cache_config.num_blocks))))
+    return strides
+
+
+def _pages(group: Any, places: dict[str, tuple[int, int]], strides: dict[str, tuple[int, int]]) -> dict[object, int]:
+    """Return the size of each page of a block, without padding as far as it is known.
+
+    Workers know the spec of each layer; the scheduler's copy of the configuration has the first layer's only. Both must
+    come to the same sizes, so they use only that spec and the strides, which differ between layers if the pages do. A
+    worker whose pages have other sizes is refused later (:meth:`tiering.spec.TieringOffloadingSpec.get_handlers`).
+    """
+    spec = _first(group.kv_cache_spec)
+    size, padded = _page_bytes(spec), getattr(spec, "page_size_bytes", None)
+    # A layer without a place of its own reads another layer's KV.
+    layers = [layer for layer in group.layer_names if not places or layer in places]
+    mixed = len({strides[layer] for layer in layers if layer in strides}) > 1
     pages: dict[object, int] = {}
-    for layer in group.layer_names:
-        if places and layer not in places:
-            continue  # the layer reads another layer's KV
-        place = places.get(layer, layer)
-        pages[place] = max(pages.get(place, 0), _page_bytes(group.kv_cache_spec, layer))
-    return sum(pages.values())
+    for layer in layers:
+        place: object = places.get(layer, layer)
+        stride = min(strides.get(layer, (0, 0)))
+        pages[place] = max(pages.get(place, 0), stride if mixed and stride != padded else size)
+    return pages
 
 
-def _page_bytes(spec: Any, layer: str) -> int:
-    layer_spec = spec.kv_cache_specs.get(layer, spec) if hasattr(spec, "kv_cache_specs") else spec
+def _page_bytes(spec: Any) -> int:
     for word in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
-        size = getattr(layer_spec, word, None)
+        size = getattr(spec, word, None)
         if isinstance(size, int):
             return size
-    raise ConfigError(f"layer {layer}: the size of its pages is not known")
+    raise ConfigError("the size of the pages of the KV cache is not known")
 
 
 def _all_ranks_alike(vllm_config: Any, kv_cache_config: Any, world_size: int, context: int) -> bool:
@@ -335,8 +360,8 @@ def _kv_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _text(group: KVCacheGroup, found: Any) -> str:
-    spec = found.kv_cache_spec
+def _text(group: KVCacheGroup, found: Any, pages: dict[object, int]) -> str:
+    """Return a description of a group, in words that the scheduler's copy of the configuration has too."""
     words = (
         "num_kv_heads",
         "head_size",
@@ -346,6 +371,8 @@ def _text(group: KVCacheGroup, found: Any) -> str:
         "tokens_per_state",
         "cache_dtype_str",
     )
-    first = _first(spec)
+    first = _first(found.kv_cache_spec)
     geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
-    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}"
+    sizes = list(pages.values())
+    several = f", pages of {sizes} bytes" if len(set(sizes)) > 1 else ""
+    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}{several}"

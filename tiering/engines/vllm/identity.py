@@ -57,6 +57,7 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
         found["max_model_len"] = int(model.max_model_len)  # some scalings derive their factors from this length
     if settings := _multimodal(getattr(model, "multimodal_config", None)):
         found["multimodal"] = settings
+    found |= _further_settings(vllm_config)
     if getattr(model, "trust_remote_code", False) and getattr(model, "code_revision", None):
         found["code_revision"] = str(model.code_revision)
     if ahead := getattr(vllm_config, "num_hash_lookahead_tokens", 0):
@@ -65,6 +66,21 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     if speculative is not None:
         found["speculative"] = str(getattr(speculative, "method", None))
     return found
+
+
+def _further_settings(vllm_config: Any) -> dict[str, Any]:
+    """Return rare settings that change KV, unless they have vLLM's defaults."""
+    attention, cache = getattr(vllm_config, "attention_config", None), getattr(vllm_config, "cache_config", None)
+    found = {
+        "model_class_overrides": plain(getattr(vllm_config.model_config, "model_class_overrides", None)),
+        "use_non_causal": getattr(attention, "use_non_causal", False),
+        "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "additional_config": plain(getattr(vllm_config, "additional_config", None)),  # what platforms' plugins read
+    }
+    indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
+    return {word: value for word, value in found.items() if value} | (
+        {} if indexer == "auto" else {"indexer_kv_dtype": indexer}
+    )
 
 
 def _multimodal(config: Any) -> dict[str, Any]:
