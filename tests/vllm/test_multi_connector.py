@@ -29,10 +29,10 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def test_the_server_serves_and_reports_what_our_connector_did(server: Server) -> None:
     computed = server.ask(PROMPTS)
-    until(lambda: server.stored() >= ALL, 30, "the store of all blocks")
+    until(lambda: server.stored() >= ALL, 60, "the store of all blocks")
     server.evict()
     assert wrong(server.ask(PROMPTS), computed) == []
-    until(lambda: server.loaded() >= ALL, 10, "the report of the loads")
+    until(lambda: server.loaded() >= ALL, 60, "the report of the loads")
     server.ask([prompt(0, 8)], 1)
     assert server.metric("kv_tiering_cascades_total", tier="memory") >= whole_blocks(PROMPTS)
-    until(lambda: "KV Transfer metrics: TieringConnector={" in server.log.read_text(), 10, "the statistics in the log")
+    until(lambda: "KV Transfer metrics: TieringConnector={" in server.log.read_text(), 60, "the statistics in the log")

@@ -67,10 +67,10 @@ def test_what_leaves_the_workers_comes_back_from_the_cpu_until_a_reset(
 ) -> None:
     server = two_workers
     assert wrong(server.ask(PROMPTS), expected) == []
-    until(lambda: server.stored() >= ALL, 30, "the store of all blocks")
+    until(lambda: server.stored() >= ALL, 60, "the store of all blocks")
     server.evict()
     assert wrong(server.ask(PROMPTS), expected) == []
-    until(lambda: server.loaded() >= ALL, 10, "the report of the loads")
+    until(lambda: server.loaded() >= ALL, 60, "the report of the loads")
     assert loaded(server) == ALL
     server.reset(tiers=True)
     assert wrong(server.ask(PROMPTS), expected) == []
@@ -173,11 +173,11 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama: Path, expected: li
             return server.metric(f"kv_tiering_{name}", engine=str(replica), tier="local")
 
         assert wrong(server.ask(PROMPTS, replica=0), expected) == []
-        until(lambda: local("cascades_total", 0) >= whole_blocks(PROMPTS), 30, "the cascade")
+        until(lambda: local("cascades_total", 0) >= whole_blocks(PROMPTS), 60, "the cascade")
         assert local("occupancy_bytes", 0) >= ALL
         assert local("blocks", 1) == 0
         assert wrong(server.ask(PROMPTS, replica=1), expected) == []
-        until(lambda: local("cascades_total", 1) >= whole_blocks(PROMPTS), 30, "the cascade of the other")
+        until(lambda: local("cascades_total", 1) >= whole_blocks(PROMPTS), 60, "the cascade of the other")
 
         server.evict(replicas)
         for replica in replicas:

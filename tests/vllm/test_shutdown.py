@@ -76,7 +76,7 @@ class Asking:
         self._thread = threading.Thread(target=self._ask)
         stored = server.stored()
         self._thread.start()
-        until(lambda: server.stored() > stored, 30, "stores of the requests that run")
+        until(lambda: server.stored() > stored, 60, "stores of the requests that run")
 
     def _ask(self) -> None:
         try:
@@ -96,7 +96,7 @@ def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
     """A server over the directory of one that wrote ``PROMPTS`` and was killed during later stores."""
     with row.serve("first") as first:
         assert wrong(first.ask(PROMPTS), expected.prompts) == []
-        until(lambda: cascaded(first) >= whole_blocks(PROMPTS), 30, "the cascade")
+        until(lambda: cascaded(first) >= whole_blocks(PROMPTS), 60, "the cascade")
         asking = Asking(first, MORE, 200)
         first.end(signal.SIGKILL)
         assert asking.was_lost()
@@ -167,7 +167,7 @@ def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(
     after_a_kill: Server, expected: Expected
 ) -> None:
     server = after_a_kill
-    until(lambda: known(server) >= whole_blocks(PROMPTS), 30, "the recovery of the local tier")
+    until(lambda: known(server) >= whole_blocks(PROMPTS), 60, "the recovery of the local tier")
     assert wrong(server.ask(PROMPTS), expected.prompts) == []
     assert wrong(server.ask(MORE), expected.more) == []
     assert read(server) >= ALL
@@ -209,7 +209,7 @@ def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_wa
     assert asking.was_lost()
     assert shared_memory() == []
     with row.serve("fifth") as fifth:
-        until(lambda: known(fifth) >= written, 30, "the recovery of the local tier")
+        until(lambda: known(fifth) >= written, 60, "the recovery of the local tier")
         assert wrong(fifth.ask(LAST, LENGTHY), expected.last) == []
         assert read(fifth) >= whole_blocks(LAST) * BLOCK_BYTES
         assert wrong(fifth.ask(MORE), expected.more) == []
