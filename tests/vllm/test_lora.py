@@ -117,3 +117,21 @@ def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_
     answers, loaded = tiered.loaded(lambda: ask(tiered, before))
     assert wrong(answers, expected["two"]) == []
     assert loaded == ALL
+
+
+def test_an_adapter_that_vllm_reads_again_from_other_files_gets_nothing_of_the_first_ones_kv(
+    tiered: Engine, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "trained", 1)
+    adapter = Asked("trained", 5, path)
+    assert wrong(ask(tiered, adapter), expected["one"]) == []
+    tiered.evict()
+    answers, loaded = tiered.loaded(lambda: ask(tiered, adapter))
+    assert (wrong(answers, expected["one"]), loaded) == ([], ALL)
+    tiered.evict()
+    write_adapter(path, 2)
+    assert tiered.llm.llm_engine.remove_lora(adapter.number)  # as vLLM does by itself beyond max_cpu_loras adapters
+    for _ in range(2):
+        answers, loaded = tiered.loaded(lambda: ask(tiered, adapter))
+        assert (wrong(answers, expected["two"]), loaded) == ([], 0)
+        tiered.evict()

@@ -211,6 +211,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             self.worker_half.shutdown()
         if self.scheduler_half is not None:
             self.scheduler_half.shutdown()
+        self._adapters.shutdown()
         if self._spec is not None:
             self._spec.close()
         if _built.get(self._claim) is self:

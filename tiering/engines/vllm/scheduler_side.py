@@ -50,13 +50,25 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)
-        (self.scheduler_half or self._no_scheduler()).on_new_request(self._adapters.admit(request))
+        admitted = self._adapters.admit(request)
+        if admitted is not None:
+            (self.scheduler_half or self._no_scheduler()).on_new_request(admitted)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return (self.scheduler_half or self._no_scheduler()).get_num_new_matched_tokens(request, num_computed_tokens)
+        half = self.scheduler_half or self._no_scheduler()
+        if request.request_id in self._adapters.looking:
+            admitted = self._adapters.settle(request)
+            if admitted is None:
+                return None, False
+            half.on_new_request(admitted)
+        return half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        (self.scheduler_half or self._no_scheduler()).update_state_after_alloc(request, blocks, num_external_tokens)
+        half = self.scheduler_half or self._no_scheduler()
+        if request.request_id in self._adapters.looking:
+            # vLLM does not wait for a request that reads no cache, for example one for its prompt's logprobs.
+            half.on_new_request(self._adapters.settle(request, wait=False))
+        half.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
         return (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
@@ -75,14 +87,18 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         return found
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._open_requests.discard(request.request_id)
+        self._forget(request.request_id)
         return (self.scheduler_half or self._no_scheduler()).request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._open_requests.discard(request.request_id)
+        self._forget(request.request_id)
         return (self.scheduler_half or self._no_scheduler()).request_finished_all_groups(request, block_ids)
+
+    def _forget(self, request_id: str) -> None:
+        self._open_requests.discard(request_id)
+        self._adapters.looking.pop(request_id, None)
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies or jobs of tiers run.
