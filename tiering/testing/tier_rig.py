@@ -119,7 +119,7 @@ class TierRig:
             self.rows[row, : self.size(key)] = np.frombuffer(self.content(key), np.uint8)
         self._jobs += 1
         self._stores[self._jobs] = dict(zip(rows.tolist(), keys, strict=True))
-        self.tier.submit_store(TransferJob(self._jobs, list(keys), rows, False, REQUEST))
+        self.tier.submit_store(TransferJob(self._jobs, list(keys), rows, False, REQUEST, self.context.clock()))
         return self._jobs
 
     def submit_load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> int:
@@ -127,7 +127,7 @@ class TierRig:
         rows = np.arange(first_row, first_row + len(keys))
         self.rows[rows] = 0xEE
         self._jobs += 1
-        self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST))
+        self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST, self.context.clock()))
         return self._jobs
 
     def waiting(self, job_ids: Sequence[int] | None = None) -> dict[int, list[int]]:
