@@ -52,10 +52,19 @@ def expected(llama: Path, adapters: dict[str, Asked]) -> dict[str, list[Answer]]
 
 @pytest.fixture(scope="module")
 def tiered(
-    llama: Path, expected: dict[str, list[Answer]], tmp_path_factory: pytest.TempPathFactory
+    llama: Path,
+    adapters: dict[str, Asked],
+    expected: dict[str, list[Answer]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     disk = {"type": "local", "path": str(tmp_path_factory.mktemp("lora")), "capacity": "64MiB"}
     with engine(llama, {"primary": {"capacity": "64MiB"}, "secondary": [disk]}, **OPTIONS) as running:
+        for name in ("one", "two"):
+            answers = ask(running, adapters[name], {"kv_tiering": {"load": False, "store": False}})
+            if wrong(answers, expected[name]):
+                # Seen once on a busy machine: an engine computed other answers for all adapters from the start.
+                pytest.skip("without any tier, two engines of this vLLM give different answers for one adapter")
+            running.llm.reset_prefix_cache()
         yield running
 
 
