@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tiering.engines.vllm.hub_cache import is_as_downloaded
 from tiering.engines.vllm.identity import overrides
 from tiering.engines.vllm.weights import digest_of_files, draft_identity, weights_identity
 from tiering.errors import ConfigError
@@ -298,6 +299,46 @@ def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path:
         weights.write_bytes(b"mine")
     mine = write_model(tmp_path / "copy", b"mine")
     assert identity(snapshot) == identity(mine)
+
+
+def change(blob: Path, link: Path, content: bytes) -> None:
+    """Write ``content`` into ``blob``, and let it keep a time before the link's, as ``cp -p`` does."""
+    while blob.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # a clock's tick may be longer than this test
+        blob.write_bytes(content)
+        os.utime(blob, ns=(0, 0))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_blob_that_was_overwritten_with_an_older_file_does_not_count_as_its_commit(
+    tmp_path: Path, named: bool
+) -> None:
+    snapshot = write_snapshot(tmp_path / "cache")
+    link = snapshot / "model.safetensors"
+
+    def known() -> str:
+        asked = model("org/model", hf_config=known_commit(COMMIT)) if named else model(snapshot)
+        return weights_identity(asked, SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "cache")))
+
+    content = link.read_bytes()
+    assert known() == f"commit {COMMIT}"
+    change(link.resolve(), link, content)  # younger, but the same
+    assert known() == f"commit {COMMIT}"
+    link.resolve().write_bytes(b"mine")
+    os.utime(link, ns=(0, 0))
+    assert known() == identity(write_model(tmp_path / "copy", b"mine"))
+
+
+@pytest.mark.parametrize(("content", "right"), [(b"small", True), (b"other", False)])
+def test_a_small_file_s_blob_has_git_s_name(tmp_path: Path, content: bytes, right: bool) -> None:
+    snapshot = tmp_path / "models--org--model" / "snapshots" / COMMIT
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    blob = blobs / hashlib.sha1(b"blob 5\0small").hexdigest()
+    blob.write_bytes(content)
+    (snapshot / "config.json").symlink_to(blob)
+    change(blob, snapshot / "config.json", content)
+    assert is_as_downloaded(snapshot, [snapshot / "config.json"]) is right
 
 
 # ----------------------------------------------------------------------------------------------------- draft, overrides

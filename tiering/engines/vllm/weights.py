@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from tiering.engines.vllm.hub_cache import commit_of, is_as_downloaded, snapshot_of
 from tiering.errors import ConfigError
 from tiering.runtime.json_text import parse_json
 
@@ -36,10 +37,6 @@ _OTHER_JSON = frozenset(
 All other JSON files count: they choose the files that are read (``*.index.json``), or say how to use them.
 """
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$")
-"""A path in the Hugging Face cache: the commit, and the path within its snapshot."""
-_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""The name of a blob in the Hugging Face cache: the hash of its content."""
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
 _OWN_FILES = (
@@ -90,7 +87,7 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
             "use a load format that reads the model's own files (auto)"
         )
     chosen = _choice_of_files(load_config)
-    identity, directory = _identity(model_config, load_format)
+    identity, directory = _identity(model_config, load_config)
     if _files_read(load_format, directory) != _files_read("auto", directory):
         chosen["load_format"] = _files_read(load_format, directory)
     return f"{identity}, {json.dumps(chosen, sort_keys=True)}" if chosen else identity
@@ -159,7 +156,7 @@ def draft_identity(vllm_config: Any) -> str | None:
         return named
 
 
-def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
+def _identity(model_config: Any, load_config: Any) -> tuple[str, Path | None]:
     """Return the identity of the model's files, and its directory if its files identify it."""
     model, revision = str(model_config.model), getattr(model_config, "revision", None)
     elsewhere = str(getattr(model_config, "model_weights", "") or model)
@@ -169,18 +166,30 @@ def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
             "use a local copy of the model"
         )
     path = Path(elsewhere)
-    if path.exists():
-        # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
-        place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
-        code, copies = bool(getattr(model_config, "trust_remote_code", False)), load_format == "npcache"
-        snapshot = _SNAPSHOT.search(place.as_posix())
-        if snapshot and _is_as_downloaded(place, code=code, copies=copies):
-            commit, part = snapshot.groups()
-            return (f"commit {commit}" if part is None else f"commit {commit}, {part}"), None
-        digest = digest_of_files(place, code=code, copies=copies)
-        return f"files {digest}", place if place.is_dir() else None
-    if isinstance(revision, str) and _COMMIT.fullmatch(revision):
-        return f"commit {revision}", None
+    if not path.exists():
+        commit = revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else _commit_of(model_config)
+        snapshot = snapshot_of(model, commit, getattr(load_config, "download_dir", None))
+        if snapshot is None:
+            return f"commit {commit}", None
+        path = snapshot
+    # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
+    place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
+    code, copies = bool(getattr(model_config, "trust_remote_code", False)), str(load_config.load_format) == "npcache"
+    found = commit_of(place)
+    if found is not None and is_as_downloaded(place, _files(place, code=code, copies=copies)):
+        commit, part = found
+        return (f"commit {commit}" if part is None else f"commit {commit}, {part}"), None
+    digest = digest_of_files(place, code=code, copies=copies)
+    return f"files {digest}", place if place.is_dir() else None
+
+
+def _commit_of(model_config: Any) -> str:
+    """Return the commit of the configuration that vLLM has read for the name of a repository.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    model = str(model_config.model)
     own_config = getattr(model_config, "hf_config_path", None) in (None, "", model)
     commit = getattr(model_config.hf_config, "_commit_hash", None) if own_config else None
     if not isinstance(commit, str) or not commit:
@@ -188,26 +197,7 @@ def _identity(model_config: Any, load_format: str) -> tuple[str, Path | None]:
             f"the weights of {model} cannot be identified (neither a local path nor a known commit), "
             "and weights change under a name: set --revision to a commit hash, or use a local copy of the model"
         )
-    return f"commit {commit}", None
-
-
-def _is_as_downloaded(place: Path, *, code: bool, copies: bool) -> bool:
-    """Return True if all files are links of the hub library to blobs named by the hash of their content.
-
-    A regular file, or a link to another place, was put there by hand, and the commit does not describe it. Nor does it
-    describe a blob that was written through its link: the library makes a link after its blob is complete.
-    """
-    snapshots = next(parent for parent in place.parents if parent.name == "snapshots")
-    blobs = (snapshots.parent / "blobs").resolve()
-    files = _files(place, code=code, copies=copies)
-    links = [file for file in files if file.is_symlink()]
-    return len(links) == len(files) and all(
-        target.parent == blobs
-        and _BLOB.fullmatch(target.name)
-        and target.stat().st_mtime_ns <= link.lstat().st_mtime_ns
-        for link in links
-        for target in [link.resolve()]
-    )
+    return commit
 
 
 def digest_of_files(path: Path, *, code: bool = False, copies: bool = False) -> str:
