@@ -55,6 +55,25 @@ def write_draft(directory: Path, model: Path, noise: float) -> Path:
     return directory
 
 
+def write_eagle(directory: Path, model: Path, seed: int = 0) -> Path:
+    """Write a speculative head (EAGLE) for the Llama at ``model`` and return ``directory``.
+
+    Its layer is the model's first one. It is fed with a random mixture of a token and the state before that token.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir(exist_ok=True)
+    first, weights = "model.layers.0.", load_file(model / "model.safetensors")
+    head = {f"layers.0.{name.removeprefix(first)}": each for name, each in weights.items() if name.startswith(first)}
+    del head["layers.0.input_layernorm.weight"]
+    head["fc.weight"] = torch.randn(128, 256, generator=torch.Generator().manual_seed(seed)) * SHARP
+    save_file(head, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return directory
+
+
 RANK = 4
 """Rank of the adapters."""
 
