@@ -33,13 +33,31 @@ def snapshot_of(repository: str, commit: str, cache: str | None) -> Path | None:
         commit: its commit.
         cache: directory of the cache; None: the hub library's own.
     """
+    directory = _directory_of(repository, cache)
+    snapshot = None if directory is None else directory / "snapshots" / commit
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
+def newest_commit(repository: str) -> str | None:
+    """Return a repository's newest commit by the hub library's own cache, or None if there is none.
+
+    Raises:
+        OSError: the cache cannot be read.
+    """
+    directory = _directory_of(repository, None)
+    try:
+        return None if directory is None else (directory / "refs" / "main").read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _directory_of(repository: str, cache: str | None) -> Path | None:
     if cache is None:
         try:
             cache = str(importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE)
         except ImportError:
             return None
-    snapshot = Path(cache) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
+    return Path(cache) / f"models--{repository.replace('/', '--')}"
 
 
 def is_as_downloaded(snapshot: Path, files: Iterable[Path]) -> bool:

@@ -75,12 +75,20 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
         "model_class_overrides": plain(getattr(vllm_config.model_config, "model_class_overrides", None)),
         "use_non_causal": getattr(attention, "use_non_causal", False),
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-        "additional_config": plain(getattr(vllm_config, "additional_config", None)),  # what platforms' plugins read
+        "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
     }
     indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
     return {word: value for word, value in found.items() if value} | (
         {} if indexer == "auto" else {"indexer_kv_dtype": indexer}
     )
+
+
+def _additional(config: Any) -> Any:
+    """Return what identifies the settings of a platform's plugin.
+
+    The settings are a dictionary, or an object with a hash of its own, whose text may have an address.
+    """
+    return config.compute_hash() if hasattr(config, "compute_hash") else plain(config)
 
 
 def _multimodal(config: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ adapter's files have changed, use no tier at all. Nothing here imports vLLM; its
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering.api.request_policy import parse_request_policy
+from tiering.engines.vllm.hub_cache import newest_commit
 from tiering.errors import ConfigError
 from tiering.runtime.daemons import DaemonThreads
 
@@ -41,11 +41,8 @@ def files_of(path: str) -> Files | None:
     """
     place = Path(path).expanduser()
     if not place.is_dir():
-        try:
-            cache = importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE
-            return ((path, (Path(cache) / f"models--{path.replace('/', '--')}" / "refs" / "main").read_text()),)
-        except (ImportError, FileNotFoundError):
-            return None
+        commit = newest_commit(path)
+        return None if commit is None else ((path, commit),)
     found = []
     for name in _FILES:
         try:
