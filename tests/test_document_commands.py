@@ -7,8 +7,10 @@ endpoint. Of other programs, what they name is there: targets, extras, modules, 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -81,6 +83,16 @@ def simple(command: str) -> Iterator[list[str]]:
             words.append(word)
 
 
+def in_sentences(path: Path) -> Iterator[str]:
+    """Yield the commands with a stack that a document's sentences name."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for command in re.findall(r"`(kv-tiering [^`]*)`", text):
+        if re.search(r" (STACK|stack\.yaml)\b", command) and not re.search(r"\||\.\.\.", command):
+            for word, value in {"STACK": "stack.yaml", "NAME": "local", "TRACE": "trace.jsonl"}.items():
+                command = command.replace(word, value)
+            yield command
+
+
 FOUND = [
     (f"{path.name}-{number}-{words[0].rpartition('/')[2]}", words)
     for path in DOCUMENTS
@@ -88,6 +100,11 @@ FOUND = [
     for words in simple(command)
 ]
 KV_TIERING = [pytest.param(words, id=name) for name, words in FOUND if words[0] == "kv-tiering"]
+KV_TIERING += [
+    pytest.param(shlex.split(command), id=f"{path.name}-sentence-{number}")
+    for path in DOCUMENTS
+    for number, command in enumerate(in_sentences(path))
+]
 OTHERS = [pytest.param(words, id=name) for name, words in FOUND if words[0] != "kv-tiering"]
 
 
@@ -122,13 +139,18 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory as an operator has it: a stack, tiers with blocks, and a trace."""
+    """Return a directory as an operator has it: a stack, tiers with blocks of two epochs, and a trace."""
     directory = tmp_path_factory.mktemp("operator")
     (directory / "stack.yaml").write_text(STACK)
-    for name in ("kv", "bucket"):
-        rig = LocalRig(directory / name, model="model-a", capacity="64MiB", segment_size="8MiB").open()
-        rig.store(keys_of(*range(4)))
-        rig.close()
+    for numbers in (range(4), range(4, 8)):  # the first blocks are in an epoch that is abandoned
+        for name in ("kv", "bucket"):
+            rig = LocalRig(directory / name, model="model-a", capacity="64MiB", segment_size="8MiB").open()
+            rig.store(keys_of(*numbers))
+            rig.close()
+        if 0 in numbers:
+            with contextlib.chdir(directory):
+                begun = kv_tiering("epoch", "new", "stack.yaml", "--all", "--yes")
+            assert begun.code == 0, begun.err
     done = kv_tiering("trace", "generate", "--requests", 30, "--block-tokens", 16, "-o", directory / "trace.jsonl")
     assert done.code == 0, done.err
     return directory
@@ -168,10 +190,34 @@ def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
+def held(words: list[str]) -> dict[str, object]:
+    """Return the epochs and numbers of blocks of the tiers that a command names."""
+    chosen = [word for option, tier in itertools.pairwise(words) if option == "--tier" for word in (option, tier)]
+    found = json.loads(kv_tiering("inspect", "stack.yaml", "--json", *chosen).out)
+    return {
+        tier: [[one[word] for word in ("fingerprint", "state", "blocks")] for one in content["epochs"]]
+        for tier, content in found.items()
+    }
+
+
+CHANGES = {("epoch", "new"), ("clear", "stack.yaml"), ("gc", "stack.yaml")}
+"""Beginnings of the commands that change a medium."""
+
+
 @pytest.mark.parametrize("words", KV_TIERING)
-def test_a_command_of_the_documents_runs(words: list[str], operator: Callable[[list[str]], Done]) -> None:
+def test_a_command_of_the_documents_does_what_it_says(words: list[str], operator: Callable[[list[str]], Done]) -> None:
+    changes = tuple(words[1:3]) in CHANGES
+    before = held(words) if changes else {}
     done = operator(words[1:])
-    assert done.code == 0, done
+    if not changes:
+        assert done.code == 0, done
+        return
+    after = held(words)
+    if "--yes" not in words:
+        assert (done.code, "dry run: nothing changed" in done.err, after) == (3, True, before), done
+    else:
+        assert done.code == 0, done
+        assert [tier for tier in before if after[tier] == before[tier]] == []
 
 
 # ------------------------------------------------------------------------------------------------ other programs

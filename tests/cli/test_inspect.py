@@ -57,9 +57,12 @@ def make_s3(bucket: RawBucket, moto: S3Endpoint) -> Iterator[Make]:
         rig.close()
 
 
+DRY_RUN = "kv-tiering: dry run: nothing changed; repeat with --yes\n"
+
+
 def report(name: str, *words: object, code: int = 0) -> Any:
     done = kv_tiering(name, *words, "--json")
-    assert (done.code, done.err) == (code, "")
+    assert (done.code, done.err) == (code, DRY_RUN if code == 3 else "")
     return json.loads(done.out)
 
 
@@ -293,7 +296,7 @@ def test_a_directory_in_use_is_counted_and_not_changed(
         done = kv_tiering(*words, "--yes")
         assert done.code == 1
         assert f"is in use by process {os.getpid()}" in done.err
-    assert report("gc", disk, "--max-total", "1B")["local"]["dry_run"]
+    assert report("gc", disk, "--max-total", "1B", code=3)["local"]["dry_run"]
     assert [path.stat().st_mtime_ns for path in segment_files(tmp_path / "kv")] == before
     assert rig.load(K[:4]) == K[:4]
 
@@ -306,7 +309,7 @@ def test_gc_deletes_segments_of_abandoned_epochs(
     rig.close()
     assert report("gc", disk)["local"]["removed_blocks"] == 0
     assert kv_tiering("epoch", "new", disk, "--all", "--yes").code == 0
-    counted = report("gc", disk)["local"]
+    counted = report("gc", disk, code=3)["local"]
     assert (counted["dry_run"], counted["removed_blocks"]) == (True, 4)
     assert total(report("inspect", disk)["local"]) == 4
     removed = report("gc", disk, "--yes")["local"]
@@ -350,9 +353,9 @@ def test_a_bucket_is_collected_and_cleared_while_engines_run(objects: Path, make
     one, two = make_s3(), make_s3("model-b")
     one.store(OBJECTS)
     two.store(OBJECTS[:2])
-    assert report("gc", objects, "--max-total", "1B")["s3"]["removed_blocks"] == 8
+    assert report("gc", objects, "--max-total", "1B", code=3)["s3"]["removed_blocks"] == 8
     assert len(bucket.names("prod/blocks/")) == 8
-    dry = report("gc", objects, "--max-total", "1B", "--dry-run")["s3"]
+    dry = report("gc", objects, "--max-total", "1B", "--dry-run", code=3)["s3"]
     assert (dry["dry_run"], dry["removed_blocks"]) == (True, 8)
     assert kv_tiering("gc", objects, "--yes", "--dry-run").code == 2
     name = two.context.namespace.directory
@@ -370,7 +373,7 @@ def test_a_new_epoch_of_a_bucket_is_followed_and_its_old_blocks_go(
     rig.store(OBJECTS)
     name = rig.context.namespace.directory
     dry = kv_tiering("epoch", "new", objects, "--namespace", name)
-    assert (dry.code, "dry run" in dry.err) == (0, True)
+    assert (dry.code, "dry run" in dry.err) == (3, True)
     done = kv_tiering("epoch", "new", objects, "--namespace", name, "--yes")
     assert (done.code, "within a minute" in done.out) == (0, True)
     states = {epoch["state"]: epoch["blocks"] for epoch in report("inspect", objects)["s3"]["epochs"]}
@@ -411,16 +414,16 @@ def test_a_terminal_is_asked(
     rig.close()
     asked: list[str] = []
 
-    def agree(question: str, *, yes: bool) -> bool:
+    def agree(question: str, **_: bool) -> int | None:
         asked.append(question)
-        return answer
+        return None if answer else 0
 
-    monkeypatch.setattr("tiering.cli.remove.agreed", agree)
+    monkeypatch.setattr("tiering.cli.remove.unchanged", agree)
     assert kv_tiering("clear", disk, "--all").code == 0
     assert (asked, total(report("inspect", disk)["local"])) == (["Remove them?"], left)
 
 
 def test_without_a_terminal_nobody_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click, "confirm", lambda *_args, **_words: pytest.fail("asked without a terminal"))
-    assert not tiers_module.agreed("?", yes=False)
-    assert tiers_module.agreed("?", yes=True)
+    assert tiers_module.unchanged("?", yes=False, dry_run=False) == 3
+    assert tiers_module.unchanged("?", yes=True, dry_run=False) is None

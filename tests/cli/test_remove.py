@@ -49,7 +49,7 @@ def filled(make_local: MakeLocal) -> str:
 def test_gc_in_a_process_of_its_own_counts_then_removes(disk: Path, make_local: MakeLocal) -> None:
     filled(make_local)
     dry = process("gc", disk, "--max-total", "1KiB")
-    assert (dry.code, dry.err) == (0, "dry run: nothing was changed; repeat with --yes\n")
+    assert (dry.code, dry.err) == (3, "kv-tiering: dry run: nothing changed; repeat with --yes\n")
     assert dry.out.startswith("local\twould remove 32 of 32 blocks, ")
     assert held(disk) == 32
     done = process("gc", disk, "--max-total", "1KiB", "--yes")
@@ -60,7 +60,7 @@ def test_gc_in_a_process_of_its_own_counts_then_removes(disk: Path, make_local: 
 def test_clear_in_a_process_of_its_own_removes_one_namespace(disk: Path, make_local: MakeLocal) -> None:
     name = filled(make_local)
     dry = process("clear", disk, "--namespace", name[:8])
-    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (0, "local\twould remove 32 of 32 blocks", 32)
+    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (3, "local\twould remove 32 of 32 blocks", 32)
     done = process("clear", disk, "--namespace", name[:8], "--yes")
     assert (done.code, done.err, done.out.partition(",")[0]) == (0, "", "local\tremoved 32 of 32 blocks")
     assert held(disk) == 0
@@ -71,7 +71,7 @@ def test_clear_all_also_removes_blocks_of_epochs_that_nothing_names_any_more(dis
     filled(make_local)
     assert kv_tiering("epoch", "new", disk, "--all", "--yes").code == 0
     dry = kv_tiering("clear", disk, "--all")
-    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (0, "local\twould remove 32 of 32 blocks", 32)
+    assert (dry.code, dry.out.partition(",")[0], held(disk)) == (3, "local\twould remove 32 of 32 blocks", 32)
     done = kv_tiering("clear", disk, "--all", "--yes")
     assert (done.code, done.out.partition(",")[0], held(disk)) == (0, "local\tremoved 32 of 32 blocks", 0)
 
@@ -79,7 +79,7 @@ def test_clear_all_also_removes_blocks_of_epochs_that_nothing_names_any_more(dis
 def test_clear_all_counts_each_block_once(disk: Path, make_local: MakeLocal) -> None:
     filled(make_local)
     dry = kv_tiering("clear", disk, "--all")
-    assert (dry.code, dry.out.partition(",")[0]) == (0, "local\twould remove 32 of 32 blocks")
+    assert (dry.code, dry.out.partition(",")[0]) == (3, "local\twould remove 32 of 32 blocks")
     done = kv_tiering("clear", disk, "--all", "--yes")
     assert (done.code, done.out.partition(",")[0], held(disk)) == (0, "local\tremoved 32 of 32 blocks", 0)
 
@@ -87,10 +87,10 @@ def test_clear_all_counts_each_block_once(disk: Path, make_local: MakeLocal) -> 
 def test_epoch_new_in_a_process_of_its_own_makes_the_next_start_empty(disk: Path, make_local: MakeLocal) -> None:
     name = filled(make_local)
     dry = process("epoch", "new", disk, "--namespace", name)
-    assert (dry.code, dry.out) == (0, f"local\t{name[:8]} (model-a, bfloat16)\n")
+    assert (dry.code, dry.out) == (3, f"local\t{name[:8]} (model-a, bfloat16)\n")
     assert "dry run" in dry.err
     told = process("epoch", "new", disk, "--namespace", name, "--dry-run")
-    assert (told.code, told.out, told.err) == (0, dry.out, "")
+    assert (told.code, told.out, told.err) == (3, dry.out, dry.err)
     assert process("epoch", "new", disk, "--namespace", name, "--dry-run", "--yes").code == 2
     assert held(disk) == 32
     done = process("epoch", "new", disk, "--namespace", name, "--yes")
@@ -279,4 +279,4 @@ def test_a_process_that_is_asked_for_nothing_removes_nothing(disk: Path, make_lo
     done = subprocess.run(
         command("clear", disk, "--all"), cwd=ROOT, input="y\n", capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, held(disk)) == (0, 32), "a yes in a pipe is no agreement"
+    assert (done.returncode, held(disk)) == (3, 32), "a yes in a pipe is no agreement"

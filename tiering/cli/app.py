@@ -32,7 +32,8 @@ INTERRUPTED = 130
 
 EPILOG = """\b
 Exit codes: 0 nothing wrong, 1 problems found or work not done,
-2 wrong command line or invalid stack, 130 interrupted.
+2 wrong command line or invalid stack, 3 a dry run of gc, clear or epoch new
+that would have changed something, 130 interrupted.
 
 \b
 Examples:

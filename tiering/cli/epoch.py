@@ -9,7 +9,7 @@ import click
 
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
-from tiering.cli.tiers import agreed, choose_namespaces, for_each_tier, note
+from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.secondary.admin.contract import KnownNamespace, TierAdmin
 from tiering.secondary.options import SharedOptions, TierOptions
@@ -75,12 +75,16 @@ def new(
     another revision. On a local disk, no engine may use the directory. The old blocks remain until kv-tiering gc
     removes them.
 
+    Without --yes, only a terminal is asked; pipes get a dry run. A dry run that would have changed something ends
+    with code 3.
+
     A pool is watched for a minute, because its server may lose its memory. If a shared tier cannot be reached, engines
     of the stack begin the epoch there as soon as they reach it. The command may be repeated at any time.
 
     \b
-    Example:
+    Examples:
       kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
+      kv-tiering epoch new stack.yaml --all --yes
     """
     config, named = secondary_tiers(stack, tiers, _CPU_TIER)
     if (namespace is None) != everything:
@@ -120,8 +124,12 @@ def new(
             "the stack has a revision, whose blocks a new epoch does not concern: "
             "its engines serve them until the stack has another revision",
         )
-    if not going or dry_run or not agreed("Begin a new epoch, without the blocks stored so far?", yes=yes):
-        return code or int(lost or bool(stay))
+    code = code or int(lost or bool(stay))
+    if not going:
+        return code
+    stop = unchanged("Begin a new epoch, without the blocks stored so far?", yes=yes, dry_run=dry_run)
+    if stop is not None:
+        return code or stop
     if any(options in shared for options in going):
         click.echo(_OLDER, err=True)
     # Buckets keep the epoch, so they come first. A pool may lose it, and is watched last.
@@ -135,7 +143,7 @@ def new(
                     "has no new epoch yet: engines of the stack begin it there as soon as they reach this tier and one "
                     "that has it; if none runs, repeat the command",
                 )
-    return code or failed or int(lost or bool(stay))
+    return code or failed
 
 
 def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -> tuple[dict[str, None], int]:

@@ -10,7 +10,7 @@ import click
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
 from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import agreed, for_each_tier, named_namespaces, note
+from tiering.cli.tiers import for_each_tier, named_namespaces, note, unchanged
 from tiering.secondary.admin.contract import Collected, Limits, TierAdmin
 from tiering.secondary.options import TierOptions
 
@@ -22,14 +22,12 @@ Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
 
 def yes_option(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``--yes``."""
-    return click.option("--yes", is_flag=True, help="Do it without asking. Otherwise nothing is changed in a pipe.")(
-        command
-    )
+    return click.option("--yes", is_flag=True, help="Do it without asking. Otherwise a pipe gets a dry run.")(command)
 
 
 def dry_run_option(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``--dry-run``."""
-    return click.option("--dry-run", is_flag=True, help="Tell what would be done, and end.")(command)
+    return click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")(command)
 
 
 @click.command()
@@ -68,7 +66,10 @@ def gc(
 
     These are blocks of epochs that neither an epoch document nor a fresh lease names. --older-than and --max-total
     remove more. In a bucket, single blocks go while engines run. On a local disk, whole segments go, and no engine may
-    use the directory. Without --yes, only a terminal is asked; pipes get a dry run.
+    use the directory.
+
+    Without --yes, only a terminal is asked; pipes get a dry run. A dry run that would have removed something ends with
+    code 3.
 
     In a bucket, blocks older than the tier's ttl go as well, and one collection runs at a time. The memory that it
     takes does not depend on the number of blocks.
@@ -111,6 +112,9 @@ def clear(
     In a bucket, engines that run see misses and store again. On a local disk, no engine may use the directory: the
     namespace begins a new epoch, and segments without other blocks are deleted. To let engines drop blocks that are
     wrong, use kv-tiering epoch new instead.
+
+    Without --yes, only a terminal is asked; pipes get a dry run. A dry run that would have removed something ends with
+    code 3.
 
     \b
     Examples:
@@ -169,8 +173,11 @@ def _run(
     results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, True))
     _print(results, incomplete, removed=False, as_json=as_json)
     going = {tier for tier, found in results.items() if found.removed_blocks or found.removed_bytes}
-    if not going or dry_run or as_json or not agreed("Remove them?", yes=False):
+    if not going:
         return code
+    stop = unchanged("Remove them?", yes=False, dry_run=dry_run or as_json)
+    if stop is not None:
+        return code or stop
     again = [options for options in chosen if options.tier_name in going]
     results, failed = for_each_tier(again, replica, really)
     _print(results, incomplete, removed=True, as_json=False)

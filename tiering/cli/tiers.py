@@ -17,6 +17,8 @@ from tiering.errors import ConfigError, TieringError
 from tiering.secondary.admin.contract import KnownNamespace, TierAdmin, UnsupportedError
 from tiering.secondary.options import TierOptions
 
+DRY_RUN = 3
+"""Exit code of a dry run that would have changed something."""
 LEAST_PREFIX = 4
 """Hex digits that the beginning of a namespace must have at least."""
 
@@ -77,19 +79,20 @@ def note(tier: str, text: str) -> None:
     click.echo(f"kv-tiering: {tier}: {mask_text(text)}", err=True)
 
 
-def agreed(question: str, *, yes: bool) -> bool:
-    """Return True if data may be removed: by ``--yes``, or by an answer on a terminal.
+def unchanged(question: str, *, yes: bool, dry_run: bool) -> int | None:
+    """Return the exit code of a command that changes nothing; None: the user agrees to the change.
 
     Args:
         question: question to ask on a terminal.
         yes: True if the user gave ``--yes``.
+        dry_run: True if the user gave ``--dry-run``, or the command cannot ask.
     """
     if yes:
-        return True
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return click.confirm(question, default=False)
-    click.echo("dry run: nothing was changed; repeat with --yes", err=True)
-    return False
+        return None
+    if sys.stdin.isatty() and sys.stdout.isatty() and not dry_run:
+        return None if click.confirm(question, default=False) else 0
+    click.echo("kv-tiering: dry run: nothing changed; repeat with --yes", err=True)
+    return DRY_RUN
 
 
 async def named_namespaces(admin: TierAdmin, name: str | None) -> list[KnownNamespace]:
