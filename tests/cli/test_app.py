@@ -224,3 +224,27 @@ def test_threads_that_abort_the_end_of_the_interpreter_do_not_change_the_exit_co
             assert done.stdout == (ROOT / "configs" / "stack.schema.json").read_text()
         else:
             assert "no-such-command" in done.stderr
+
+
+def test_shells_complete_commands_and_file_names() -> None:
+    def completed(words: str) -> str:
+        environment = {
+            "_KV_TIERING_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
+        done = subprocess.run(
+            command(),
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert "plain,check" in completed("kv-tiering ch")
+    for name in ("check", "inspect", "gc", "top"):
+        assert completed(f"kv-tiering {name} st").startswith("file,")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process
 from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig
-from tiering.cli import driver
+from tiering.cli import bench, driver, measure
 from tiering.cli.bench import break_evens
-from tiering.cli.measure import Measured
+from tiering.cli.measure import Measured, Plan, measure_tier
 from tiers.local.admin import LocalAdmin
 from tiers.local.device_speed import device_speed
+from tiers.local.options import LocalOptions
 
 SHORT = ("--block-bytes", "64KiB", "--depth", "1", "--depth", "4", "--bytes", "2MiB", "--seconds", "500ms")
 
@@ -130,7 +131,28 @@ def test_the_break_even_is_told_with_the_word_of_the_stack(write_stack: WriteSta
     tokens = ("--bytes-per-token", "4KiB", "--prefill-tokens-per-second")
     stack = write_stack({"type": "memory"})
     assert "set min_prefix_blocks: 1" in kv_tiering("bench", stack, *SHORT, *tokens, "10").out
-    assert "a load never beats the prefill" in kv_tiering("bench", stack, *SHORT, *tokens, "1e12").out
+    assert "no load beat the prefill in 1 run (" in kv_tiering("bench", stack, *SHORT, *tokens, "1e12").out
+
+
+def test_a_measurement_far_below_the_device_is_repeated(
+    write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = iter([0.029e9, 0.9e9, 0.03e9, 0.028e9, 0.027e9])
+
+    def move(_: object, keys: Iterator[bytes], depth: int, *, load: bool) -> Measured:
+        return measured("load" if load else "store", depth=depth, speed=next(moved))
+
+    monkeypatch.setattr(measure._Bench, "_move", move)
+    monkeypatch.setattr(measure._Bench, "_fill", lambda _: None)
+    admin = LocalAdmin(LocalOptions(type="local", path=str(tmp_path / "kv"), capacity=64 << 20), None)
+    store, load = measure_tier(admin, Plan([65536], [1], 1 << 20, 0.1), lambda *_: 0.92e9)
+    assert (store.runs, store.bytes_per_second, load.runs, load.bytes_per_second) == (2, 0.9e9, 3, 0.03e9)
+    assert load.limit == 0.92e9
+    (pay,) = break_evens([load], tokens_per_second=1e6, bytes_per_token=100_000)
+    told = bench._sentence(pay)
+    assert "no load beat the prefill in the best of 3 runs" in told
+    assert "the bare device does 0.92 GB/s" in told
+    assert told.endswith("measure again before you leave the tier out")
 
 
 def test_the_break_even_is_the_first_prefix_whose_load_is_faster() -> None:

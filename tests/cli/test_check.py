@@ -606,3 +606,16 @@ def test_a_probe_that_raises_is_a_finding(write_stack: WriteStack) -> None:
     assert report.code == 1
     assert report.severity("BROKEN", "tape") == "warning"
     assert "the robot is stuck" in report.text("BROKEN", "probe")
+
+
+def test_a_relative_path_is_a_warning_with_the_directory_it_means(
+    write_stack: WriteStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stack = write_stack({"type": "local", "path": "kv", "capacity": "64MiB"})
+    done = kv_tiering("check", stack, "--no-round-trip")
+    assert done.code == 0
+    assert (
+        f"local\twarning\tpath\tkv is relative to the engine's working directory; from here it is {tmp_path}/kv"
+        in done.out
+    )

@@ -105,3 +105,8 @@ def test_generated_traces_go_through_a_pipe_and_depend_on_the_seed() -> None:
     assert one.out.splitlines()[1:] != other.out.splitlines()[1:]
     assert "chess: is not a kind" in kv_tiering("trace", "generate", "--kind", "chess").err
     assert "is not a number" in kv_tiering("trace", "generate", "--kind", "chat=many").err
+
+
+def test_a_share_of_nothing_is_refused() -> None:
+    done = kv_tiering("trace", "generate", "--kind", "chat=0")
+    assert (done.code, "--kind chat=0: the share must be above 0" in done.err) == (2, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from tests.config.stacks import FAKE, PRIMARY, Write, refusal
+from tiering.api import masking
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.secondary.options import BlockTierOptions
 
@@ -293,7 +295,7 @@ def test_an_empty_file_is_told_the_least_it_needs(write: Write, text: Any) -> No
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'none.yaml'}: the stack file cannot be read: No such file" in refusal(tmp_path / "none.yaml")
+    assert f"{tmp_path / 'none.yaml'}: cannot be read: No such file" in refusal(tmp_path / "none.yaml")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -338,3 +340,39 @@ def test_secrets_are_not_repeated_in_refusals() -> None:
     )
     assert "secondary[0].access_key: *** is not allowed" in text
     assert text.count(SECRET) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"secondary": "local"}, "secondary: 'local' is not a list; write it like [{type: local, "),
+        ({"secondary": [{"type": FAKE, "name": "a b!"}]}, "name: 'a b!' is not allowed: Name of the tier: at most 32 "),
+        ({"secondary": [{"type": "local", "path": "/x", "capacity": "1GiB", "high_watermark": "90%"}]}, "like 0.9"),
+    ],
+)
+def test_a_wrong_form_is_explained_in_words(words: dict[str, object], message: str) -> None:
+    refused = refusal({"primary": PRIMARY, **words})
+    assert message in refused
+    assert not re.search(r"tuple|pattern|pars", refused)
+
+
+def test_allowed_words_are_listed_once() -> None:
+    refused = refusal({"primary": PRIMARY, "secondary": [{"type": FAKE, "abc": 1, "xyz": 2, "deadlin": 3}]})
+    assert (refused.count("unknown word"), refused.count("allowed are")) == (3, 1)
+    assert "did you mean deadline?" in refused
+
+
+def test_tokens_of_a_prompt_are_no_secrets() -> None:
+    for word in ("prefill_tokens_per_second", "kv_bytes_per_token", "max_tokens"):
+        assert not masking.is_secret(word)
+        assert masking.mask_text(f"{word}=8000") == f"{word}=8000"
+    for word in ("token", "hf_token", "session_token", "auth_tokens", "token_file"):
+        assert masking.is_secret(word)
+        assert masking.mask_text(f"{word}=hunter2") == f"{word}=***"
+
+
+def test_a_relative_stack_that_is_missing_names_the_place_it_is_looked_for() -> None:
+    assert "none.yaml: cannot be read from the working directory: No such file" in refusal("none.yaml")

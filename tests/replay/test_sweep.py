@@ -80,3 +80,13 @@ def test_too_many_stacks_are_refused() -> None:
 @pytest.mark.parametrize(("size", "text"), [(1 << 30, "1GiB"), (3 << 29, "1536MiB"), (1000, "1000"), (1 << 41, "2TiB")])
 def test_sizes_are_written_as_people_write_them(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+def test_a_misspelt_word_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"the stack has no primry; did you mean primary\?"):
+        points(STACK, [parse_axis("primry.capacity=1GiB,2GiB")])
+
+
+def test_a_value_that_is_no_yaml_is_refused_with_the_word() -> None:
+    with pytest.raises(ConfigError, match=r"primary\.capacity=\.\.\.: .*is not a size"):
+        points(STACK, [parse_axis("primary.capacity=...")])

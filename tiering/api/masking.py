@@ -33,8 +33,10 @@ _LONGEST_LINE = 16_384
 _LONGEST_SECRET = 4096
 """Characters before the cut of a long log record that are left out too: a secret could begin there."""
 
+_TOKEN = r"(?<!per_)token(?!s)|(?:auth|access|session|bearer|refresh)_?tokens"
+"""Pattern of credentials' names; ``max_tokens`` and ``bytes_per_token`` are numbers."""
 _SECRET_WORD = re.compile(
-    r"secret|passw|pwd|token|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
+    rf"secret|passw|pwd|{_TOKEN}|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
     re.IGNORECASE,
 )
 # All repetitions are bounded, so that searching an untrusted text does not take time quadratic in its length.
@@ -48,7 +50,7 @@ The pattern also matches passwords with a slash; a slash should be quoted and of
 """
 _PAIR = re.compile(
     r"""(?<![\w.-])([\w.-]{0,32}"""
-    r"""(?:secret|token|signature|credential|passw|pwd|account_?key|access_?key|api_?key)"""
+    rf"""(?:secret|{_TOKEN}|signature|credential|passw|pwd|account_?key|access_?key|api_?key)"""
     r"""[\w.-]{0,32})=([^&;,\s'"<>]+)""",
     re.IGNORECASE,
 )

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tiering.api.units import format_bytes
 from tiering.cli.bench_page import bench_page
-from tiering.cli.measure import Measured, Plan, measure_tier
+from tiering.cli.measure import Limit, Measured, Plan, measure_tier
 from tiering.cli.output import duration, print_json, rate, stderr, stdout
 from tiering.cli.parameters import DURATION, SIZE, admin_of, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import note
@@ -44,6 +44,10 @@ class BreakEven:
     """Blocks of the prefix, for ``min_prefix_blocks``; None: no load is faster than the prefill."""
     tokens: int | None
     """Tokens of these blocks."""
+    runs: int = 1
+    """Runs of the measurement with the best bandwidth."""
+    limit: float | None = None
+    """Bandwidth of the bare device in that measurement; None if it was not measured."""
 
 
 @click.command()
@@ -126,10 +130,9 @@ def bench(
                     failed = True
                     note(admin.name, f"in use by {owner}, which a measurement would disturb; stop it first")
                     continue
-                for found in measure_tier(admin, plan):
-                    limited = found if no_device else _with_limit(admin, found, plan)
-                    measured.append(limited)
-                    progress.update(task, description=f"{_line(limited)}")
+                for found in measure_tier(admin, plan, None if no_device else _limit(admin, plan)):
+                    measured.append(found)
+                    progress.update(task, description=_line(found))
             except TieringError as error:
                 failed = True
                 note(options.tier_name, f"{error}{_remedy(error)}")
@@ -159,11 +162,11 @@ def _remedy(error: TieringError) -> str:
     return ""
 
 
-def _with_limit(admin: TierAdmin, found: Measured, plan: Plan) -> Measured:
-    limit = admin.device_limit(
-        found.block_bytes, found.depth, load=found.direction == "load", nbytes=plan.nbytes, seconds=plan.seconds
-    )
-    return dataclasses.replace(found, limit=limit)
+def _limit(admin: TierAdmin, plan: Plan) -> Limit:
+    def limit(block_bytes: int, depth: int, load: bool) -> float | None:
+        return admin.device_limit(block_bytes, depth, load=load, nbytes=plan.nbytes, seconds=plan.seconds)
+
+    return limit
 
 
 def break_evens(measured: Sequence[Measured], tokens_per_second: float, bytes_per_token: int) -> list[BreakEven]:
@@ -184,14 +187,14 @@ def break_evens(measured: Sequence[Measured], tokens_per_second: float, bytes_pe
     pays: list[BreakEven] = []
     for (tier, block_bytes), some in loads.items():
         first = min(some, key=lambda found: found.depth).p50
-        best = max(found.bytes_per_second for found in some)
+        fastest = max(some, key=lambda found: found.bytes_per_second)
+        best = fastest.bytes_per_second
         tokens = block_bytes / bytes_per_token
         gain = tokens / tokens_per_second - block_bytes / best
         needed = first - block_bytes / best
         blocks = None if gain <= 0 else max(1, math.ceil(needed / gain))
-        pays.append(
-            BreakEven(tier, block_bytes, first, best, blocks, None if blocks is None else math.ceil(blocks * tokens))
-        )
+        whole = None if blocks is None else math.ceil(blocks * tokens)
+        pays.append(BreakEven(tier, block_bytes, first, best, blocks, whole, fastest.runs, fastest.limit))
     return pays
 
 
@@ -221,7 +224,14 @@ def _sentence(found: BreakEven) -> str:
     block = format_bytes(found.block_bytes)
     speed = f"first block {duration(found.first_block)}, then {rate(found.bytes_per_second)}"
     if found.blocks is None:
-        return f"{found.tier}, blocks of {block}: a load never beats the prefill ({speed}); leave the tier out"
+        runs = "1 run" if found.runs == 1 else f"the best of {found.runs} runs"
+        slow = found.limit is not None and found.bytes_per_second < found.limit / 2
+        beside = f", where the bare device does {rate(found.limit)}" if slow and found.limit is not None else ""
+        return f"{found.tier}, blocks of {block}: no load beat the prefill in {runs} ({speed}{beside}); " + (
+            "the machine was busy, or the tier is slow: measure again before you leave the tier out"
+            if slow
+            else "leave the tier out, if another run agrees"
+        )
     return (
         f"{found.tier}, blocks of {block}: a load pays from {found.tokens:,} tokens on ({speed}); "
         f"set min_prefix_blocks: {found.blocks}"

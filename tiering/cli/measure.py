@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,6 +20,8 @@ from tiering.secondary.admin.contract import TierAdmin
 
 FILL_SECONDS = 120.0
 """Seconds that filling a tier before its measurements may take."""
+MOST_RUNS = 3
+"""Largest number of runs of one measurement."""
 _STALL_SECONDS = 60.0
 _LEAST_BLOCKS = 16
 _SLOT_OVERHEAD = 16384
@@ -55,6 +57,8 @@ class Measured:
     """CPU time of this process for 10⁹ bytes."""
     limit: float | None = None
     """Bandwidth of the bare device with the same access; None if it was not measured."""
+    runs: int = 1
+    """Number of runs; the fastest one counts."""
 
     def to_json(self) -> dict[str, object]:
         """Return plain data; numbers without a block are None."""
@@ -82,14 +86,22 @@ class Plan:
         return max(_LEAST_BLOCKS, self.nbytes // block_bytes, 2 * max(self.depths))
 
 
-def measure_tier(admin: TierAdmin, plan: Plan) -> Iterator[Measured]:
+Limit = Callable[[int, int, bool], float | None]
+"""Function that measures the bare device: bytes of a block, depth, True for loads → bytes per second."""
+
+
+def measure_tier(admin: TierAdmin, plan: Plan, limit: Limit | None = None) -> Iterator[Measured]:
     """Yield the measurements of one tier, which is used at a scratch place of its medium.
+
+    A measurement below half of the bare device's bandwidth may have been disturbed. It is repeated, up to
+    :data:`MOST_RUNS` runs in all, and the fastest run counts.
 
     A tier with places of its own is filled first, so that stores replace older blocks as they do in a tier in use.
 
     Args:
         admin: administration of the tier.
         plan: sizes, depths and amounts.
+        limit: measures the bare device; default None: nothing is compared, and each measurement is one run.
 
     Raises:
         StoreError: the tier cannot be used, or has no scratch place.
@@ -102,17 +114,20 @@ def measure_tier(admin: TierAdmin, plan: Plan) -> Iterator[Measured]:
             if options is None:
                 raise TemporaryStoreError(f"the tier {admin.name} has no scratch place to measure")
             with TierDriver(eager(options), block_bytes, 2 * max(plan.depths)) as driver:
-                yield from _Bench(admin.name, driver, plan, blocks).run(fill="capacity" in type(options).model_fields)
+                yield from _Bench(admin.name, driver, plan, blocks, limit).run(
+                    fill="capacity" in type(options).model_fields
+                )
 
 
 class _Bench:
     """The measurements with one size of blocks."""
 
-    def __init__(self, tier: str, driver: TierDriver, plan: Plan, blocks: int) -> None:
+    def __init__(self, tier: str, driver: TierDriver, plan: Plan, blocks: int, limit: Limit | None) -> None:
         self._tier = tier
         self._driver = driver
         self._plan = plan
         self._blocks = blocks
+        self._limit = limit
         self._numbers = count()
         self._stored: deque[OffloadKey] = deque(maxlen=blocks // 2)
         """The keys stored last; the tier is large enough to still hold them."""
@@ -123,14 +138,29 @@ class _Bench:
     def run(self, *, fill: bool) -> Iterator[Measured]:
         if fill:
             self._fill()
-        for depth in self._plan.depths:
-            fresh = (scratch_key(next(self._numbers)) for _ in range(self._blocks))
-            yield self._move(fresh, depth, load=False)
         order = np.random.default_rng(7)
-        for depth in self._plan.depths:
-            known = list(self._stored)
-            keys = iter([known[position] for position in order.permutation(len(known))] if known else [])
-            yield self._move(keys, depth, load=True)
+
+        def fresh() -> Iterator[OffloadKey]:
+            return (scratch_key(next(self._numbers)) for _ in range(self._blocks))
+
+        def known() -> Iterator[OffloadKey]:
+            stored = list(self._stored)
+            return (stored[position] for position in order.permutation(len(stored)))
+
+        for load, keys in ((False, fresh), (True, known)):
+            for depth in self._plan.depths:
+                yield self._fastest(keys, depth, load=load)
+
+    def _fastest(self, keys: Callable[[], Iterator[OffloadKey]], depth: int, *, load: bool) -> Measured:
+        """Return a measurement, repeated while it is below half of the bare device's bandwidth."""
+        fastest = self._move(keys(), depth, load=load)
+        limit = None if self._limit is None else self._limit(self._driver.block_bytes, depth, load)
+        runs = 1
+        while limit is not None and runs < MOST_RUNS and fastest.bytes_per_second < limit / 2:
+            runs += 1
+            again = self._move(keys(), depth, load=load)
+            fastest = max(fastest, again, key=lambda found: found.bytes_per_second)
+        return dataclasses.replace(fastest, limit=limit, runs=runs)
 
     def _fill(self) -> None:
         """Store blocks until the tier has been full once; stores that find no room yet are tried again."""

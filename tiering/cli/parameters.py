@@ -69,7 +69,7 @@ DURATION = DurationType()
 
 def stack_argument(command: Command) -> Command:
     """Add the argument STACK."""
-    return click.argument("stack", metavar="STACK")(command)
+    return click.argument("stack", metavar="STACK", type=click.Path())(command)  # shells complete file names
 
 
 def tier_options(command: Command) -> Command:

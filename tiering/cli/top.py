@@ -71,7 +71,7 @@ class Row:
 
 
 @click.command()
-@click.argument("target", metavar="STACK|URL")
+@click.argument("target", metavar="STACK|URL", type=click.Path())
 @click.option("--url", help=f"Address of the engine, if STACK is given.  [default: {DEFAULT_URL}]")
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Print the numbers since the engine's start once. Default in a pipe.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -62,6 +63,9 @@ def _write(lines: Iterable[str], output: TextIO) -> None:
 def _kind(text: str) -> tuple[str, float]:
     name, equals, share = text.partition("=")
     try:
-        return name, float(share) if equals else 1.0
+        number = float(share) if equals else 1.0
     except ValueError:
         raise ConfigError(f"--kind {text}: {share!r} is not a number; write it like chat=3") from None
+    if not 0 < number < math.inf:
+        raise ConfigError(f"--kind {text}: the share must be above 0; to leave a kind out, name the others")
+    return name, number

@@ -12,6 +12,7 @@ from typing import NoReturn
 from pydantic import BaseModel, ValidationError
 
 from tiering.api.masking import MASK, is_secret, mask_text, masked, shown
+from tiering.config.words import descriptions
 from tiering.errors import ConfigError
 from tiering.secondary.options import TierOptions
 
@@ -19,7 +20,8 @@ FieldPath = tuple[str | int, ...]
 """Path of a field in the stack: ("secondary", 1, "capacity")."""
 
 _LONGEST_WORD = 60
-_CREDENTIAL = re.compile(r"access_?key|secret|passw|token|credential|api_?key|private_?key", re.IGNORECASE)
+_CREDENTIAL = re.compile(r"access_?key|credential", re.IGNORECASE)
+_ALLOWED = "allowed are "
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,12 @@ def refuse(name: str, problems: Sequence[Problem], lines: Mapping[FieldPath, int
         f"{path_text(problem.path)}{'' if number is None else f' (line {number})'}: {problem.text}"
         for number, problem in rows
     ]
+    listed: set[str] = set()
+    for number, text in enumerate(texts):
+        before, found, allowed = text.partition(_ALLOWED)
+        if found and allowed in listed:
+            texts[number] = before.rstrip("; ")
+        listed.add(allowed)
     if len(texts) == 1:
         raise ConfigError(mask_text(f"{name}: {texts[0]}"))
     raise ConfigError(mask_text(f"{name}: {len(texts)} problems\n" + "\n".join(f"  {text}" for text in texts)))
@@ -91,14 +99,14 @@ def unknown_word(word: str, allowed: Sequence[str]) -> str:
         word: the unknown word.
         allowed: the words that this part of the stack accepts.
     """
-    if _CREDENTIAL.search(word):
+    if is_secret(word) or _CREDENTIAL.search(word):
         return (
             "unknown word, and credentials are not written into a stack: the s3 tier finds its own in the environment, "
             "a profile or the machine's role, as boto3 does; a custom tier reads them where its documentation says; "
-            f"allowed are {', '.join(allowed)}"
+            f"{_ALLOWED}{', '.join(allowed)}"
         )
     near = difflib.get_close_matches(word, allowed, n=1)
-    return f"unknown word{f'; did you mean {near[0]}?' if near else ''}; allowed are {', '.join(allowed)}"
+    return f"unknown word{f'; did you mean {near[0]}?' if near else ''}; {_ALLOWED}{', '.join(allowed)}"
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
@@ -124,6 +132,16 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             found.append(Problem(path, f"{_shown(path, item['input'])} is not a mapping of {', '.join(words)}"))
         elif isinstance(cause, Exception):
             found.append(Problem(path, str(masked("", str(cause))).removeprefix(f"{path[-1] if path else None}: ")))
+        elif item["type"] == "tuple_type":
+            example = "[{type: local, path: /var/cache/kv, capacity: 500GiB}]"
+            found.append(Problem(path, f"{_shown(path, item['input'])} is not a list; write it like {example}"))
+        elif item["type"] == "string_pattern_mismatch":
+            meaning = (
+                descriptions(_model_at(model, path[:-1]) or model).get(str(path[-1]), "").partition("; default")[0]
+            )
+            found.append(Problem(path, f"{_shown(path, item['input'])} is not allowed: {meaning}"))
+        elif item["type"] == "float_parsing":
+            found.append(Problem(path, f"{_shown(path, item['input'])} is not a number; write it like 0.9"))
         else:
             text = item["msg"].replace("Input should", "it should", 1)
             found.append(Problem(path, f"{_shown(path, item['input'])} is not allowed: {text[0].lower()}{text[1:]}"))

@@ -59,7 +59,7 @@ class Carried:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a stack file.
+    """Return the text of a YAML file.
 
     Raises:
         ConfigError: the path is not a regular file or a pipe, cannot be read, is not UTF-8, or exceeds a limit.
@@ -74,7 +74,8 @@ def read_text(path: str) -> str:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        text, cause = f"{_file(path)}: the stack file cannot be read: {_clipped(reason)}", safe_cause(error)
+        where = "" if path.startswith("/") else " from the working directory"
+        text, cause = f"{_file(path)}: cannot be read{where}: {_clipped(reason)}", safe_cause(error)
     # Raised outside the handler, because the operating system's error quotes the path, which may contain a password.
     raise ConfigError(text) from cause
 

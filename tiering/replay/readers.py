@@ -134,7 +134,7 @@ class Trace:
         except ConfigError:
             raise
         except (OSError, EOFError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
+            raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
         except Exception as error:
             raise ConfigError(f"{path}, line {number}: is not a request of a trace: {_reason(error)}") from error
 
@@ -178,7 +178,7 @@ def _info(path: Path, block_tokens: int | None) -> TraceInfo:
         with _open(path) as file:
             line = next((line for line in iter(lambda: file.readline(MAX_LINE), "") if not line.isspace()), "")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not line:
         raise ConfigError(f"{path}: holds no request")
     try:

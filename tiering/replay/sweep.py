@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +103,10 @@ def size_text(size: int) -> str:
 
 
 def _scalar(text: str) -> object:
-    value: object = yaml.safe_load(text)
+    try:
+        value: object = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
     return value if isinstance(value, (int, float, bool)) else text
 
 
@@ -153,7 +157,10 @@ def _set(words: dict[str, Any], axis: Axis, value: object) -> None:
         try:
             place = place[part]
         except (KeyError, IndexError, TypeError):
-            raise ConfigError(f"--sweep {axis.name}: the stack has no {_path_text(axis.path[:-1])}") from None
+            named = _path_text(axis.path[:-1])
+            near = difflib.get_close_matches(str(part), list(place) if isinstance(place, dict) else [], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--sweep {axis.name}: the stack has no {named}{hint}") from None
     last = axis.path[-1]
     if not (isinstance(place, dict) and isinstance(last, str)):
         raise ConfigError(f"--sweep {axis.name}: is not a word of the stack; write it like secondary[0].capacity")

@@ -84,7 +84,9 @@ class TierOptions(Strict):
     type: str
     """Type of the tier: the name of a built-in tier, or ``module:Name``."""
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")
-    """Name of the tier in metrics, logs and a request's ``tiers``; default: the type, without its module.
+    """Name of the tier: at most 32 small letters, digits, - and _; default: the type, without its module.
+
+    Metrics, logs and a request's ``tiers`` use this name.
 
     The name is unique in the stack, and is not "cpu", the name of the primary tier.
     """

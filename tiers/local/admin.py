@@ -26,6 +26,7 @@ from tiering.secondary.admin.contract import (
     Finding,
     KnownNamespace,
     Limits,
+    Severity,
     StoredBlock,
     TierAdmin,
 )
@@ -124,6 +125,11 @@ class LocalAdmin(TierAdmin):
     # ----------------------------------------------------------------------------------------------------------- probes
 
     def check(self, block_bytes: int) -> Iterator[Finding]:
+        if not Path(self.options.path).expanduser().is_absolute():
+            text = (
+                f"{self.options.path} is relative to the engine's working directory; from here it is {self.directory}"
+            )
+            yield Finding(Severity.WARNING, "path", text, "write an absolute path")
         yield from probe_directory(self.options, self.directory, block_bytes, self._files)
 
     @contextlib.contextmanager

@@ -34,7 +34,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     type: str = "mooncake"
     """The tier's type in a stack file."""
     master: Annotated[str, Field(pattern=r"^[^\s/@:]+:\d{1,5}$|^\[[0-9a-fA-F:.]+\]:\d{1,5}$")]
-    """Address of Mooncake's master, ``host:port``."""
+    """Address of Mooncake's master, written like ``10.0.0.1:50051`` or ``[::1]:50051``."""
     metadata: str = "P2PHANDSHAKE"
     """Address of Mooncake's metadata server; default "P2PHANDSHAKE": the machines tell one another."""
     host: str | None = None
@@ -52,7 +52,10 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     replicas: Annotated[int, Field(ge=1, le=8)] = 1
     """Number of machines that hold a block, if there are as many; default 1."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] = "kv-tiering"
-    """Begins the names of all blocks in the pool; default "kv-tiering". Several stacks can share a pool."""
+    """Beginning of all names in the pool, of letters, digits and ``._:/-``; default "kv-tiering".
+
+    Several stacks can share a pool.
+    """
     present_ttl: Duration = 30.0
     """Time for which a positive probe result stays valid; default 30."""
     lookup_deadline: Duration = 0.1

@@ -42,7 +42,10 @@ class ValkeyOptions(BlockTierOptions, SharedOptions, TtlOptions):
     variable that ``?auth_env=NAME`` at the end names.
     """
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] = "kv-tiering"
-    """Begins the names of all keys on the server; default "kv-tiering". Several stacks can share a server."""
+    """Beginning of all keys on the server, of letters, digits and ``._:/-``; default "kv-tiering".
+
+    Several stacks can share a server.
+    """
     ttl: Duration = Field(default=86400.0, ge=1.0)
     """Age at which the server drops a block; default 1 day."""
     present_ttl: Duration = 60.0
