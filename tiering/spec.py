@@ -69,6 +69,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         """The validated stack."""
         self.model = model
         """Identity of the model."""
+        self.identify: Callable[[], ModelIdentity] | None = None
+        """Returns the identity for tiers that outlive the process; None: :attr:`model`. See ``open_manager``."""
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self.recording = _recording(self.stack, self.group_bytes)
@@ -98,6 +100,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                     region=region,
                     enable_events=self._enable_events,
                     one_thread=False,  # an engine may run its steps on changing threads, one at a time
+                    identify=self.identify,
                     clock=self._clock,
                 )
             except BaseException:

@@ -5,20 +5,28 @@ No vLLM is needed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.test_documents import ROOT
+from tiering.api.namespace import ModelIdentity
 from tiering.engines.vllm.hub_cache import is_as_downloaded
+from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.identity import overrides
-from tiering.engines.vllm.weights import digest_of_files, draft_identity, weights_identity
-from tiering.errors import ConfigError
+from tiering.engines.vllm.weights import digest_of_files, draft_identity, files_seen, unproven, weights_identity
+from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
+from tiering.testing.clock import until
 
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 CONFIG = {
@@ -96,9 +104,12 @@ def test_a_repository_is_the_same_by_name_by_revision_by_its_place_in_the_cache_
 ) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
     (tmp_path / "link").symlink_to(snapshot)
-    by_name = identity("org/model", hf_config=known_commit(COMMIT))
-    assert by_name == identity("org/model", revision=COMMIT) == identity(snapshot) == identity(tmp_path / "link")
-    assert COMMIT in by_name
+    auto = SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "cache"))
+    names = [model("org/model", hf_config=known_commit(COMMIT)), model("org/model", revision=COMMIT)]
+    assert (
+        len({*(weights_identity(name, auto) for name in names), identity(snapshot), identity(tmp_path / "link")}) == 1
+    )
+    assert identity("org/model", revision=COMMIT) == f"commit {COMMIT}"  # not in any cache: read from elsewhere
 
 
 def test_parts_of_one_commit_are_different_models(tmp_path: Path) -> None:
@@ -238,12 +249,6 @@ def test_auto_prefers_the_files_of_the_mistral_format(tmp_path: Path) -> None:
     assert read_as(path, "hf") == read_as(path, "safetensors")
 
 
-def test_a_format_of_one_commit_is_the_same_by_name_and_by_path(tmp_path: Path) -> None:
-    snapshot = write_snapshot(tmp_path)
-    by_name = weights_identity(model("org/model", revision=COMMIT), SimpleNamespace(load_format="pt"))
-    assert by_name == read_as(snapshot, "pt") != read_as(snapshot, "auto")
-
-
 def test_the_copies_that_npcache_reads_count_for_it_alone(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     (path / "pytorch_model.bin").write_bytes(b"weights")
@@ -282,63 +287,150 @@ def test_weights_that_another_process_holds_are_refused(tmp_path: Path, load_for
         read_as(write_model(tmp_path / "model"), load_format)
 
 
-@pytest.mark.parametrize("how", ["file", "link", "written through its link"])
-def test_a_snapshot_with_a_file_replaced_by_hand_is_known_by_its_files(tmp_path: Path, how: str) -> None:
+def test_a_copy_of_a_cache_is_what_it_holds_whatever_its_links_and_times_are(tmp_path: Path) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
-    assert identity(snapshot) == f"commit {COMMIT}"
-    weights = snapshot / "model.safetensors"
-    if how == "written through its link":
-        weights.write_bytes(b"mine")  # as ``cp mine model.safetensors`` does: the link stays
-        os.utime(weights, ns=(0, weights.lstat().st_mtime_ns + 1))  # a clock's tick may be longer than this test
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", symlinks=True)
+    copied = tmp_path / "copy" / snapshot.relative_to(tmp_path / "cache")
+    link = copied / "model.safetensors"
+    link.unlink()
+    blob = copied.parent.parent / "blobs" / (snapshot / "model.safetensors").resolve().name
+    link.symlink_to(blob)
+    assert identity(copied) == identity(snapshot)
+    altered = bytearray(blob.read_bytes())
+    altered[-1] ^= 1
+    before = blob.stat()
+    blob.write_bytes(altered)
+    os.utime(blob, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert identity(copied) != identity(snapshot)
+
+
+# ------------------------------------------------------------------------------------------------- what the engine read
+
+
+def changes(path: Path, how: str) -> None:
+    """Change the weights of a model, and keep their size and time of modification."""
+    file = path / "model.safetensors"
+    before, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    if how == "in place":
+        file.write_bytes(content)
+    elif how == "by rename":
+        (path / "new").write_bytes(content)
+        (path / "new").rename(file)
+    elif how == "by a link":
+        (path.parent / "elsewhere").write_bytes(content)
+        file.unlink()
+        file.symlink_to(path.parent / "elsewhere")
     else:
-        weights.unlink()
-    if how == "link":
-        (tmp_path / "mine").write_bytes(b"mine")
-        weights.symlink_to(tmp_path / "mine")
-    elif how == "file":
-        weights.write_bytes(b"mine")
-    mine = write_model(tmp_path / "copy", b"mine")
-    assert identity(snapshot) == identity(mine)
+        (path / "more.safetensors").write_bytes(content)
+        return
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def change(blob: Path, link: Path, content: bytes) -> None:
-    """Write ``content`` into ``blob``, and let it keep a time before the link's, as ``cp -p`` does."""
-    while blob.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # a clock's tick may be longer than this test
-        blob.write_bytes(content)
-        os.utime(blob, ns=(0, 0))
+@pytest.mark.parametrize("how", ["in place", "by rename", "by a link", "by another file"])
+def test_files_that_changed_since_the_engine_started_are_unproven(tmp_path: Path, how: str) -> None:
+    path = write_model(tmp_path / "model")
+    before = files_seen(model(path), AUTO)
+    assert unproven(before, files_seen(model(path), AUTO)) is None
+    changes(path, how)
+    assert unproven(before, files_seen(model(path), AUTO)) is not None
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_blob_that_was_overwritten_with_an_older_file_does_not_count_as_its_commit(
-    tmp_path: Path, named: bool
-) -> None:
+def test_a_file_that_is_gone_is_unproven(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    before = files_seen(model(path), AUTO)
+    (path / "config.json").unlink()
+    assert unproven(before, files_seen(model(path), AUTO)) == str(path.resolve() / "config.json")
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_model_that_the_engine_downloads_is_proven_by_the_names_of_its_blobs(tmp_path: Path, intact: bool) -> None:
     snapshot = write_snapshot(tmp_path / "cache")
-    link = snapshot / "model.safetensors"
-
-    def known() -> str:
-        asked = model("org/model", hf_config=known_commit(COMMIT)) if named else model(snapshot)
-        return weights_identity(asked, SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "cache")))
-
-    content = link.read_bytes()
-    assert known() == f"commit {COMMIT}"
-    change(link.resolve(), link, content)  # younger, but the same
-    assert known() == f"commit {COMMIT}"
-    link.resolve().write_bytes(b"mine")
-    os.utime(link, ns=(0, 0))
-    assert known() == identity(write_model(tmp_path / "copy", b"mine"))
+    if not intact:
+        (snapshot / "model.safetensors").write_bytes(b"mine")
+    assert (unproven({}, files_seen(model(snapshot), AUTO)) is None) == intact
 
 
 @pytest.mark.parametrize(("content", "right"), [(b"small", True), (b"other", False)])
 def test_a_small_file_s_blob_has_git_s_name(tmp_path: Path, content: bytes, right: bool) -> None:
-    snapshot = tmp_path / "models--org--model" / "snapshots" / COMMIT
-    blobs = snapshot.parent.parent / "blobs"
+    snapshot, blobs = tmp_path / "snapshots" / COMMIT, tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     blob = blobs / hashlib.sha1(b"blob 5\0small").hexdigest()
     blob.write_bytes(content)
     (snapshot / "config.json").symlink_to(blob)
-    change(blob, snapshot / "config.json", content)
-    assert is_as_downloaded(snapshot, [snapshot / "config.json"]) is right
+    assert is_as_downloaded(snapshot / "config.json") is right
+
+
+IDENTITY = ModelIdentity(name="org/model", weights="not known", dtype="float32", layout="test")
+
+
+def configuration(path: Path) -> Any:
+    return SimpleNamespace(model_config=model(path), load_config=AUTO, speculative_config=None)
+
+
+def looks_up(vllm_config: Any) -> None:
+    """Note the files as vLLM's look-up of the connector's class does."""
+    note_files(sys._getframe())
+
+
+def found(identification: Identification) -> ModelIdentity:
+    """Return the identity, whose determination takes much less than a minute."""
+    try:
+        for _ in range(60):
+            with contextlib.suppress(TemporaryStoreError):
+                return identification()
+        pytest.fail("the model is not identified")
+    finally:
+        identification.stop()
+
+
+def test_the_weights_are_identified_beside_the_start_of_the_engine(tmp_path: Path) -> None:
+    config = configuration(write_model(tmp_path / "model"))
+    looks_up(config)
+    identification = Identification(IDENTITY, config)
+    identification.start()
+    assert found(identification).weights == weights_identity(config.model_config, AUTO)
+
+
+@pytest.mark.parametrize("how", ["in place", "by rename", "by a link", "by another file"])
+def test_weights_that_changed_while_the_engine_read_them_have_no_identity(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_model(tmp_path / "model")
+    config = configuration(path)
+    looks_up(config)
+    changes(path, how)
+    looks_up(config)  # later look-ups come after the engine has read the files
+    identification = Identification(IDENTITY, config)
+    identification.start()
+    with pytest.raises(PermanentStoreError, match="changed while the engine started"):
+        found(identification)
+    assert caplog.text.count("no tier that outlives the process is used") == 1
+
+
+def test_without_a_look_up_files_older_than_the_process_are_proven(tmp_path: Path) -> None:
+    program = (
+        "import sys; from types import SimpleNamespace as S; from tests.engines.test_identity import *;"
+        "one = Identification(IDENTITY, configuration(Path(sys.argv[1]))); one.start();"
+        "print('proven' if found(one).weights else '')"
+    )
+    path = write_model(tmp_path / "model")
+    os.utime(path / "model.safetensors")
+    young = Identification(IDENTITY, configuration(path))
+    young.start()
+    with pytest.raises(PermanentStoreError):
+        found(young)
+    assert until(lambda: time.time() - (path / "model.safetensors").stat().st_ctime > 3.5)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "proven\n", done.stderr
+
+
+def test_a_model_that_cannot_be_identified_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be identified"):
+        Identification(IDENTITY, configuration(tmp_path / "org" / "model")).start()
 
 
 # ----------------------------------------------------------------------------------------------------- draft, overrides

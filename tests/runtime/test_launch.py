@@ -244,7 +244,6 @@ STARTERS = {
     "tiering/runtime/launch.py": "the starter",
     "tiering/primary/memory/prefault.py": "the start of an engine",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
-    "tiering/engines/vllm/hub_cache.py": "the start of an engine",
     "tiering/engines/vllm/weights.py": "the start of an engine",
     "tiering/secondary/service/opener.py": "the shutdown of a tier, which may wait until its deadline",
     "tiers/local/device_speed.py": "a measurement of the command line",

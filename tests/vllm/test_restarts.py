@@ -180,6 +180,40 @@ def test_weights_replaced_in_a_running_engine_and_a_reset(tmp_path: Path) -> Non
         assert loaded == 0
 
 
+def test_weights_rewritten_while_the_engine_starts_reach_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    model, other = write_llama(tmp_path / "model", seed=1), write_llama(tmp_path / "other", seed=2)
+    stack = {"primary": CPU, "secondary": [local(tmp_path / "disk")]}
+    old, new = answers_without_tiers(model, PROMPTS), answers_without_tiers(other, PROMPTS)
+    load_model = Worker.load_model
+
+    def load_and_rewrite(worker: Any, *args: Any, **words: Any) -> Any:
+        loaded = load_model(worker, *args, **words)
+        (model / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+        return loaded
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "load_model", load_and_rewrite)
+        with caplog.at_level("WARNING", "kv_tiering.vllm"), engine(model, stack, disable_log_stats=False) as first:
+            assert wrong(first.ask(PROMPTS), old) == []
+            first.evict()
+            answers, loaded = first.loaded(lambda: first.ask(PROMPTS))
+            assert (wrong(answers, old), loaded > 0) == ([], True), "the CPU tier serves"
+            assert first.tier("local")["available"] == 0
+    assert "changed while the engine started" in caplog.text
+    with engine(model, stack, disable_log_stats=False) as second:
+        answers, loaded = second.loaded(lambda: second.ask(PROMPTS))
+        assert (wrong(answers, new), loaded) == ([], 0)
+        second.settle()
+        assert second.tier("local")["available"] == 1
+    with engine(model, stack, disable_log_stats=False) as third:
+        answers, loaded = third.loaded(lambda: third.ask(PROMPTS))
+        assert (wrong(answers, new), loaded > 0) == ([], True)
+
+
 def test_hashes_with_a_random_seed_are_refused_for_tiers_that_outlive_the_process(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

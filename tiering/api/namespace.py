@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -201,6 +201,44 @@ class Namespace:
         return self.with_epoch(
             hashlib.sha256(b"revision" + self.base + revision_digest(revision)).digest()[:EPOCH_BYTES]
         )
+
+
+class PendingNamespace(Namespace):
+    """A namespace whose parameters are still being determined; only its epoch is known.
+
+    Args:
+        known: function that returns the namespace, or raises a :class:`~tiering.errors.StoreError` while that is not
+            known. It may block, and is called on the I/O side of tiers.
+        epoch: the epoch; default: none.
+    """
+
+    __slots__ = ("_known",)
+    _known: Callable[[], Namespace]
+
+    def __init__(self, known: Callable[[], Namespace], epoch: bytes = NO_EPOCH) -> None:
+        object.__setattr__(self, "_known", known)
+        object.__setattr__(self, "epoch", epoch)
+
+    @property
+    def parameters(self) -> str:
+        return self._known().parameters
+
+    @property
+    def base(self) -> bytes:
+        return self._known().base
+
+    @property
+    def fingerprint(self) -> bytes:
+        return fingerprint_of(self.base, self.epoch)
+
+    def with_epoch(self, epoch: bytes) -> Namespace:
+        return PendingNamespace(self._known, epoch)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PendingNamespace) and (self._known, self.epoch) == (other._known, other.epoch)
+
+    def __hash__(self) -> int:
+        return hash((self._known, self.epoch))
 
 
 def fingerprint_of(base: bytes, epoch: bytes) -> bytes:

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache, partial
 from itertools import pairwise
 
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, mask_text, safe_cause
-from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.namespace import ModelIdentity, Namespace, PendingNamespace
 from tiering.api.units import format_bytes
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
@@ -37,6 +38,7 @@ def open_manager(
     region: SharedRegion | None = None,
     enable_events: bool = False,
     one_thread: bool = True,
+    identify: Callable[[], ModelIdentity] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TieringOffloadingManager:
     """Build and open the tiers of a stack and return their manager.
@@ -56,6 +58,9 @@ def open_manager(
         one_thread: True (default) to check that one thread drives the manager: the first thread that uses it, which may
             differ from the thread that calls this function. False for engines that ensure themselves that no two
             threads use the manager at the same time.
+        identify: returns the model's identity for tiers that outlive the process, which join once it is known. It is
+            called on their I/O sides, may block for about a second, and raises a :class:`~tiering.errors.StoreError`
+            while the identity is not known. Default None: ``model`` is the identity for all tiers.
         clock: monotonic clock in seconds.
 
     Raises:
@@ -71,6 +76,10 @@ def open_manager(
     row_bytes = row_stride(max(group_bytes))
     _check(stack, max(group_bytes), row_bytes, model, region)
     namespace = Namespace.build(model, group_bytes, namespace=stack.namespace, salt=stack.salt)
+    durable = namespace
+    if identify is not None:
+        build = partial(Namespace.build, group_bytes=group_bytes, namespace=stack.namespace, salt=stack.salt)
+        durable = PendingNamespace(cache(lambda: build(identify())))
     events, news, agreement = enable_events or stack.events, News(), EpochAgreement()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
@@ -83,7 +92,7 @@ def open_manager(
                 name=options.tier_name,
                 primary_view=primary.get_kv_memoryview(),
                 group_bytes=group_bytes,
-                namespace=namespace,
+                namespace=durable if tier_definition(options.type).persistent else namespace,
                 clock=clock,
                 enable_events=events,
                 replica=replica,
@@ -117,7 +126,7 @@ def open_manager(
         undo.pop_all()
     for problem in order_problems(stack):
         _log.warning("%s", problem)
-    _log.info("%s", _summary(stack, rows, opened, namespace))
+    _log.info("%s", _summary(stack, rows, opened, None if durable is not namespace else namespace))
     return manager
 
 
@@ -233,8 +242,8 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
     return opened
 
 
-def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace) -> str:
-    """Return the capacities and the namespace in use (as in paths and object names), for the log."""
+def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace | None) -> str:
+    """Return the capacities and the namespace in use (as in paths; None: not known yet), for the log."""
     tiers = [
         f"{tier.tier_name} {'without limit' if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)}"
         for tier in opened
@@ -243,4 +252,5 @@ def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOption
         f"primary {format_bytes(rows.nbytes)} "
         f"({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
     )
-    return f"tiers: {', '.join([primary, *tiers])}; namespace {namespace.directory[:8]}"
+    named = "" if namespace is None else f"; namespace {namespace.directory[:8]}"
+    return f"tiers: {', '.join([primary, *tiers])}{named}"

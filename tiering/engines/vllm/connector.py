@@ -15,7 +15,6 @@ also registers the class with vLLM by name, because ``MultiConnector`` looks up 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -41,13 +40,13 @@ from tiering.engines.vllm.geometry import (
     simple_cache,
     zeroes_early,
 )
+from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.identity import hash_seed, overrides
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
 from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard
-from tiering.engines.vllm.weights import draft_identity, weights_identity
 from tiering.errors import ConfigError, RegionError
 from tiering.offload.prometheus import OffloadPromMetrics
 from tiering.offload.reports import TierReports
@@ -117,6 +116,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._adapters = AdapterGuard()
         self._reports = TierReports(TieringConnectorStats)
         self._open_requests: set[str] = set()
+        self._identification: Identification | None = None
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
@@ -162,10 +162,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent
         )
         if persistent:
-            weights = weights_identity(vllm_config.model_config, vllm_config.load_config)
-            draft = draft_identity(vllm_config)
-            known = spec.model.overrides if draft is None else {**spec.model.overrides, "draft": draft}
-            spec.model = dataclasses.replace(spec.model, weights=weights, overrides=known)
+            self._identification = spec.identify = Identification(spec.model, vllm_config)
+            self._identification.start()
         if getattr(vllm_config, "lora_config", None) is not None and persistent:
             logger.info(
                 "requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content"
@@ -207,6 +205,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
 
     def shutdown(self) -> None:
         """Wait for copies, drain the tiers, and release the memory. May be called twice."""
+        if self._identification is not None:
+            self._identification.stop()
         if self.worker_half is not None:
             self.worker_half.shutdown()
         if self.scheduler_half is not None:
@@ -306,4 +306,5 @@ def __getattr__(name: str) -> Any:
     if name != CONNECTOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _lookups.check(sys._getframe(1))
+    note_files(sys._getframe(1))
     return _connector_class

@@ -1,7 +1,7 @@
-"""Snapshots in the cache of the Hugging Face hub, and whether they are what the hub library wrote.
+"""Snapshots in the cache of the Hugging Face hub, and the content of their blobs.
 
 A snapshot is a directory of links to blobs. A blob's name is the hash of its content: SHA-256, or git's SHA-1 for small
-files. Whoever writes through a link changes a blob, which then no longer is what the snapshot's commit says.
+files. A program that writes through a link changes a blob.
 """
 
 from __future__ import annotations
@@ -9,20 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$")
-"""A path in the cache: the commit, and the path within its snapshot."""
-_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""The name of a blob."""
-
-
-def commit_of(place: Path) -> tuple[str, str | None] | None:
-    """Return the commit of a path in the cache, and the path within its snapshot; None: not in a cache."""
-    found = _SNAPSHOT.search(place.as_posix())
-    return None if found is None else (found[1], found[2])
+_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+"""Names of blobs."""
 
 
 def snapshot_of(repository: str, commit: str, cache: str | None) -> Path | None:
@@ -60,33 +50,16 @@ def _directory_of(repository: str, cache: str | None) -> Path | None:
     return Path(cache) / f"models--{repository.replace('/', '--')}"
 
 
-def is_as_downloaded(snapshot: Path, files: Iterable[Path]) -> bool:
-    """Return True if all files are links of the hub library to blobs that have the content of their names.
+def is_as_downloaded(file: Path) -> bool:
+    """Return True if ``file`` is a link to a blob of the cache that has the content of its name.
 
-    A regular file, or a link to another place, was put there by hand. Only blobs that are younger than their links are
-    read, because the library makes a link after its blob is complete. A new owner or mode makes a blob younger, too.
-
-    Args:
-        snapshot: a path below the directory "snapshots" of a repository.
-        files: the files to look at.
+    The whole blob is read. That it has the content of its name does not tell to which commit it belongs.
     """
-    snapshots = next(parent for parent in snapshot.parents if parent.name == "snapshots")
-    blobs = (snapshots.parent / "blobs").resolve()
-    changed: set[Path] = set()
-    for link in files:
-        blob = link.resolve()
-        if not link.is_symlink() or blob.parent != blobs or not _BLOB.fullmatch(blob.name):
-            return False
-        made, found = link.lstat(), blob.stat()
-        if found.st_mtime_ns > made.st_mtime_ns or found.st_ctime_ns > made.st_ctime_ns:
-            changed.add(blob)
-    with ThreadPoolExecutor(4, thread_name_prefix="kv-tiering-blobs") as pool:
-        return all(pool.map(_has_content_of_its_name, changed))
-
-
-def _has_content_of_its_name(blob: Path) -> bool:
+    blob = file.resolve()
+    if not file.is_symlink() or blob.parent.name != "blobs":
+        return False
     with blob.open("rb") as stream:
-        if len(blob.name) == 64:
+        if _SHA256.fullmatch(blob.name):
             return hashlib.file_digest(stream, "sha256").hexdigest() == blob.name
-        content = stream.read()
+        content = stream.read() if _GIT_SHA1.fullmatch(blob.name) else b""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == blob.name

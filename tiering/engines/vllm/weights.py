@@ -1,5 +1,6 @@
-"""The identity of a model's weights: the commit of its repository, or the content of its files.
+"""The identity of a model's weights: the content of its files.
 
+A directory of the Hugging Face cache is no exception: neither its links nor any times prove what a copy of it holds.
 The path or name under which a model was loaded is not part of the identity. Nothing here imports vLLM; its objects are
 read by attribute.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from tiering.engines.vllm.hub_cache import commit_of, is_as_downloaded, snapshot_of
+from tiering.engines.vllm.hub_cache import is_as_downloaded, snapshot_of
 from tiering.errors import ConfigError
 from tiering.runtime.json_text import parse_json
 
@@ -39,6 +40,10 @@ All other JSON files count: they choose the files that are read (``*.index.json`
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
+_PROGRESS_SECONDS = 10.0
+"""Shortest time between two lines in the log about the progress."""
+_TICK_SECONDS = 0.02
+"""Longest tick of the clock that dates changes of files, in seconds."""
 _OWN_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
     *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
@@ -58,17 +63,19 @@ _IGNORED = ["original/**/*"]
 _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
 """Words of a model's configuration that record its origin and do not affect its results."""
 
+Seen = Mapping[str, tuple[int, ...]]
+"""Records of the file system about a model's files, by path."""
+
 
 def weights_identity(model_config: Any, load_config: Any) -> str:
-    """Return a commit of the model's repository, or a digest of its files' names and whole contents.
+    """Return a digest of the names and whole contents of the model's files.
 
-    The result does not depend on the spelling of the model's path. A directory of the Hugging Face cache gives the same
-    commit as the repository's name. The files of the directory must be the links that the hub library made. All weight
-    files of a local model without a commit are read; the worker has just read them too.
+    The result does not depend on the spelling of the model's path. The name of a repository stands for its directory in
+    the Hugging Face cache, if there is one, else for its commit. All weight files are read; so does the worker.
 
     The settings that choose among the files are appended: the load format, ``model_loader_extra_config`` and
     ``ignore_patterns``. The load format is left out if it is ``auto``, or reads the same files of a local directory as
-    ``auto``. The files of one commit among which ``auto`` chooses are taken for the same weights in several formats.
+    ``auto``.
 
     Args:
         model_config: vLLM's model configuration.
@@ -156,8 +163,55 @@ def draft_identity(vllm_config: Any) -> str | None:
         return named
 
 
-def _identity(model_config: Any, load_config: Any) -> tuple[str, Path | None]:
-    """Return the identity of the model's files, and its directory if its files identify it."""
+def files_seen(model_config: Any, load_config: Any) -> Seen:
+    """Return what the file system records of the files that identify a model, without reading them.
+
+    Equal results before the engine reads the files, and after they were identified, mean that the engine has read what
+    was identified. The method waits until the clock's tick in which a file was last written is over.
+
+    Args:
+        model_config: vLLM's model configuration.
+        load_config: vLLM's load configuration.
+
+    Returns:
+        Path of a file → device, inode, size, and times of modification and change; empty if there are no files.
+
+    Raises:
+        ConfigError: the model cannot be identified.
+        OSError: a file cannot be looked at.
+    """
+    if str(load_config.load_format) == "dummy":
+        return {}
+    path, _ = _place(model_config, load_config)
+    if path is None:
+        return {}
+    found = {str(file): file.stat() for file in _files(path, *_scope(model_config, load_config))}
+    newest = max((status.st_ctime for status in found.values()), default=0.0)
+    if abs(time.time() - newest) < _TICK_SECONDS:
+        time.sleep(_TICK_SECONDS)
+    return {
+        name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for name, status in found.items()
+    }
+
+
+def unproven(before: Seen, after: Seen) -> str | None:
+    """Return a file that the engine may have read with other content; None: there is none.
+
+    A file that was missing before was downloaded by the engine. It counts if it is a blob of the Hugging Face cache
+    that still has the content of its name.
+
+    Args:
+        before: what :func:`files_seen` returned before the engine read the files.
+        after: what it returned once the files were identified.
+    """
+    new = [name for name in after if name not in before]
+    changed = [name for name, seen in before.items() if after.get(name) != seen]
+    return next(iter(changed), None) or next((name for name in new if not is_as_downloaded(Path(name))), None)
+
+
+def _place(model_config: Any, load_config: Any) -> tuple[Path | None, str]:
+    """Return the directory or file with the weights, or None and the commit that is read from elsewhere."""
     model, revision = str(model_config.model), getattr(model_config, "revision", None)
     elsewhere = str(getattr(model_config, "model_weights", "") or model)
     if elsewhere != model and not Path(elsewhere).exists():
@@ -170,15 +224,23 @@ def _identity(model_config: Any, load_config: Any) -> tuple[str, Path | None]:
         commit = revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else _commit_of(model_config)
         snapshot = snapshot_of(model, commit, getattr(load_config, "download_dir", None))
         if snapshot is None:
-            return f"commit {commit}", None
+            return None, commit
         path = snapshot
     # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
-    place = path.parent.resolve() / path.name if path.is_file() else path.resolve()
-    code, copies = bool(getattr(model_config, "trust_remote_code", False)), str(load_config.load_format) == "npcache"
-    found = commit_of(place)
-    if found is not None and is_as_downloaded(place, _files(place, code=code, copies=copies)):
-        commit, part = found
-        return (f"commit {commit}" if part is None else f"commit {commit}, {part}"), None
+    return (path.parent.resolve() / path.name if path.is_file() else path.resolve()), ""
+
+
+def _scope(model_config: Any, load_config: Any) -> tuple[bool, bool]:
+    """Return if Python files count, and if the copies of load format npcache do."""
+    return bool(getattr(model_config, "trust_remote_code", False)), str(load_config.load_format) == "npcache"
+
+
+def _identity(model_config: Any, load_config: Any) -> tuple[str, Path | None]:
+    """Return the identity of the model's files, and its directory if its files identify it."""
+    place, commit = _place(model_config, load_config)
+    if place is None:
+        return f"commit {commit}", None
+    code, copies = _scope(model_config, load_config)
     digest = digest_of_files(place, code=code, copies=copies)
     return f"files {digest}", place if place.is_dir() else None
 
@@ -214,27 +276,28 @@ def digest_of_files(path: Path, *, code: bool = False, copies: bool = False) -> 
     Raises:
         ConfigError: there are no weight files.
     """
-    started = time.monotonic()
-    files = _files(path, code=code, copies=copies)
+    started = told = time.monotonic()
+    files = _files(path, code, copies)
     if not path.is_file() and not any(file.suffix in _WEIGHTS for file in files):
         raise ConfigError(f"{path} holds no weight files ({', '.join(_WEIGHTS)}): the model cannot be identified")
     with ThreadPoolExecutor(4, thread_name_prefix="kv-tiering-digest") as pool:
-        digests = list(pool.map(_digest, files))
+        digests = []
+        for number, digest in enumerate(pool.map(_digest, files), 1):
+            digests.append(digest)
+            if time.monotonic() - told > _PROGRESS_SECONDS:
+                told = time.monotonic()
+                logger.info("identifying the weights: %d of %d files read", number, len(files))
     root = path.parent if path.is_file() else path
     total = hashlib.sha256()
     for file, digest in zip(files, digests, strict=True):
         total.update(f"{file.relative_to(root).as_posix()}\0{digest}\n".encode())
     seconds = time.monotonic() - started
     if seconds > _SLOW_SECONDS:
-        logger.info(
-            "identifying the weights took %.0f s, because all files were read; "
-            "a model with a commit (--revision) is identified without reading",
-            seconds,
-        )
+        logger.info("identifying the weights took %.0f s, because all files were read", seconds)
     return total.hexdigest()[:32]
 
 
-def _files(path: Path, *, code: bool, copies: bool) -> list[Path]:
+def _files(path: Path, code: bool, copies: bool) -> list[Path]:
     """Return the files that belong to a model, sorted."""
     if path.is_file():
         return [path]
