@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -15,12 +16,20 @@ import pytest
 from tests import fake_tier
 from tests.thread_limit import ThreadLimit
 from tiering.api.keys import make_offload_key
-from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.namespace import ModelIdentity, Namespace, fingerprint_of
 from tiering.api.request import ReqContext
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig, load_stack
-from tiering.errors import ConfigError, RegionError, TierUnavailableError
+from tiering.errors import (
+    ConfigError,
+    PermanentStoreError,
+    RegionError,
+    StoreError,
+    TemporaryStoreError,
+    TierUnavailableError,
+)
 from tiering.primary.memory.region import PAGE, SharedRegion
+from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.files import Files
 from tiering.testing.clock import until
 
@@ -356,3 +365,76 @@ def test_tiers_that_get_no_thread_at_the_start_join_when_they_do(thread_limit: T
             return bool(manager.get_stats()["tiers"]["tier0"]["available"])
 
         assert until(joined)
+
+
+# --------------------------------------------------------------------------------------------- models identified later
+
+
+class Later:
+    """The identification of a model, which ends on command."""
+
+    def __init__(self) -> None:
+        self.known: ModelIdentity | StoreError = TemporaryStoreError("not yet")
+
+    def __call__(self) -> ModelIdentity:
+        if isinstance(self.known, StoreError):
+            raise self.known
+        return self.known
+
+
+def later_stack(tmp_path: Path) -> StackConfig:
+    return load_stack(
+        {
+            "primary": {"capacity": "1MiB"},
+            "open_deadline": "10ms",
+            "secondary": [
+                {"type": "local", "path": str(tmp_path / "kv"), "capacity": "8MiB", "breaker": {"probe_after": "10ms"}},
+                {"type": "s3", "bucket": "no-such-bucket", "endpoint_url": "http://127.0.0.1:9"},
+            ],
+        }
+    )
+
+
+def test_tiers_that_outlive_the_process_join_when_the_model_is_identified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    identify = Later()
+    known = dataclasses.replace(MODEL, weights="f" * 32)
+    with open_manager(later_stack(tmp_path), 4096, MODEL, identify=identify) as manager:
+        local, _ = manager.secondary_tiers
+        assert isinstance(local, BlockTier)
+        assert local.namespace is None
+        manager.reset_cache()  # before the model is known
+        identify.known = known
+
+        def joined() -> bool:
+            manager.on_schedule_end()
+            return local.namespace is not None
+
+        assert until(joined)
+        expected = Namespace.build(known, (4096,))
+        assert local.namespace is not None
+        assert local.namespace.base == expected.base
+        assert local.namespace.fingerprint == fingerprint_of(expected.base, local.namespace.epoch)
+    assert (tmp_path / "kv" / "documents" / f"namespace-{expected.directory}.json").exists()
+
+
+def test_a_model_that_must_not_outlive_the_process_leaves_its_tiers_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    identify = Later()
+    identify.known = PermanentStoreError("files changed")
+    with open_manager(later_stack(tmp_path), 4096, MODEL, identify=identify) as manager:
+        local = manager.secondary_tiers[0]
+        assert isinstance(local, BlockTier)
+
+        def refused() -> bool:
+            manager.on_schedule_end()
+            return "tier local: not in service: files changed" in caplog.text
+
+        assert until(refused)
+        assert local.namespace is None

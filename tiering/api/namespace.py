@@ -180,6 +180,11 @@ class Namespace:
         return cls("", base=bytes.fromhex(directory))
 
     @property
+    def settings(self) -> str:
+        """The parameters that are known before a tier opens: dtype and layout are; weights may be missing."""
+        return self.parameters
+
+    @property
     def directory(self) -> str:
         """``base`` as a name in paths and object names: 32 hex digits."""
         return self.base.hex()
@@ -209,14 +214,17 @@ class PendingNamespace(Namespace):
     Args:
         known: function that returns the namespace, or raises a :class:`~tiering.errors.StoreError` while that is not
             known. It may block, and is called on the I/O side of tiers.
+        settings: the parameters without those that are not known yet.
         epoch: the epoch; default: none.
     """
 
-    __slots__ = ("_known",)
+    __slots__ = ("_known", "_settings")
     _known: Callable[[], Namespace]
+    _settings: str
 
-    def __init__(self, known: Callable[[], Namespace], epoch: bytes = NO_EPOCH) -> None:
+    def __init__(self, known: Callable[[], Namespace], settings: str, epoch: bytes = NO_EPOCH) -> None:
         object.__setattr__(self, "_known", known)
+        object.__setattr__(self, "_settings", settings)
         object.__setattr__(self, "epoch", epoch)
 
     @property
@@ -232,7 +240,11 @@ class PendingNamespace(Namespace):
         return fingerprint_of(self.base, self.epoch)
 
     def with_epoch(self, epoch: bytes) -> Namespace:
-        return PendingNamespace(self._known, epoch)
+        return PendingNamespace(self._known, self._settings, epoch)
+
+    @property
+    def settings(self) -> str:
+        return self._settings
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PendingNamespace) and (self._known, self.epoch) == (other._known, other.epoch)

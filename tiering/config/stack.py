@@ -79,7 +79,7 @@ def open_manager(
     durable = namespace
     if identify is not None:
         build = partial(Namespace.build, group_bytes=group_bytes, namespace=stack.namespace, salt=stack.salt)
-        durable = PendingNamespace(cache(lambda: build(identify())))
+        durable = PendingNamespace(cache(lambda: build(identify())), namespace.parameters)
     events, news, agreement = enable_events or stack.events, News(), EpochAgreement()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)

@@ -164,7 +164,7 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
 
 def tokens_per_block(namespace: Namespace) -> int:
     """Return the tokens of one block, read from the namespace."""
-    layout = json.loads(namespace.parameters).get("model", {}).get("layout")
+    layout = json.loads(namespace.settings).get("model", {}).get("layout")
     if not isinstance(layout, dict):
         return TOKENS_PER_BLOCK
     sizes = [int(size) for size in layout.get("gpu_block_size", ())]
@@ -176,7 +176,7 @@ def element_size(namespace: Namespace) -> int:
 
     Compression splits blocks into byte planes of this many bytes.
     """
-    model = json.loads(namespace.parameters).get("model", {})
+    model = json.loads(namespace.settings).get("model", {})
     layout = model.get("layout")
     dtype = str(layout.get("kv_dtype") if isinstance(layout, dict) else model.get("dtype", "")).lower()
     if "8" in dtype:
