@@ -366,6 +366,22 @@ def test_a_bucket_is_collected_and_cleared_while_engines_run(objects: Path, make
     assert one.load(OBJECTS) == OBJECTS
 
 
+def test_objects_that_are_not_ours_stay_whatever_their_place_is(
+    objects: Path, make_s3: Make, bucket: RawBucket
+) -> None:
+    rig = make_s3()
+    rig.store(OBJECTS[:2])
+    (name, *_) = bucket.names("prod/blocks/")
+    foreign = ["notes.txt", "blocks/" + name.removeprefix("prod/blocks/"), "documents/epoch-" + "0" * 32, "a/b/c/d"]
+    foreign += [f"{'0' * 32}/{'1' * 32}/zz/{'2' * 72}", f"{'0' * 32}/{'1' * 32}/not-a-key"]
+    for place in foreign:
+        bucket.write(f"prod/blocks/{place}", b"mine")
+    found = report("gc", objects, "--max-total", "1B", "--older-than", "1ms", "--yes")["s3"]
+    assert (found["blocks"], found["removed_blocks"]) == (2, 2)
+    assert kv_tiering("clear", objects, "--all", "--yes").code == 0
+    assert sorted(bucket.names("prod/blocks/")) == sorted(f"prod/blocks/{place}" for place in foreign)
+
+
 def test_a_new_epoch_of_a_bucket_is_followed_and_its_old_blocks_go(
     objects: Path, make_s3: Make, bucket: RawBucket
 ) -> None:

@@ -138,7 +138,7 @@ class ObjectAdmin(TierAdmin):
             await begun.acquire()
             try:
                 async for items in self._list(f"{self._blocks}{folders[position]}", after):
-                    await queue.put([self._block(item) for item in items])
+                    await queue.put([block for item in items if (block := self._block(item)) is not None])
                 await queue.put(None)
             except StoreError as error:
                 await queue.put(error)
@@ -167,11 +167,13 @@ class ObjectAdmin(TierAdmin):
         except ValueError:
             return None
 
-    def _block(self, item: ObjectMeta) -> StoredBlock:
+    def _block(self, item: ObjectMeta) -> StoredBlock | None:
+        """Return the block of an object, or None for an object that is not ours, which no command touches."""
         place = item["path"].removeprefix(self._blocks)
         match = _PLACE.fullmatch(place)
-        namespace, fingerprint = ("", "") if match is None else (match[1], match[2])
-        return StoredBlock(item["last_modified"].timestamp(), place, item["size"], namespace, fingerprint)
+        if match is None:
+            return None
+        return StoredBlock(item["last_modified"].timestamp(), place, item["size"], match[1], match[2])
 
     async def _folders(self) -> list[str]:
         """Return the folders that hold blocks, below the prefix of all blocks, in order.

@@ -14,6 +14,7 @@ from tiering.api.masking import mask_text
 from tiering.api.units import Duration, FilePath
 from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions, CompressionOptions, SharedOptions, TtlOptions
+from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.valkey.client import ServerAddress
 
 DAY = 86400.0
@@ -350,6 +351,12 @@ def _prefix(prefix: str) -> str:
         raise ValueError(
             f"{prefix!r} is not a prefix: parts of letters, digits and !_.*'()=- "
             "with a single / between them, none in front"
+        )
+    reserved = {name.removesuffix("/") for name in (BLOCKS, DOCUMENTS)} & set(parts)
+    if reserved:
+        raise ValueError(
+            f"{prefix!r} has the part {min(reserved)!r}, which names the objects of a stack: a stack with a shorter prefix "
+            "would take these objects for its own; choose another name for this part"
         )
     return "/".join(parts) + "/"
 

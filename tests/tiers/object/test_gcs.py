@@ -137,12 +137,13 @@ def test_the_check_tells_that_the_rules_cannot_be_read(server: FakeGcs, ttl: str
 def test_blocks_older_than_the_ttl_are_collected_where_no_rule_can_be_checked(
     server: FakeGcs, store: ObjectStore
 ) -> None:
+    folder = f"{'0' * 32}/{'1' * 32}/00"
     for number in range(4):
-        store.put_one(block(f"ns/{number}"))
+        store.put_one(block(f"{folder}/{number:02x}"))
     long_ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=8)
-    server.modified["prod/blocks/ns/1"] = long_ago
+    server.modified[f"prod/blocks/{folder}/01"] = long_ago
     options = ObjectOptions.model_validate(server.words(server.bucket, "prod") | {"ttl": "7d"})
     with OBJECT_TIER.admin(options, None) as admin:
         done = asyncio.run(admin.collect(Limits(), dry_run=False))
     assert (done.blocks, done.removed_blocks) == (4, 1)
-    assert "prod/blocks/ns/1" not in server.objects
+    assert f"prod/blocks/{folder}/01" not in server.objects

@@ -36,6 +36,16 @@ def test_a_prefix_ends_with_a_slash(given: str, normal: str) -> None:
     assert options(prefix=given).prefix == normal
 
 
+@pytest.mark.parametrize("prefix", ["blocks", "a/blocks/", "documents/b", "a/documents"])
+def test_a_prefix_that_lies_within_another_stack_s_objects_is_refused(prefix: str) -> None:
+    with pytest.raises(ValidationError, match=r"has the part '(blocks|documents)', which names the objects of a stack"):
+        options(prefix=prefix)
+
+
+def test_parts_that_only_begin_like_a_stack_s_objects_are_prefixes() -> None:
+    assert options(prefix="blocks-of-mine/my-documents").prefix == "blocks-of-mine/my-documents/"
+
+
 @pytest.mark.parametrize("prefix", ["/", "/prod", "a//b", "../x", "a/./b", "a b", "ä"])
 def test_a_prefix_that_could_mean_two_things_is_refused(prefix: str) -> None:
     with pytest.raises(ValidationError, match="is not a prefix"):
