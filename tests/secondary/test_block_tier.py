@@ -488,6 +488,22 @@ def test_other_parameters_under_the_same_fingerprint_are_refused(caplog: pytest.
     assert document in caplog.text
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"model": {"na', b"[1]", b"\xff\xfe", None])
+def test_damaged_or_missing_parameters_are_written_again_and_blocks_served(
+    content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig().opened()
+    rig.store_blocks(K[:2])
+    document = f"namespace-{rig.context.namespace.directory}.json"
+    whole = rig.store.documents.pop(document)
+    if content is not None:
+        rig.store.documents[document] = content
+    again = Rig(store=rig.store).opened()
+    assert rig.store.documents[document] == whole
+    assert again.tier.namespace == rig.tier.namespace, "the epoch of the blocks goes on"
+    assert caplog.text.count("is written again") == 1
+
+
 def test_parameters_are_written_beside_the_blocks() -> None:
     rig = Rig().opened()
     document = f"namespace-{rig.context.namespace.directory}.json"

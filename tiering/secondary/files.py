@@ -73,7 +73,8 @@ def store_error(error: OSError, what: str) -> StoreError:
 def open_plain(path: Path, flags: int) -> int:
     """Open or create ``path``, a regular file of this user, private to its owner; return the descriptor.
 
-    Symbolic links are not followed, and a FIFO does not block.
+    Symbolic links are not followed, and a FIFO does not block. A file with another name is not opened for writing,
+    because what is written would change that file, too.
 
     Raises:
         OSError: the file cannot be opened; EEXIST if there is something other than a regular file of this user.
@@ -88,6 +89,9 @@ def open_plain(path: Path, flags: int) -> int:
                 f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; "
                 "run as that user, change the file's owner, or remove the file"
             )
+            raise OSError(errno.EEXIST, reason, str(path))
+        if found.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
+            reason = f"it is a hard link, one of {found.st_nlink} names of the same file; remove this name"
             raise OSError(errno.EEXIST, reason, str(path))
         os.set_blocking(fd, True)
     except OSError:

@@ -355,8 +355,8 @@ def _prefix(prefix: str) -> str:
     reserved = {name.removesuffix("/") for name in (BLOCKS, DOCUMENTS)} & set(parts)
     if reserved:
         raise ValueError(
-            f"{prefix!r} has the part {min(reserved)!r}, which names the objects of a stack: a stack with a shorter prefix "
-            "would take these objects for its own; choose another name for this part"
+            f"{prefix!r} has the part {min(reserved)!r}, which names the objects of a stack: a stack with a shorter "
+            "prefix would take these objects for its own; choose another name for this part"
         )
     return "/".join(parts) + "/"
 

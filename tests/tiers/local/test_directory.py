@@ -433,6 +433,26 @@ def test_a_document_longer_than_any_is_refused_unread(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("name", [LOCK_NAME, "segment"])
+def test_a_hard_link_is_not_written(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "kv"
+    store = LocalStore(directory, GEOMETRY, CAPACITY)
+    store.open()
+    store.close()
+    path = directory / (GEOMETRY.segment_name(0) if name == "segment" else name)
+    path.unlink(missing_ok=True)
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"not ours" * 1000)
+    os.link(precious, path)
+    if name == LOCK_NAME:
+        with pytest.raises(PermanentStoreError, match="it is a hard link, one of 2 names"):
+            store.open()
+    else:
+        store.open()
+        store.close()
+    assert precious.read_bytes() == b"not ours" * 1000
+
+
 def test_a_link_in_the_way_of_a_new_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"not ours")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.block_store import BlockStore
 from tiering.errors import PermanentStoreError, StoreError
+from tiering.runtime.json_text import parse_json
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.service.common_epoch import CommonEpoch
@@ -160,7 +161,7 @@ class Opener:
         if target is not None and not self.shared:
             # First, so that blocks stored before are foreign from here on, whatever else fails.
             self._begin(target)
-        known = self._check_parameters()
+        known, intact = self._check_parameters()
         if target is not None:
             entered = Entered(target.namespace)
         elif not self.shared:
@@ -169,7 +170,7 @@ class Opener:
             entered = Entered(self._namespace.revision_epoch(self._revision))
         else:
             entered = self._enter_common(used=known)
-        if not known and self._writes:
+        if not intact and self._writes:
             # After the epoch, because parameters without an epoch mean that the epoch was lost.
             self._store.write_document(parameters_document(self._namespace), self._namespace.parameters.encode())
         self._told.clear()
@@ -227,6 +228,8 @@ class Opener:
             found = None if stored is None else EpochDocument.parse(bytes(stored))
             self._document = found
             if found is not None and found.admits(self._namespace, self._revision):
+                if not known:
+                    self._tell_rewritten(parameters_document(self._namespace), "missing")
                 return self._namespace.with_epoch(found.epoch)
             if found is None:
                 self._tell_loss(document, missing=stored is None, known=known)
@@ -346,8 +349,10 @@ class Opener:
                 "missing" if missing else "damaged",
             )
 
-    def _check_parameters(self) -> bool:
-        """Return True if the medium holds the document with the namespace's parameters.
+    def _check_parameters(self) -> tuple[bool, bool]:
+        """Return if the medium has a document with the namespace's parameters, and if that is intact.
+
+        A damaged document is written again, and no reason to refuse: every block names its namespace by itself.
 
         Raises:
             PermanentStoreError: the document holds other parameters. One fingerprint for two sets of parameters would
@@ -360,11 +365,28 @@ class Opener:
             if document not in self._told:
                 self._told.add(document)
                 tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
-            return False
-        if bytes(stored) != expected:
+            return False, False
+        if bytes(stored) == expected:
+            return True, True
+        if _is_readable(bytes(stored)):
             raise PermanentStoreError(
                 f"document {document} holds other parameters than this engine's under the same fingerprint: "
-                "it is damaged, or not ours; inspect it, and remove it (and the blocks of this namespace) "
-                "if it is not needed"
+                "it is not ours; inspect it, and remove it (and the blocks of this namespace) if it is not needed"
             )
-        return True
+        self._tell_rewritten(document, "damaged")
+        return True, False
+
+    def _tell_rewritten(self, document: str, state: str) -> None:
+        """Log that the parameters, which only people read, are written again beside blocks that are served."""
+        told = f"{document} {state}"
+        if told not in self._told:
+            self._told.add(told)
+            rest = "it is written again" if self._writes else "this tier stores nothing, so it stays as it is"
+            logger.warning("tier %s: document %s, which names this model, is %s: %s", self._name, document, state, rest)
+
+
+def _is_readable(content: bytes) -> bool:
+    try:
+        return isinstance(parse_json(content), dict)
+    except ValueError:
+        return False
