@@ -396,10 +396,11 @@ def later_stack(tmp_path: Path) -> StackConfig:
 
 
 def test_tiers_that_outlive_the_process_join_when_the_model_is_identified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    caplog.set_level(logging.INFO, "kv_tiering")
     identify = Later()
     known = dataclasses.replace(MODEL, weights="f" * 32)
     with open_manager(later_stack(tmp_path), 4096, MODEL, identify=identify) as manager:
@@ -419,6 +420,7 @@ def test_tiers_that_outlive_the_process_join_when_the_model_is_identified(
         assert local.namespace.base == expected.base
         assert local.namespace.fingerprint == fingerprint_of(expected.base, local.namespace.epoch)
     assert (tmp_path / "kv" / "documents" / f"namespace-{expected.directory}.json").exists()
+    assert f"tiers that outlive the process: namespace {expected.directory[:8]}" in caplog.messages
 
 
 def test_a_model_that_must_not_outlive_the_process_leaves_its_tiers_out(

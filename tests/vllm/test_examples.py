@@ -76,9 +76,10 @@ def test_the_second_question_and_the_second_run_find_the_document(tmp_path: Path
     assert second[1] == 0
     assert second[2] >= document
     assert second[0] == sum(second[1:])
-    assert re.search(
-        r"^\(EngineCore .* INFO .*\] tiers: primary .*, local 64 MiB; namespace", printed, flags=re.MULTILINE
-    )
+    line = r"^\(EngineCore .* INFO .*\] "
+    assert re.search(line + "tiers: primary .*, local 64 MiB$", printed, flags=re.MULTILINE)
+    (named,) = re.findall(line + "tiers that outlive the process: namespace ([0-9a-f]{8})$", printed, flags=re.MULTILINE)
+    assert [path.name[10:18] for path in disk.glob("documents/namespace-*.json")] == [named]
 
     restarted, answers_again, _ = run_example(model, stack)
     assert [own for _, own, _, _ in restarted] == [0, 0]

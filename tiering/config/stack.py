@@ -79,7 +79,14 @@ def open_manager(
     durable = namespace
     if identify is not None:
         build = partial(Namespace.build, group_bytes=group_bytes, namespace=stack.namespace, salt=stack.salt)
-        durable = PendingNamespace(cache(lambda: build(identify())), namespace.parameters)
+
+        @cache
+        def known() -> Namespace:
+            found = build(identify())
+            _log.info("tiers that outlive the process: %s", _name(found))
+            return found
+
+        durable = PendingNamespace(known, namespace.parameters)
     events, news, agreement = enable_events or stack.events, News(), EpochAgreement()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
@@ -243,7 +250,7 @@ def _open_tiers(stack: StackConfig, manager: TieringOffloadingManager, clock: Ca
 
 
 def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOptions], namespace: Namespace | None) -> str:
-    """Return the capacities and the namespace in use (as in paths; None: not known yet), for the log."""
+    """Return the capacities and the namespace in use (None: tells its name when it is known), for the log."""
     tiers = [
         f"{tier.tier_name} {'without limit' if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)}"
         for tier in opened
@@ -252,5 +259,10 @@ def _summary(stack: StackConfig, rows: SharedRegion, opened: Sequence[TierOption
         f"primary {format_bytes(rows.nbytes)} "
         f"({rows.num_rows} rows of {rows.row_stride} bytes, {stack.primary.eviction})"
     )
-    named = "" if namespace is None else f"; namespace {namespace.directory[:8]}"
+    named = "" if namespace is None else f"; {_name(namespace)}"
     return f"tiers: {', '.join([primary, *tiers])}{named}"
+
+
+def _name(namespace: Namespace) -> str:
+    """Return the name of a namespace for the log: the first letters of its directory."""
+    return f"namespace {namespace.directory[:8]}"

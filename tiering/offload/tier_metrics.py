@@ -175,6 +175,12 @@ _LOST = (
         "Blocks lost because the tier's files were removed, cut or replaced",
         "Somebody or something works in the tier's directory: keep others out.",
     ),
+    _counter(
+        "reopened",
+        "times",
+        "Times the medium was opened again because it is another one, or takes writes again",
+        "The disk changes between states: see the kernel's log.",
+    ),
 )
 
 _REQUESTS = (

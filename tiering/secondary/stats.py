@@ -98,6 +98,8 @@ class TierStats:
     """Blocks that could not be moved because the device reported an error at their place."""
     blocks_lost: int = 0
     """Blocks that the medium lost."""
+    reopened: int = 0
+    """Times the medium was opened again, because it is another one or takes writes again."""
     retries: int = 0
     """Blocks that were sent to the medium again after a temporary error."""
     requests: int = 0

@@ -96,12 +96,22 @@ class DirectoryLock:
         before, self._fd = self._fd, fd
         if before >= 0:
             os.close(before)
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-        # On a full or read-only disk the lock holds all the same; the file just does not name the owner.
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(owner).encode(), 0)
+        if not self.read_only:
+            self.read_only = not _name_owner(fd)
+
+    def takes_writes(self) -> bool:
+        """Return True if the lock file can be written now.
+
+        Writing is the only test: access() and opening succeed on a file system in an error state, which refuses writes.
+        """
+        try:
+            fd = open_plain(self._path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return _name_owner(fd)
+        finally:
+            os.close(fd)
 
     def _open_file(self) -> int:
         try:
@@ -196,6 +206,19 @@ class DirectoryLock:
     def _forget(self) -> None:
         """Release the lock in a child made by fork; the parent's lock must end with the parent."""
         self.release()
+
+
+def _name_owner(fd: int) -> bool:
+    """Write this process into a lock file as the owner; return False if the file system takes no writes."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(owner).encode(), 0)
+    except OSError as error:
+        # On a full disk the lock holds all the same; the file just does not name the owner.
+        return error.errno != errno.EROFS
+    return True
 
 
 def _is_held_elsewhere(error: OSError) -> bool:

@@ -189,7 +189,7 @@ class LocalStore(BatchStore):
             moved = self._lock.lost() or self._documents.moved()
             if moved is not None:
                 return Inspection(moved=moved)
-            if segments.read_only and os.access(self.directory, os.W_OK):
+            if segments.read_only and self._lock.takes_writes():
                 return Inspection(moved="can be written again", kept=True)
             return Inspection(segments.inspect())
         except OSError as error:

@@ -24,6 +24,7 @@ from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoKind, IoResult, IoTask
 from tiering.secondary.io.side import IoSide
+from tiering.secondary.service.service import Backoff
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
@@ -119,6 +120,8 @@ class LocalTier(BlockTier):
             self._examine_between,
         )
         self._recovery_began = 0.0
+        self._reopenings = Backoff(options.breaker)
+        """Spaces the times at which a directory whose blocks are kept is opened again; it serves meanwhile."""
         self._starting_over = False
         """True if another directory is in place of the opened one.
 
@@ -293,7 +296,9 @@ class LocalTier(BlockTier):
         return not self._starting_over
 
     def _examine(self, inspection: Inspection) -> None:
-        if inspection.moved is not None:
+        now = self._clock()
+        if inspection.moved is not None and (not inspection.kept or now >= self._reopenings.due):
+            self._reopenings.failed(now)
             self._start_over(inspection.moved, kept=inspection.kept)
         if self._feed.active:
             # Some slots of the damaged segments may be unseen. The directory is inspected again after recovery.
@@ -307,6 +312,7 @@ class LocalTier(BlockTier):
         if self._starting_over:
             return
         self._starting_over = self._open_is_due = True
+        self.stats.reopened += 1
         blocks = self.index.blocks
         if not kept:
             self.stats.blocks_lost += blocks

@@ -219,7 +219,6 @@ def test_a_directory_on_a_read_only_disk_is_served_and_written_again_when_it_can
         rig.store(K[:8])
     files = ReadOnly()
     monkeypatch.setattr("tiers.local.lock.open_plain", files.open)
-    monkeypatch.setattr("tiers.local.store.os.access", lambda path, mode: not files.read_only)
     rig = LocalRig(tmp_path, files=files, **PROBES)  # type: ignore[arg-type]
     rig.open()
     assert rig.load(K[:8]) == K[:8]
@@ -230,6 +229,49 @@ def test_a_directory_on_a_read_only_disk_is_served_and_written_again_when_it_can
     rig.wait(lambda: not rig.tier.recovering)
     assert rig.load(K[:8]) == K[:8]
     assert rig.tier.get_stats().blocks_lost == 0
+    rig.close()
+
+
+class ErrorState(FaultyDevice):
+    """ext4 after an error of its device: files can be opened and access() agrees, but every write fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = True
+        self.fail = self._refuse
+
+    def _refuse(self, operation: str, path: Path) -> None:
+        if self.broken and operation in {"write", "allocate", "rename", "unlink", "sync"}:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def truncate(self, fd: int, length: int) -> None:
+        self._refuse("write", Path())
+        _TRUNCATE(fd, length)
+
+
+_TRUNCATE = os.ftruncate
+
+
+def test_a_file_system_in_an_error_state_is_served_and_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as rig:
+        rig.store(K[:8])
+    disk, openings = ErrorState(), []
+    monkeypatch.setattr("tiers.local.lock.os.ftruncate", disk.truncate)
+    open_store = LocalStore.open
+    monkeypatch.setattr(LocalStore, "open", lambda store: openings.append(1) or open_store(store))
+    rig = LocalRig(tmp_path, files=disk, **PROBES)
+    rig.open()
+    for _ in range(50):
+        assert rig.load(K[:8]) == K[:8]
+        assert rig.store(K[8:12]) == []
+    assert (len(openings), rig.tier.get_stats().reopened) == (1, 0)
+    assert len(caplog.records) < 12
+    disk.broken = False
+    rig.wait(lambda: rig.store(K[16:20]) == K[16:20])
+    assert rig.tier.get_stats().reopened == 1
+    assert rig.load(K[:8]) == K[:8]
     rig.close()
 
 
