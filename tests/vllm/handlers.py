@@ -1,6 +1,8 @@
-"""Faulty load handlers: two that report false success (negative controls), and one that fails."""
+"""Load handlers that report false success (negative controls), that are late, and that fail."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 
@@ -34,6 +36,27 @@ class OneWrongBlock(Wrapped):
         rows = np.array(source.block_ids)
         rows[0] = rows[-1]
         return self.inner.transfer_async(job_id, (CPULoadStoreSpec(rows), destination))
+
+
+class Late(Wrapped):
+    """A handler that begins no copy before the engine waits for it, or :meth:`begin` is called."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        super().__init__(inner)
+        self.held: dict[int, TransferSpec] = {}
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self.held[job_id] = spec
+        return True
+
+    def begin(self, job_ids: Collection[int] | None = None) -> None:
+        """Begin these copies; default: all."""
+        for job_id in list(self.held) if job_ids is None else self.held.keys() & job_ids:
+            assert self.inner.transfer_async(job_id, self.held.pop(job_id))
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self.begin(job_ids)
+        self.inner.wait(job_ids)
 
 
 class FailEverySecond(Wrapped):

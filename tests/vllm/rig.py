@@ -89,6 +89,8 @@ class Engine:
     """Tokens of hits by their source, as reported to vLLM."""
     scheduled: list[int] = field(default_factory=list)
     """Number of tokens of each step."""
+    _started: int = 0
+    _answers: dict[str, Answer] = field(default_factory=dict)
 
     def ask(
         self,
@@ -105,16 +107,38 @@ class Engine:
             lora: vLLM's LoRARequest.
             salt: cache salt of each request.
         """
-        from vllm import SamplingParams
-
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
-        sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra
-        )
+        sampling = _greedy(max_tokens, **extra)
         salted = {} if salt is None else {"cache_salt": salt}
         inputs = [{"prompt_token_ids": tokens, **salted} for tokens in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [_answer(output.outputs[0]) for output in outputs]
+
+    def start(self, prompts: Sequence[list[int]], max_tokens: int = 8, **fields: Any) -> list[str]:
+        """Add requests without a step of the engine; return their names for :meth:`finish`.
+
+        Args:
+            fields: further arguments of vLLM's ``add_request``.
+        """
+        first = self._started
+        self._started += len(prompts)
+        names = [f"request {number}" for number in range(first, self._started)]
+        for name, tokens in zip(names, prompts, strict=True):
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, _greedy(max_tokens), **fields)
+        return names
+
+    def step(self) -> None:
+        """Make one step, and keep the answers of the requests that end."""
+        self._answers |= {
+            done.request_id: _answer(done.outputs[0]) for done in self.llm.llm_engine.step() if done.finished
+        }
+
+    def finish(self, names: Sequence[str]) -> list[Answer]:
+        """Step until these requests have ended; return their answers."""
+        while not self._answers.keys() >= set(names):
+            assert self.llm.llm_engine.has_unfinished_requests(), f"{names} ended without answers"
+            self.step()
+        return [self._answers.pop(name) for name in names]
 
     @property
     def scheduler(self) -> Any:
@@ -201,6 +225,13 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
+
+
+def _greedy(max_tokens: int, **extra: Any) -> Any:
+    """Return vLLM's SamplingParams for answers that can be compared."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True, **extra)
 
 
 def _answer(output: Any) -> Answer:

@@ -133,8 +133,7 @@ def test_what_runs_goes_on_after_a_sleep_that_emptied_the_tiers(
     two_workers: Server, expected: list[Answer], expected_of_many: list[Answer]
 ) -> None:
     server = two_workers
-    # vLLM does not sleep while a request that waits for a load holds blocks
-    answers = interrupted(server, "/sleep?mode=keep&level=1", "/wake_up", load=False)
+    answers = interrupted(server, "/sleep?mode=keep&level=1", "/wake_up")
     assert wrong(answers, expected_of_many) == []
     server.evict()
     before = loaded(server)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -383,6 +383,22 @@ class OffloadingConnectorScheduler:
         complete = self.manager.reset_cache()
         self._forget_held()
         return complete
+
+    def copied_blocks(self) -> set[int]:
+        """Return the GPU blocks that copies hold references on: none, because copies are fenced."""
+        return set()
+
+    def give_up_blocks(self, req_ids: Iterable[ReqId]) -> None:
+        """Let the engine take back all GPU blocks, also those that loads are filling.
+
+        The fences remain: a step that reuses such a block waits for the copy.
+
+        Args:
+            req_ids: requests that were being loaded; they load no more unless they are preempted.
+        """
+        for req_id in req_ids:
+            if (state := self.states.get(req_id)) is not None:
+                state.may_load = False
 
     def get_stats(self) -> Mapping[str, Any]:
         """Return the manager's statistics and the connector's counters.

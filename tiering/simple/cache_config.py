@@ -101,3 +101,33 @@ def _check_kinds(cache: KVCacheConfig) -> None:
                 f"KV-cache group {index} ({group.kind}): "
                 f"sliding_window {group.sliding_window} is not a number of tokens"
             )
+
+
+def check_options(engine: EngineConfig, cache: KVCacheConfig, lazy_offload: bool, describes_events: bool) -> None:
+    """Check that the options of the simple mode fit the engine, and one another.
+
+    Args:
+        engine: the engine's configuration.
+        cache: geometry of one worker's KV cache.
+        lazy_offload: True in the lazy mode.
+        describes_events: value of ``self_describing_kv_events``.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if lazy_offload and not engine.enable_prefix_caching:
+        raise ConfigError("lazy_offload needs the engine's prefix caching: turn prefix caching on, or lazy_offload off")
+    if (
+        not lazy_offload
+        and not engine.enable_prefix_caching
+        and any(kind_of(group) is GroupKind.STATE for group in cache.kv_cache_groups)
+    ):
+        raise ConfigError(
+            "mode simple stores only those states of state-space groups that the engine's prefix caching keeps: "
+            "turn prefix caching on"
+        )
+    if lazy_offload and describes_events:
+        raise ConfigError(
+            "self_describing_kv_events: lazy_offload stores blocks after their requests have ended, when their "
+            "tokens are unknown; turn one of the two options off"
+        )

@@ -35,6 +35,8 @@ class SimpleCPUOffloadMetadata:
     """CPU blocks to write, co-indexed with ``store_gpu_blocks``."""
     need_flush: bool = False
     """True if a request was preempted: running stores must end before this step."""
+    need_drain: bool = False
+    """True if all copies must end before this step, because the engine has taken their GPU blocks back."""
     load_ends: list[int] = field(default_factory=list)
     """Per request of the load event, the index in ``load_gpu_blocks`` behind its last block."""
 

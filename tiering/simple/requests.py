@@ -21,6 +21,8 @@ class RequestState(requests.TrackedRequest[GroupState]):
 
     matched_at: int = 0
     """Computed tokens at the last match that found a hit."""
+    may_load: bool = True
+    """False after the engine has taken back blocks that were being loaded."""
     loading: int = 0
     """Number of loads that have not ended."""
 

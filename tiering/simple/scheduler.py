@@ -25,12 +25,11 @@ from tiering.api.request_policy import NEITHER
 from tiering.errors import ConfigError
 from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
 from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.groups import GroupKind, kind_of
 from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.offload.requests import BlockIds, policy_of
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
-from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
+from tiering.simple.cache_config import KVCacheConfig, check_engine, check_options, derive_cpu_config
 from tiering.simple.copies import Blocks, Load, Store
 from tiering.simple.eager import EagerStores
 from tiering.simple.hits import HitSearch, needs_of
@@ -89,24 +88,7 @@ class SimpleCPUOffloadScheduler:
         """
         self.full_attention_group = check_engine(engine_config, kv_cache_config)
         """Index of the first full-attention group."""
-        if lazy_offload and not engine_config.enable_prefix_caching:
-            raise ConfigError(
-                "lazy_offload needs the engine's prefix caching: turn prefix caching on, or lazy_offload off"
-            )
-        if (
-            not lazy_offload
-            and not engine_config.enable_prefix_caching
-            and any(kind_of(group) is GroupKind.STATE for group in kv_cache_config.kv_cache_groups)
-        ):
-            raise ConfigError(
-                "mode simple stores only those states of state-space groups that the engine's prefix caching keeps: "
-                "turn prefix caching on"
-            )
-        if lazy_offload and self_describing_kv_events:
-            raise ConfigError(
-                "self_describing_kv_events: lazy_offload stores blocks after their requests have ended, when their "
-                "tokens are unknown; turn one of the two options off"
-            )
+        check_options(engine_config, kv_cache_config, lazy_offload, self_describing_kv_events)
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         """Geometry of one worker's CPU pool."""
         self.lazy_offload = lazy_offload
@@ -135,6 +117,7 @@ class SimpleCPUOffloadScheduler:
         self.ordered: list[Blocks] = []
         """Stores of finished requests, not given to the workers yet; they hold their references already."""
         self._next_load = self._next_store = 0
+        self._need_drain = False
         self._counters = SimpleCounters()
         self._warn = LimitedWarning(logger, time.monotonic)
 
@@ -170,7 +153,7 @@ class SimpleCPUOffloadScheduler:
         if first_time:
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
             self.cpu_block_pool.refresh(chain.from_iterable(state.keys))
-        if self._gpu is None or not state.policy.load:
+        if self._gpu is None or not (state.policy.load and state.may_load):
             return NO_TOKENS
         limit = request.num_tokens - 1
         if state.policy.max_load_tokens is not None:
@@ -216,7 +199,7 @@ class SimpleCPUOffloadScheduler:
                 for block, key in zip(ids[first:end], names, strict=False)
                 if block != null
             ]
-        load = Load(state, [gpu for gpu, _ in pairs], [cpu for _, cpu in pairs])
+        load = Load(state=state, gpu_blocks=[gpu for gpu, _ in pairs], cpu_blocks=[cpu for _, cpu in pairs])
         held = load.held
         self._gpu.touch([self._gpu.blocks[block] for block in load.gpu_blocks])
         self.cpu_block_pool.touch(held)
@@ -267,7 +250,10 @@ class SimpleCPUOffloadScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """Return the step's loads and stores. The engine calls this method once per step, also without tokens."""
         self._tables.follow(scheduler_output)
-        meta = SimpleCPUOffloadMetadata(need_flush=bool(scheduler_output.preempted_req_ids))
+        meta = SimpleCPUOffloadMetadata(
+            need_flush=bool(scheduler_output.preempted_req_ids), need_drain=self._need_drain
+        )
+        self._need_drain = False
         for req_id, loads in self._loads.items():
             for load in loads:
                 if not load.issued:
@@ -281,7 +267,7 @@ class SimpleCPUOffloadScheduler:
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
             meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = self._next_store, gpu_blocks, cpu_blocks
-            self._stores[self._next_store] = Store(gpu_blocks, cpu_blocks)
+            self._stores[self._next_store] = Store(gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
             self._next_store += 1
         return meta
 
@@ -356,6 +342,33 @@ class SimpleCPUOffloadScheduler:
         self.eager.reset(self.states.values())
         self._tables.reset(self._gpu)
         return True
+
+    def copied_blocks(self) -> set[int]:
+        """Return the GPU blocks that copies hold references on."""
+        copies = chain(chain.from_iterable(self._loads.values()), self._stores.values())
+        return set(chain(*(copy.referenced for copy in copies), *(blocks for blocks, _ in self.ordered)))
+
+    def give_up_blocks(self, req_ids: Iterable[str]) -> None:
+        """Give back the references of all copies on GPU blocks, before the copies have ended.
+
+        All copies end before the next step. What is being stored never becomes visible, because an engine that zeroes
+        new blocks does so before.
+
+        Args:
+            req_ids: requests that were being loaded; they load no more.
+        """
+        self._need_drain = True
+        for req_id in req_ids:
+            if (state := self.states.get(req_id)) is not None:
+                state.may_load = False
+        for gpu_blocks, cpu_blocks in self.ordered:
+            self._discard(gpu_blocks, cpu_blocks)
+            self._release(gpu_blocks, cpu_blocks)
+        self.ordered = []
+        for store in self._stores.values():
+            self._discard(store.gpu_blocks, store.cpu_blocks)
+        for copy in chain(chain.from_iterable(self._loads.values()), self._stores.values()):
+            self._release(copy.give_up(), ())
 
     def get_stats(self) -> Mapping[str, Any]:
         """Return the counters and gauges.
@@ -433,11 +446,15 @@ class SimpleCPUOffloadScheduler:
                 store_job(event),
                 len(store.cpu_blocks),
             )
-            self.events.store_failed(self.cpu_block_pool.discard(store.cpu_blocks))
-            self.lazy.failed(store.gpu_blocks)
+            self._discard(store.gpu_blocks, store.cpu_blocks)
         else:
             self.cpu_block_pool.publish(store.cpu_blocks)
-        self._release(store.gpu_blocks, store.cpu_blocks)
+        self._release(store.give_up(), store.cpu_blocks)
+
+    def _discard(self, gpu_blocks: Iterable[int], cpu_blocks: Sequence[int]) -> None:
+        """Let blocks that were being stored never become visible."""
+        self.events.store_failed(self.cpu_block_pool.discard(cpu_blocks))
+        self.lazy.failed(gpu_blocks)
 
     def _distrust(self, unfilled: set[int]) -> None:
         """Drop stores of blocks that other connectors did not fill, and of blocks computed on top of them."""
@@ -462,14 +479,14 @@ class SimpleCPUOffloadScheduler:
         load = loads.pop(0)
         if not loads:
             del self._loads[req_id]
-        self._release(load.gpu_blocks, load.held)
+        self._release(load.give_up(), load.held)
         load.state.loading -= 1
 
     def _drop_unissued(self, req_id: str) -> None:
         loads = self._loads.get(req_id, [])
         for load in [load for load in loads if not load.issued]:
             loads.remove(load)
-            self._release(load.gpu_blocks, load.held)
+            self._release(load.give_up(), load.held)
         if not loads:
             self._loads.pop(req_id, None)
 

@@ -127,8 +127,13 @@ class SimpleCPUOffloadWorker(CopyReports):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Wait for running stores after a preemption, so that their blocks come back before the step begins."""
-        if metadata.need_flush:
+        """Wait for running stores after a preemption, so that their blocks come back before the step begins.
+
+        Wait for all copies if the engine has taken their blocks back.
+        """
+        if metadata.need_drain:
+            self.drain()
+        elif metadata.need_flush:
             self.copies.wait(set(map(store_job, self._stores)))
 
     def start_kv_transfers(self, metadata: SimpleCPUOffloadMetadata) -> None:

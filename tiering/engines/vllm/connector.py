@@ -47,6 +47,7 @@ from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard
+from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError, RegionError
 from tiering.offload.prometheus import OffloadPromMetrics
 from tiering.offload.reports import TierReports
@@ -117,6 +118,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._reports = TierReports(TieringConnectorStats)
         self._open_requests: set[str] = set()
         self._identification: Identification | None = None
+        self._waits = LoadWaits()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):

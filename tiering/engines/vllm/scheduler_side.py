@@ -15,6 +15,7 @@ from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.events import EventConverter
 from tiering.engines.vllm.lora import AdapterGuard
+from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
@@ -37,6 +38,7 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """The scheduler half, for the mode of the stack; None in a worker's connector."""
     _adapters: AdapterGuard
     _open_requests: set[str]
+    _waits: LoadWaits
 
     def _no_scheduler(self) -> NoReturn:
         """Refuse a call of the other side, which has no :attr:`scheduler_half`.
@@ -47,6 +49,10 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         (self.scheduler_half or self._no_scheduler()).bind_gpu_block_pool(gpu_block_pool)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._waits.bind(kv_cache_manager, self.scheduler_half or self._no_scheduler())
 
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)
@@ -69,11 +75,14 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
             # vLLM does not wait for a request that reads no cache, for example one for its prompt's logprobs.
             half.on_new_request(self._adapters.settle(request, wait=False))
         half.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._waits.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
         return (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.finished_recving:
+            self._waits.received(connector_output.finished_recving)
         (self.scheduler_half or self._no_scheduler()).update_connector_output(connector_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -98,6 +107,7 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _forget(self, request_id: str) -> None:
         self._open_requests.discard(request_id)
+        self._waits.finished(request_id)
         self._adapters.looking.pop(request_id, None)
 
     def has_pending_push_work(self) -> bool:
