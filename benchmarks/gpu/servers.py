@@ -129,8 +129,8 @@ def kills(machine: Machine) -> str:
             stream = server.stream([prompt(1, PROMPT_TOKENS)], NEW_TOKENS)
             next(stream)
             server.end(signal.SIGKILL)
-        left = sorted(set(shared_files()) - set(before))
-        require(not left, f"the killed server left {left} in /dev/shm")
+        # A server of somebody else that starts now has a file for a moment, too.
+        until(lambda: set(shared_files()) <= set(before), 60, "the end of all shared files of the killed server")
         until(lambda: machine.free() >= free - (64 << 20), 30, "the return of the device memory")
     return "no shared memory and no device memory left"
 

@@ -19,6 +19,16 @@ if not collect_ignore_glob:
     prepare_environment()
 
 
+TIMEOUT = 1500
+"""Time limit of a test in seconds. On a machine that does other work, the start of a server alone takes minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail if shared memory is left behind; threads may stay, because tests share engines."""

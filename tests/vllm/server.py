@@ -21,7 +21,10 @@ from typing import Any
 
 from tests.vllm.rig import BLOCK, MAX_LEN, NUM_BLOCKS, Answer, prompt, transfer_config
 
-START_SECONDS = 110.0
+START_SECONDS = 600.0
+"""Longest start. A start that fails is noticed at once, because its process ends; a busy machine needs minutes."""
+END_SECONDS = 300.0
+"""Longest end after SIGTERM."""
 _PAUSE = threading.Event()
 
 
@@ -48,7 +51,7 @@ class Server:
         body: dict[str, Any] | None = None,
         *,
         method: str | None = None,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         replica: int | None = None,
     ) -> bytes:
         """Return the server's reply; ``replica`` selects one of several data-parallel engines."""
@@ -66,7 +69,7 @@ class Server:
         max_tokens: int = 8,
         *,
         replica: int | None = None,
-        timeout: float = 100.0,
+        timeout: float = 300.0,
         **extra: Any,
     ) -> list[Answer]:
         """Return the answers to ``prompts``, which are sent as one batch."""
@@ -82,7 +85,7 @@ class Server:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", data, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=100) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             for line in reply:
                 word, _, text = line.decode().strip().partition(": ")
                 if word != "data" or text == "[DONE]":
@@ -136,7 +139,7 @@ class Server:
             else:
                 self.process.send_signal(with_signal)
             try:
-                self.process.wait(60)
+                self.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait(10)

@@ -10,15 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.vllm.models import VOCABULARY, write_llama
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BLOCK = 128
 """Tokens of a block, vLLM's default on its CPU platform."""
-
-pytestmark = pytest.mark.timeout(420)
 
 
 def write_readable_llama(directory: Path) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.deploy.prometheus import empty, expressions, prometheus
 from tests.vllm.rig import BLOCK_BYTES, prompt
 from tests.vllm.server import serve
@@ -16,8 +14,6 @@ PROMPTS = [prompt(seed) for seed in range(6)]
 
 WITHOUT_VALUE = {"Cost of requests, dollars a day: {{tier}}"}
 """Expressions that are rightly without a value: a stack without an object store costs nothing."""
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_expression_has_a_value_and_no_alert_fires_while_vllm_runs_well(llama: Path, tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from tests.vllm.test_startup import several
 PROMPTS = [prompt(seed) for seed in range(4)]
 ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -18,8 +18,6 @@ MANY = [prompt(seed, 400) for seed in range(60, 66)]
 LENGTHY = 60
 """Tokens to generate for ``MANY``, so that these requests run for a while, three at a time."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def plain(llama: Path) -> Iterator[tuple[list[Answer], list[Answer]]]:

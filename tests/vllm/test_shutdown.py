@@ -28,8 +28,6 @@ LAST = [prompt(seed, 400) for seed in range(70, 76)]
 LENGTHY = 60
 """Tokens to generate for ``LAST``."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:
