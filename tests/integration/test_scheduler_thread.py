@@ -16,11 +16,12 @@ import pytest
 
 from examples.mini_engine import Engine
 from examples.valkey_server import ValkeyServer, serving
-from tests.fake_s3 import FakeS3
+from tests.fake_s3 import FakeS3, Trouble
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_answers
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.runtime.launch import STARTER_NAME
+from tiering.secondary.io.host import IoHost
 from tiering.testing.clock import until
 from tiers.local import LocalTier, inspections, new_segments
 from tiers.object.definition import ObjectTier
@@ -93,15 +94,20 @@ ALLOWED = {
 
 
 class Calls:
-    """Calls of functions that may wait or do I/O, from the methods of a scheduler half."""
+    """Calls of functions that may wait or do I/O, from methods of a scheduler half.
 
-    def __init__(self) -> None:
+    Args:
+        methods: names of these methods; default: all but those that may wait until a deadline.
+    """
+
+    def __init__(self, *methods: str) -> None:
         self.seen: set[str] = set()
         self.total = 0
         self._methods = {
             method.__code__
             for name, method in vars(OffloadingConnectorScheduler).items()
-            if isinstance(method, FunctionType) and name not in {"__init__", "shutdown", "reset_cache"}
+            if isinstance(method, FunctionType)
+            and (name in methods if methods else name not in {"__init__", "shutdown", "reset_cache"})
         }
 
     def __call__(self, frame: FrameType, event: str, function: Any) -> None:
@@ -208,3 +214,31 @@ def test_no_step_waits_or_does_io(engine: Engine) -> None:
         exercise(engine)
     assert calls.total > 1000
     assert sorted(calls.seen) == []
+
+
+def test_a_reset_waits_only_for_io_threads_and_until_its_deadline_when_all_shared_media_are_down(
+    engine: Engine, bucket: FakeS3, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exercise(engine)
+    assert engine.tiers is not None
+    half = engine.tiers.scheduler_half
+    waits: list[float] = []
+    wait = IoHost.wait
+
+    def noted(host: IoHost, timeout: float) -> bool:
+        waits.append(timeout)
+        return wait(host, timeout)
+
+    monkeypatch.setattr(IoHost, "wait", noted)
+    for down in (server.kill, lambda: bucket.fail(Trouble.RESET, times=1 << 20)):
+        down()
+        for turn in range(2):  # the second reset comes before the media have confirmed the first one
+            calls = Calls("reset_cache")
+            with profiled(calls):
+                half.reset_cache()
+            assert calls.total > 100
+            other = {call for call in calls.seen if not re.match("lock.* in threading.py:.*, from host.py:", call)}
+            assert {call for call in other if not call.startswith("urandom")} == set()  # random names never wait
+            assert all(0 < seconds <= 0.05 for seconds in waits)
+            ask_all(engine, PROMPTS, f"{down} {turn}", max_tokens=2)
+    bucket.heal()

@@ -20,7 +20,10 @@ if not collect_ignore_glob:
 
 
 TIMEOUT = 1500
-"""Time limit of a test in seconds. On a machine that does other work, the start of a server alone takes minutes."""
+"""Time limit of a test in seconds.
+
+On a machine that does other work, the start of a server alone takes minutes.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,7 +22,10 @@ from typing import Any
 from tests.vllm.rig import BLOCK, MAX_LEN, NUM_BLOCKS, Answer, prompt, transfer_config
 
 START_SECONDS = 600.0
-"""Longest start. A start that fails is noticed at once, because its process ends; a busy machine needs minutes."""
+"""Longest start of a server; a busy machine needs minutes.
+
+A start that fails is noticed at once, because its process ends.
+"""
 END_SECONDS = 300.0
 """Longest end after SIGTERM."""
 _PAUSE = threading.Event()

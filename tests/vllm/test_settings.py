@@ -1,4 +1,7 @@
-"""A life of settings: answers from the CPU tier, a disk and a bucket, and after restarts, also with another value."""
+"""Settings that change the KV: answers from all tiers and after restarts.
+
+Another value of the setting shares nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,6 @@ SETTINGS = {
         {"hf_overrides": {"sliding_window": 64}}, {"hf_overrides": {"sliding_window": 32}}, write_gemma
     ),
     "norm": Setting({"hf_overrides": {"rms_norm_eps": 0.5}}, {}),
-    "layers": Setting({"hf_overrides": {"num_hidden_layers": 2}}, {}),
-    "activation": Setting({"hf_overrides": {"hidden_act": "gelu"}}, {}),
     "type of weights": Setting({"dtype": "bfloat16"}, {}),
     "scaling and fp8 KV": Setting({**yarn(4.0), "kv_cache_dtype": "fp8"}, yarn(4.0)),
 }
