@@ -38,6 +38,17 @@ def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
     return _write(directory, "Llama", seed, num_hidden_layers=layers, num_key_value_heads=2, head_dim=32)
 
 
+def write_tokenizer(model: Path) -> Path:
+    """Add a tokenizer with one word for each token to the model at ``model``, and return ``model``."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCABULARY)}, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word1").save_pretrained(model)
+    return model
+
+
 def write_draft(directory: Path, model: Path, noise: float) -> Path:
     """Write a draft model, the Llama at ``model`` with noise on its weights, and return ``directory``.
 

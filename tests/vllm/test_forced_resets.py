@@ -92,7 +92,8 @@ def test_requests_that_were_loaded_but_not_scheduled_start_over_too(tiered: Engi
 
 def test_a_forced_reset_after_an_abort_of_waiting_requests(tiered: Engine, expected: list[Answer]) -> None:
     with late_loads(tiered) as (loads, names):
-        tiered.llm.llm_engine.abort_request(names[:2], internal=True)
+        tiered.llm.llm_engine.abort_request(names[:2])
+        assert waiting(tiered) == 1
         assert tiered.llm.reset_prefix_cache(reset_running_requests=True)
         assert tiered.free_blocks() == NUM_BLOCKS - 1
         loads.begin()
