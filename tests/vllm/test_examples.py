@@ -74,7 +74,9 @@ def test_the_second_question_and_the_second_run_find_the_document(tmp_path: Path
     assert second[0] == sum(second[1:])
     line = r"^\(EngineCore .* INFO .*\] "
     assert re.search(line + "tiers: primary .*, local 64 MiB$", printed, flags=re.MULTILINE)
-    (named,) = re.findall(line + "tiers that outlive the process: namespace ([0-9a-f]{8})$", printed, flags=re.MULTILINE)
+    (named,) = re.findall(
+        line + "tiers that outlive the process: namespace ([0-9a-f]{8})$", printed, flags=re.MULTILINE
+    )
     assert [path.name[10:18] for path in disk.glob("documents/namespace-*.json")] == [named]
 
     restarted, answers_again, _ = run_example(model, stack)
