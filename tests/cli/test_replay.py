@@ -29,8 +29,10 @@ def test_a_table_and_what_to_buy(trace: Path, stack: Path) -> None:
     done = kv_tiering("replay", trace, "--stack", stack, "--sweep", "primary.capacity=1GiB..4GiB")
     assert (done.code, done.err) == (OK, "")
     lines = done.out.splitlines()
-    assert lines[0].split()[:3] == ["primary.capacity", "cpu", "local"]
-    assert [line.split()[0] for line in lines[1:4]] == ["1GiB", "2GiB", "4GiB"]
+    assert lines[0].split()[:4] == ["primary.capacity", "secondary", "cpu", "local"]
+    assert [line.split()[0] for line in lines[1:7]] == ["1GiB", "2GiB", "4GiB"] * 2
+    assert lines[7].split()[:3] == ["without", "tiers", "0.0%"]
+    assert lines[7].split()[-3:] == ["$0", "$0", "$0"]
     assert "is the best buy" in done.out
     assert "blocks a second" in done.out
 

@@ -30,11 +30,27 @@ def test_all_combinations_are_validated_stacks_with_their_text() -> None:
     axes = [parse_axis("primary.capacity=1GiB..2GiB"), parse_axis("secondary[0].eviction=lru,arc")]
     found = points(STACK, axes)
     assert [list(point.settings.values()) for point in found] == [
-        ["1GiB", "lru"], ["1GiB", "arc"], ["2GiB", "lru"], ["2GiB", "arc"],
+        ["1GiB", "lru", "local"], ["1GiB", "arc", "local"], ["2GiB", "lru", "local"], ["2GiB", "arc", "local"],
+        ["1GiB", "-", "none"], ["2GiB", "-", "none"],
     ]  # fmt: skip
-    assert [point.stack.primary.capacity for point in found] == [1 << 30, 1 << 30, 2 << 30, 2 << 30]
+    assert [point.stack.primary.capacity >> 30 for point in found] == [1, 1, 2, 2, 1, 2]
+    assert [len(point.stack.secondary) for point in found] == [1, 1, 1, 1, 0, 0]
     assert yaml.safe_load(found[3].text)["secondary"][0]["eviction"] == "arc"
     assert STACK["primary"] == {"capacity": "8GiB"}
+
+
+def test_a_stack_comes_with_and_without_each_of_its_tiers() -> None:
+    tiers = [
+        *STACK["secondary"],
+        {"type": "s3", "bucket": "kv-cache"},
+        {"type": "memory", "name": "spare", "capacity": "1GiB"},
+    ]
+    axes = [parse_axis("secondary[1].prefix=a/,b/")]
+    found = [tuple(point.settings.values()) for point in points({**STACK, "secondary": tiers}, axes)]
+    assert found == [
+        ("a/", "local+s3+spare"), ("b/", "local+s3+spare"), ("a/", "s3+spare"), ("b/", "s3+spare"),
+        ("-", "local+spare"), ("a/", "local+s3"), ("b/", "local+s3"), ("-", "none"),
+    ]  # fmt: skip
 
 
 def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +62,7 @@ def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch
     )
     words = read_plain(path)
     assert isinstance(words, dict)
-    (point,) = points(words, [])
+    point, _ = points(words, [])
     assert "${KV_DIR}" in point.text
     assert "opensesame" not in point.text
     assert point.stack.salt == "opensesame-0123"

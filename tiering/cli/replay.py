@@ -17,10 +17,9 @@ from rich.table import Table
 from tiering.api.units import parse_size
 from tiering.config.source import read_plain
 from tiering.errors import ConfigError
-from tiering.replay.charts import dollars, percent, seconds, size
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
-from tiering.replay.report import advice, report_page
+from tiering.replay.report import advice, report_page, table
 from tiering.replay.study import Progress as Report
 from tiering.replay.study import Study, run_study
 from tiering.replay.sweep import parse_axis, points
@@ -135,29 +134,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print(study: Study) -> None:
-    best = study.best
-    swept = list(study.results[0].settings)
-    table = Table(*swept, box=None, pad_edge=False, header_style="bold")
-    names = [tier.name for tier in study.results[0].tiers]
-    for name in [*names, "hits", "optimum", "TTFT mean", "p99", "written", "saved/month", "tiers/month", "net/month"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for result in study.results:
-        table.add_row(
-            *result.settings.values(),
-            *(percent(tier.hit_rate) for tier in result.tiers),
-            percent(result.hit_rate),
-            "" if result.ideal_hit_rate is None else percent(result.ideal_hit_rate),
-            seconds(result.ttft_mean),
-            seconds(result.ttft_p99),
-            size(sum(tier.bytes_written for tier in result.tiers)),
-            dollars(result.dollars_saved_per_month),
-            dollars(result.dollars_per_month),
-            dollars(result.net_dollars_per_month),
-            style="bold" if result is best and len(study.results) > 1 else "",
-        )
+    head, rows = table(study)
+    shown = Table(*head[: len(study.results[0].settings)], box=None, pad_edge=False, header_style="bold")
+    for name in head[len(study.results[0].settings) :]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    best = study.results.index(study.best) if study.pays else len(rows) - 1
+    for number, row in enumerate(rows):
+        shown.add_row(*row, style="bold" if number == best else "")
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
-    console.print(table)
+    console.print(shown)
     speed = sum(result.blocks for result in study.results) / max(sum(r.seconds for r in study.results), 1e-9)
-    lines = [*advice(study), f"Replayed {speed:,.0f} blocks a second."]
-    for line in lines:
+    for line in [*advice(study), f"Replayed {speed:,.0f} blocks a second."]:
         click.echo(line)

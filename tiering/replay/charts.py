@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 760, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 52
-_COLORS = 8
+_LEFT, _RIGHT, _TOP, _BOTTOM = 104, 44, 16, 60
+COLORS = 8
+"""Number of colors of lines."""
 
 Format = Callable[[float], str]
 """Function that writes a value of an axis."""
@@ -29,18 +30,8 @@ class Series:
     """True for a dashed line; default False."""
     line: bool = True
     """True (default) to connect the points."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar of stacked parts."""
-
-    label: str
-    """Name below the bar."""
-    parts: Sequence[float]
-    """Heights of the parts, from below."""
-    limit: float | None = None
-    """Height of a line across the bar; None (default): no line."""
+    color: str = ""
+    """Class of the color, "c0" to "c7" or "ink"; "" (default): by the number of the line."""
 
 
 def size(value: float) -> str:
@@ -95,15 +86,15 @@ def line_chart(series: Sequence[Series], x_title: str, y_title: str, x_format: F
 
     parts = [_grid(ticks, bottom, top, y_format)]
     for exponent in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1):
-        every = max(1, math.ceil(math.log2(high / low) / 9))
+        every = max(1, math.ceil(math.log2(high / low) / 6))
         if exponent % every == 0:
             x = across(2.0**exponent)
             parts.append(
                 f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM + 5}"/>'
             )
-            parts.append(_text(x, HEIGHT - _BOTTOM + 19, x_format(2.0**exponent), "middle"))
+            parts.append(_text(x, HEIGHT - _BOTTOM + 21, x_format(2.0**exponent), "middle"))
     for number, line in enumerate(series):
-        color = f"c{number % _COLORS}"
+        color = line.color or f"c{number % COLORS}"
         places = [(across(x), up(y)) for x, y in line.points]
         if line.line:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -116,55 +107,8 @@ def line_chart(series: Sequence[Series], x_title: str, y_title: str, x_format: F
                     f'<circle class="mark {color}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{tip}</title></circle>'
                 )
     parts.append(_text(_LEFT + (WIDTH - _LEFT - _RIGHT) / 2, HEIGHT - 10, x_title, "middle"))
-    names = [(line.name, f"c{number % _COLORS}", line.dashed) for number, line in enumerate(series)]
+    names = [(line.name, line.color or f"c{number % COLORS}", line.dashed) for number, line in enumerate(series)]
     return _figure(parts, names, y_title)
-
-
-def bar_chart(bars: Sequence[Bar], names: Sequence[str], limit_name: str, y_title: str, y_format: Format) -> str:
-    """Return a chart of stacked bars.
-
-    Args:
-        bars: the bars; each has one part per name.
-        names: names of the parts, from below.
-        limit_name: name of the bars' limits in the legend.
-        y_title: title of the y axis.
-        y_format: writes a value of the y axis.
-    """
-    if not bars:
-        return ""
-    tallest = max(max(sum(bar.parts), bar.limit or 0.0) for bar in bars)
-    bottom, top, ticks = _scale(0.0, tallest)
-    parts = [_grid(ticks, bottom, top, y_format)]
-    step = (WIDTH - _LEFT - _RIGHT) / len(bars)
-    width = min(46.0, step * 0.7)
-    for number, bar in enumerate(bars):
-        x, base = _LEFT + (number + 0.5) * step, 0.0
-        for index, part in enumerate(bar.parts):
-            y, below = _up(base + part, bottom, top), _up(base, bottom, top)
-            tip = escape(f"{bar.label}: {names[index]} {y_format(part)}")
-            parts.append(
-                f'<rect class="bar c{index % _COLORS}" x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                f'height="{below - y:.1f}"><title>{tip}</title></rect>'
-            )
-            base += part
-        if bar.limit is not None:
-            y = _up(bar.limit, bottom, top)
-            tip = escape(f"{bar.label}: {limit_name} {y_format(bar.limit)}")
-            parts.append(
-                f'<line class="limit" x1="{x - width / 2 - 4:.1f}" x2="{x + width / 2 + 4:.1f}" y1="{y:.1f}" '
-                f'y2="{y:.1f}"><title>{tip}</title></line>'
-            )
-        if len(bars) <= 12 or number % math.ceil(len(bars) / 12) == 0:
-            parts += _label(x, HEIGHT - _BOTTOM + 17, bar.label)
-    legend = [(name, f"c{index % _COLORS}", False) for index, name in enumerate(names)]
-    if any(bar.limit is not None for bar in bars):
-        legend.append((limit_name, "limit", False))
-    return _figure(parts, legend, y_title)
-
-
-def _label(x: float, y: float, text: str) -> list[str]:
-    """Return a label below a bar, one line per word of ``text``, three lines at most."""
-    return [_text(x, y + 14 * number, word, "middle") for number, word in enumerate(text.split(" ")[:3])]
 
 
 def _scale(low: float, high: float) -> tuple[float, float, list[float]]:

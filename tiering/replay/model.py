@@ -43,7 +43,7 @@ class MediumModel(Strict):
     latency: Duration
     """Time until the first byte of a block arrives, in seconds."""
     dollars_per_gib_month: Dollars = 0.0
-    """Price of one GiB for a month; for a bucket, of the bytes that it holds at the end of the trace."""
+    """Price of one GiB for a month: of the capacity, or of the bytes in the steady state without one."""
     dollars_per_million_writes: Dollars = 0.0
     """Price of a million blocks written."""
     dollars_per_million_reads: Dollars = 0.0

@@ -9,22 +9,21 @@ STYLE = (
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#a0a8b6;--line:#323a48;--paper:#14181f;--tint:#1c222c;
 --c0:#b794d6;--c1:#6ea8fe;--c2:#ffa34d;--c3:#4fd1a5;--c4:#f783ac;--c5:#e0c050;--c6:#66d9e8;--c7:#adb5bd}}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1020px;margin:0 auto;padding:24px 20px 60px}
-h1{font-size:1.35rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2.2em 0 .6em}
+main{max-width:1320px;margin:0 auto;padding:24px 20px 60px}
+p,ul{max-width:860px}h1{font-size:1.35rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2.2em 0 .6em}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:1em 0}
 .tiles div{background:var(--tint);border-radius:8px;padding:12px 14px;color:var(--soft)}
 .tiles b{display:block;font-size:1.5rem;color:var(--ink)}.tiles small{display:block}
 figure{margin:0 0 1.4em;max-width:860px}figcaption{font-weight:600}svg{width:100%;height:auto;display:block}
-@media(max-width:600px){figure{overflow-x:auto}svg{min-width:560px}figcaption,.legend{position:sticky;left:0}}
 svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.axis,.tick{stroke:var(--soft)}
-.line{fill:none;stroke-width:2.2}.limit{stroke:var(--ink);stroke-width:2}
+@media(max-width:600px){svg text{font-size:19px}}
+.line{fill:none;stroke-width:2.2}.line.ink{stroke:var(--ink)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:18px;height:0;border-top:4px solid;margin-right:6px;vertical-align:middle}
-.legend i.dashed{border-top-style:dashed}.legend i.limit{border-color:var(--ink);border-top-width:2px}
+.legend i.dashed{border-top-style:dashed}.legend i.ink{border-color:var(--ink)}
 """
     + "".join(
-        f".line.c{n}{{stroke:var(--c{n})}}.mark.c{n},.bar.c{n}{{fill:var(--c{n})}}"
-        f".legend i.c{n}{{border-color:var(--c{n})}}\n"
+        f".line.c{n}{{stroke:var(--c{n})}}.mark.c{n}{{fill:var(--c{n})}}.legend i.c{n}{{border-color:var(--c{n})}}\n"
         for n in range(8)
     )
     + """
@@ -32,7 +31,8 @@ svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.axis,.tick{st
 th,td{padding:5px 9px;text-align:right;border-bottom:1px solid var(--line)}th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left}
 tr.best td{background:var(--tint);font-weight:600}tr.base td{color:var(--soft)}
-pre{background:var(--tint);border-radius:8px;padding:12px 14px;overflow-x:auto;font-size:13px}
+pre{background:var(--tint);border-radius:8px;padding:12px 14px;
+white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}
 button,select{font:inherit;padding:4px 12px;border:1px solid var(--line);border-radius:6px;
 background:var(--tint);color:var(--ink)}
 """

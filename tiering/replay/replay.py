@@ -22,6 +22,7 @@ from tiering.replay.quiet import quiet_log
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
+from tiering.secondary.options import TtlOptions
 from tiering.table.block_table import BlockTable
 
 DEVICE = "device"
@@ -305,11 +306,11 @@ class Replay:
         trace_seconds = self._last
         months = trace_seconds / 3600 / HOURS_PER_MONTH
         stats = self._manager.get_stats()
-        tiers = [self._primary(stats["primary"]["blocks"])] + [
+        tiers = [self._primary(stats["primary"]["blocks"], months)] + [
             self._tier(tier, stats["tiers"][tier.tier.name], months) for tier in self.stack.tiers
         ]
         if self._device is not None:
-            tiers.insert(0, self._plain(DEVICE, self._model.device_cache, 0, 0.0))
+            tiers.insert(0, self._plain(DEVICE, self._model.device_cache or 0, 0, 0.0, 0.0))
         hits = sum(tier.hit_blocks for tier in tiers)
         saved = self._saved / 3600 * self._model.device_dollars_per_hour
         return ReplayResult(
@@ -336,24 +337,52 @@ class Replay:
             seconds=seconds,
         )
 
-    def _primary(self, blocks: int) -> TierResult:
+    def _primary(self, blocks: int, months: float) -> TierResult:
         capacity = self._config.primary.capacity
         price = capacity / GIB * self._model.primary_dollars_per_gib_month
-        return self._plain(PRIMARY_TIER, capacity, blocks, price)
+        return self._plain(PRIMARY_TIER, capacity, blocks, price, self._worth(self._hits[PRIMARY_TIER], months))
 
-    def _plain(self, name: str, capacity: int | None, blocks: int, price: float) -> TierResult:
+    def _plain(self, name: str, capacity: int, blocks: int, price: float, saved: float) -> TierResult:
         hits = self._hits[name]
-        rate = hits / self._blocks if self._blocks else 0.0
-        return TierResult(name, capacity, hits, rate, hits * self.stack.block_bytes, 0, 0, 0, 0, 0, 0.0, blocks, price)
+        return TierResult(
+            name=name,
+            capacity_bytes=capacity,
+            hit_blocks=hits,
+            hit_rate=hits / self._blocks if self._blocks else 0.0,
+            bytes_read=hits * self.stack.block_bytes,
+            bytes_written=0,
+            requests=0,
+            blocks_declined=0,
+            blocks_dropped=0,
+            loads_overdue=0,
+            seconds_out_of_service=0.0,
+            blocks_at_end=blocks,
+            bytes_paid=capacity,
+            dollars_per_month=price,
+            dollars_saved_per_month=saved,
+        )
+
+    def _worth(self, hits: int, months: float) -> float:
+        """Return the dollars a month that the prefill of ``hits`` blocks would have cost."""
+        seconds = hits * self._block_tokens / self._model.prefill_tokens_per_second
+        return seconds / 3600 * self._model.device_dollars_per_hour / months if months else 0.0
+
+    def _steady_bytes(self, tier: SimulatedTier) -> int:
+        """Return the bytes that are paid for: the capacity, or those written in one ttl (else in a month)."""
+        if tier.options.capacity_bytes is not None:
+            return tier.options.capacity_bytes
+        if not self._last:
+            return int(tier.store.blocks * self.stack.block_bytes * tier.bytes_ratio)
+        ttl = tier.options.ttl if isinstance(tier.options, TtlOptions) else None
+        kept = HOURS_PER_MONTH * 3600 if ttl is None else ttl
+        return int(tier.io.stats.written_bytes / self._last * kept)
 
     def _tier(self, tier: SimulatedTier, stats: dict[str, int], months: float) -> TierResult:
         io, prices, name = tier.io, tier.model, tier.tier.name
         hits = self._hits[name]
         blocks = tier.store.blocks if tier.blocks is None else tier.tier.index.blocks
-        used = tier.options.capacity_bytes
-        if used is None:
-            used = int(blocks * self.stack.block_bytes * tier.bytes_ratio)
-        dollars = used / GIB * prices.dollars_per_gib_month
+        paid = self._steady_bytes(tier)
+        dollars = paid / GIB * prices.dollars_per_gib_month
         if months:
             traffic = (
                 io.stores.blocks / 1e6 * prices.dollars_per_million_writes
@@ -374,5 +403,8 @@ class Replay:
             loads_overdue=stats["loads_overdue"],
             seconds_out_of_service=tier.tier.out_of_service,
             blocks_at_end=blocks,
+            bytes_paid=paid,
             dollars_per_month=dollars,
+            dollars_saved_per_month=self._worth(hits, months),
+            medium=prices.model_dump(),
         )

@@ -1,19 +1,24 @@
 """The report of a study: one HTML page with curves, a table, and the stack file to copy.
 
-The page needs no network and no library: its charts are SVG, and its script has a few lines.
+The page needs no network and no library: its charts are SVG, and its script has a few lines. A color stands for the
+same stacks in all charts; the bounds, which belong to no stack, have the color of the text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
+from tiering.api.keys import PRIMARY_TIER
 from tiering.api.units import parse_size
-from tiering.replay.charts import Bar, Format, Series, bar_chart, dollars, line_chart, percent, seconds, size
+from tiering.replay.charts import COLORS, Series, dollars, line_chart, percent, seconds, size
+from tiering.replay.model import HOURS_PER_MONTH
 from tiering.replay.page import SCRIPT, STYLE
+from tiering.replay.replay import DEVICE
 from tiering.replay.result import ReplayResult
 from tiering.replay.study import Study
+from tiering.replay.sweep import LEFT_OUT, NO_TIERS, SECONDARY
 
 
 def report_page(study: Study) -> str:
@@ -21,14 +26,12 @@ def report_page(study: Study) -> str:
     best = study.best
     sections = [
         _summary(study, best),
-        _curve(study),
-        _sources(study),
-        _swept(study),
+        _charts(study),
         "<h2>All stacks</h2>" if len(study.results) > 1 else "<h2>In numbers</h2>",
-        _table(study, best),
+        _table(study),
         _tiers(best, single=len(study.results) == 1),
         _stack(study, best),
-        _assumptions(study),
+        _assumptions(study, best),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kv-tiering replay</title>'
@@ -39,8 +42,12 @@ def report_page(study: Study) -> str:
 
 
 def label(result: ReplayResult) -> str:
-    """Return the swept values of a result in a few words: "64GiB arc"."""
-    return " ".join(result.settings.values()) or "this stack"
+    """Return the settings of a result in a few words: "64GiB arc with local"."""
+    words = [value for name, value in result.settings.items() if name != SECONDARY and value != LEFT_OUT]
+    tiers = result.settings.get(SECONDARY)
+    if tiers is not None:
+        words.append("without secondary tiers" if tiers == NO_TIERS else f"with {tiers}")
+    return " ".join(words) or "this stack"
 
 
 def advice(study: Study) -> list[str]:
@@ -50,32 +57,125 @@ def advice(study: Study) -> list[str]:
         (
             f"{percent(study.reuse)} of the {study.accesses:,} prompt blocks came before in the trace: "
             "no cache of any size serves more."
-        )
+        ),
+        _verdict(study, best),
+        _first_token(best),
     ]
-    many = len(study.results) > 1
-    subject = f"Of {len(study.results)} stacks, {label(best)} is the best buy: it" if many else "This stack"
-    ideal = "" if best.ideal_hit_rate is None else f" (the optimum for its room is {percent(best.ideal_hit_rate)})"
-    lines.append(
-        f"{subject} serves {percent(best.hit_rate)} of the blocks{ideal}, and saves prefill worth "
-        f"{dollars(best.dollars_saved_per_month)} a month for {dollars(best.dollars_per_month)} of tiers."
-    )
-    if seconds(best.ttft_mean) == seconds(best.ttft_mean_without):
-        lines.append(f"The mean time to first token stays at {seconds(best.ttft_mean)}.")
-    elif best.ttft_mean > best.ttft_mean_without:
-        lines.append(
-            f"The mean time to first token rises from {seconds(best.ttft_mean_without)} to {seconds(best.ttft_mean)}: "
-            "a tier is too slow for this load. Look at its loads, at min_prefix_blocks and at a larger primary tier."
-        )
-    else:
-        lines.append(
-            f"The mean time to first token falls from {seconds(best.ttft_mean_without)} to {seconds(best.ttft_mean)}."
-        )
     richer = sum(result.net_dollars_per_month > best.net_dollars_per_month for result in study.results)
     if richer:
         lines.append(
             f"{richer} of the stacks would save more money, and let requests wait longer for their first token than "
-            "without tiers: they do not count."
+            "without tiers, in the mean or the slowest 1%: they do not count."
         )
+    quicker = [r for r in study.results if not r.waits_longer and r.ttft_p99 <= best.ttft_p99 / 2]
+    if quicker:
+        other = max(quicker, key=lambda result: result.net_dollars_per_month)
+        more = dollars(best.net_dollars_per_month - other.net_dollars_per_month)
+        lines.append(
+            f"For {more} a month less of net saving, {label(other)} shortens the time that 1% of the requests "
+            f"exceed from {seconds(best.ttft_p99)} to {seconds(other.ttft_p99)}."
+        )
+    return [*lines, *_prices(study, best), *_device_cache(study, best), *_troubles(best)]
+
+
+def _verdict(study: Study, best: ReplayResult) -> str:
+    many = len(study.results) > 1
+    ideal = "" if best.ideal_hit_rate is None else f" (the optimum for its room is {percent(best.ideal_hit_rate)})"
+    what = (
+        f"serves {percent(best.hit_rate)} of the blocks{ideal}, and saves prefill worth "
+        f"{dollars(best.dollars_saved_per_month)} a month for {dollars(best.dollars_per_month)} of tiers."
+    )
+    if study.pays:
+        subject = f"Of {len(study.results)} stacks, {label(best)} is the best buy: it" if many else "This stack"
+        return f"{subject} {what}"
+    why = "lets requests wait longer than without tiers" if best.waits_longer else "costs more than it saves"
+    if many:
+        return (
+            f"Buy none of the {len(study.results)} stacks: none saves more than it costs and answers as soon as "
+            f"without tiers. The least bad, {label(best)}, {why}: it {what}"
+        )
+    return f"This stack {why}: it {what}"
+
+
+def _first_token(best: ReplayResult) -> str:
+    """Return the sentence about the mean time to first token and its tail."""
+    tail = "the time that 1% of the requests exceed "
+    mean, tail = (
+        f"{subject}stays at {seconds(now)}"
+        if seconds(now) == seconds(without)
+        else f"{subject}{'rises' if now > without else 'falls'} from {seconds(without)} to {seconds(now)}"
+        for subject, now, without in (
+            ("The mean time to first token ", best.ttft_mean, best.ttft_mean_without),
+            (tail, best.ttft_p99, best.ttft_p99_without),
+        )
+    )
+    remedy = (
+        " A tier is too slow for this load. Look at its loads, at min_prefix_blocks and at a larger primary tier."
+        if best.waits_longer
+        else ""
+    )
+    return f"{mean}, {tail}.{remedy}"
+
+
+def _prices(study: Study, best: ReplayResult) -> list[str]:
+    """Return a sentence for each tier whose price exceeds the saving by its hits."""
+    names = study.results[0].settings.get(SECONDARY)
+    alike = [
+        result
+        for result in study.results
+        if result.settings.get(SECONDARY) == names and _differ(result, best) <= {SECONDARY}
+    ]
+    full = max(alike, key=lambda result: result.net_dollars_per_month)
+    lines = []
+    for tier in full.tiers:
+        if tier.name == DEVICE or tier.dollars_per_month <= tier.dollars_saved_per_month:
+            continue
+        line = (
+            f"The tier {tier.name} costs {dollars(tier.dollars_per_month)} a month in {label(full)}, more than the "
+            f"{dollars(tier.dollars_saved_per_month)} that its hits save ({percent(tier.hit_rate)} of the blocks)"
+        )
+        others = "+".join(t.name for t in full.tiers if t.name not in {DEVICE, PRIMARY_TIER, tier.name}) or NO_TIERS
+        for result in study.results:
+            if result.settings.get(SECONDARY) == others and _differ(result, full) <= {SECONDARY}:
+                line += (
+                    f": without it, the net saving is {dollars(result.net_dollars_per_month)} a month "
+                    f"instead of {dollars(full.net_dollars_per_month)}"
+                )
+                break
+        lines.append(f"{line}.")
+    return lines
+
+
+def _differ(one: ReplayResult, other: ReplayResult) -> set[str]:
+    """Return the settings in which two results differ; words of tiers that are left out do not count."""
+    pairs = ((word, {value, other.settings[word]}) for word, value in one.settings.items())
+    return {word for word, values in pairs if len(values) == 2 and LEFT_OUT not in values}
+
+
+def _device_cache(study: Study, best: ReplayResult) -> list[str]:
+    """Return the sentence about a primary tier beside the accelerator's own cache."""
+    cache = study.model.device_cache
+    (room,) = (tier.capacity_bytes or 0 for tier in best.tiers if tier.name == PRIMARY_TIER)
+    if cache is None:
+        return [
+            (
+                "The accelerator's own prefix cache is not modelled, so its hits count for the tiers: give its size "
+                "with --device-cache. A CPU tier smaller than that cache brings nothing by itself."
+            )
+        ]
+    if room > cache:
+        return []
+    return [
+        (
+            f"The CPU tier of {label(best)} ({size(room)}) is not larger than the accelerator's own cache "
+            f"({size(cache)}), which holds the same blocks: by itself it brings nothing, and is only the way to the "
+            "tiers behind it."
+        )
+    ]
+
+
+def _troubles(best: ReplayResult) -> list[str]:
+    lines = []
     for tier in best.tiers:
         offered = tier.blocks_dropped + tier.requests
         if tier.blocks_dropped > 0.05 * offered:
@@ -92,12 +192,41 @@ def advice(study: Study) -> list[str]:
     return lines
 
 
+def table(study: Study) -> tuple[list[str], list[list[str]]]:
+    """Return the heading and the rows of all results; the last row has no tiers."""
+    swept, names = list(study.results[0].settings), [tier.name for tier in study.results[0].tiers]
+    head = [*swept, *names, "hits", "optimum", "TTFT mean", "p50", "p99", "written"]
+    head += ["saved/month", "tiers/month", "net/month"]
+    rows = []
+    for result in study.results:
+        served = {tier.name: percent(tier.hit_rate) for tier in result.tiers}
+        rows.append([
+            *result.settings.values(),
+            *(served.get(name, "") for name in names),
+            percent(result.hit_rate),
+            "" if result.ideal_hit_rate is None else percent(result.ideal_hit_rate),
+            seconds(result.ttft_mean),
+            seconds(result.ttft_p50),
+            seconds(result.ttft_p99),
+            size(sum(tier.bytes_written for tier in result.tiers)),
+            dollars(result.dollars_saved_per_month),
+            dollars(result.dollars_per_month),
+            dollars(result.net_dollars_per_month),
+        ])  # fmt: skip
+    without = study.results[0]
+    own = ["" if name != DEVICE else percent(without.tiers[0].hit_rate) for name in names]
+    times = [without.ttft_mean_without, without.ttft_p50_without, without.ttft_p99_without]
+    base = [*[""] * len(swept), *own, own[0] or "0.0%", "", *map(seconds, times), "", "$0", "$0", "$0"]
+    base[0] = "without tiers"
+    return head, [*rows, base]
+
+
 def _summary(study: Study, best: ReplayResult) -> str:
     tiles = [
         ("hit rate", percent(best.hit_rate), f"at most {percent(study.reuse)} of any cache"),
         ("mean TTFT", seconds(best.ttft_mean), f"{seconds(best.ttft_mean_without)} without tiers"),
-        ("prefill saved", f"{best.device_seconds_saved / 3600:,.2f} h", f"in {best.trace_seconds / 3600:,.2f} h"),
-        ("net saving", f"{dollars(best.net_dollars_per_month)}", "a month"),
+        ("p99 of TTFT", seconds(best.ttft_p99), f"{seconds(best.ttft_p99_without)} without tiers"),
+        ("net saving", dollars(best.net_dollars_per_month), "a month"),
     ]
     cells = "".join(
         f"<div><b>{escape(value)}</b>{escape(name)}<small>{escape(note)}</small></div>" for name, value, note in tiles
@@ -106,67 +235,48 @@ def _summary(study: Study, best: ReplayResult) -> str:
     return f'<div class="tiles">{cells}</div>{text}'
 
 
-def _curve(study: Study) -> str:
+def _charts(study: Study) -> str:
+    """Return the net saving over the first swept size, and the hit rate by capacity."""
+    word = next((word for word, text in study.results[0].settings.items() if _is_size(text)), None)
+    families: dict[str, list[ReplayResult]] = {}
+    for result in study.results:
+        family = " ".join(value for name, value in result.settings.items() if name != word) or "replayed stacks"
+        families.setdefault(family, []).append(result)
+    shown = sorted(families, key=lambda name: -max(result.net_dollars_per_month for result in families[name]))[:COLORS]
+    colors = {name: f"c{number}" for number, name in enumerate(shown)}
+    nets, dots = [], []
+    for name, color in colors.items():
+        if word is not None:
+            points = [
+                (parse_size(result.settings[word]), result.net_dollars_per_month)
+                for result in families[name]
+                if result.settings[word] != LEFT_OUT
+            ]
+            nets.append(Series(name, sorted(points), marks=True, color=color))
+        rooms = [(room, result.hit_rate) for result in families[name] if (room := _room(result)) is not None]
+        fitting = [(float(room), rate) for room, rate in rooms if room <= 2 * study.curve[-1].capacity_bytes]
+        dots.append(Series(name, sorted(fitting), line=False, color=color))
     lru = [(float(point.capacity_bytes), point.lru) for point in study.curve]
     ideal = [(float(point.capacity_bytes), point.ideal) for point in study.curve if point.ideal is not None]
-    measured = [
-        (float(room), result.hit_rate)
-        for result in study.results
-        if (room := _room(result)) is not None and lru and room <= 2 * lru[-1][0]
+    bounds = [
+        Series("the optimum (Belady)", ideal, dashed=True, color="ink"),
+        Series("one LRU cache", lru, color="ink"),
     ]
-    chart = line_chart(
-        [
-            Series("the optimum (Belady)", ideal, dashed=True),
-            Series("LRU of this size", lru),
-            Series("replayed stacks, by the capacity of all tiers", sorted(measured), line=False),
-        ],
-        "capacity for blocks",
-        "Share of prompt blocks served",
-        size,
-        percent,
+    curve = line_chart([*bounds, *dots], "capacity of all tiers", "Share of prompt blocks served", size, percent)
+    title = "Net saving a month: prefill saved, minus the price of the tiers"
+    saving = line_chart(nets, word or "", title, size, dollars)
+    note = f"<p>The charts show {COLORS} of {len(families)} kinds of stacks, those that save most.</p>"
+    return (
+        (f"<h2>What does it save?</h2>{saving}" if saving else "")
+        + f"<h2>How much capacity?</h2>{curve}"
+        + (note if len(families) > COLORS else "")
     )
-    return f"<h2>How much capacity?</h2>{chart}"
 
 
 def _room(result: ReplayResult) -> int | None:
     """Return the capacity of all tiers together; None if one has none."""
     sizes = [tier.capacity_bytes for tier in result.tiers]
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _sources(study: Study) -> str:
-    names = [tier.name for tier in study.results[0].tiers]
-    bars = [
-        Bar(label(result), [tier.hit_rate for tier in result.tiers], result.ideal_hit_rate)
-        for result in study.results[:48]
-    ]
-    chart = bar_chart(bars, names, "the optimum for this room", "Share of prompt blocks served, by tier", percent)
-    return f"<h2>Which tier serves them?</h2>{chart}"
-
-
-def _swept(study: Study) -> str:
-    """Return the charts over the first swept size; nothing without one."""
-    word = next((word for word, text in study.results[0].settings.items() if _is_size(text)), None)
-    if word is None or len({result.settings[word] for result in study.results}) < 2:
-        return ""
-    lines: dict[str, list[ReplayResult]] = {}
-    for result in study.results:
-        others = " ".join(value for name, value in result.settings.items() if name != word)
-        lines.setdefault(others, []).append(result)
-
-    def chart(title: str, value: str, write: Format) -> str:
-        series = [
-            Series(name or title, [(parse_size(r.settings[word]), getattr(r, value)) for r in results], marks=True)
-            for name, results in lines.items()
-        ]
-        return line_chart(series, word, title, size, write)
-
-    return (
-        "<h2>What does it save?</h2>"
-        + chart("Net saving a month: prefill saved, minus the price of the tiers", "net_dollars_per_month", dollars)
-        + chart("Mean time to first token", "ttft_mean", seconds)
-        + chart("Time to first token that 1% of the requests exceed", "ttft_p99", seconds)
-    )
 
 
 def _is_size(text: str) -> bool:
@@ -176,40 +286,17 @@ def _is_size(text: str) -> bool:
         return False
 
 
-def _table(study: Study, best: ReplayResult) -> str:
-    swept = list(study.results[0].settings)
-    head = [*swept, "hits", "optimum", "TTFT mean", "p50", "p99", "prefill saved"]
-    head += ["saved / month", "tiers / month", "net / month"]
-    rows = [
-        f"<tr{' class=best' if result is best and swept else ''}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(result))
-        + "</tr>"
-        for result in study.results
-    ]
-    without = study.results[0]
-    base = [
-        *([""] * len(swept)), "0.0%", "", seconds(without.ttft_mean_without), seconds(without.ttft_p50_without),
-        seconds(without.ttft_p99_without), "", "", "", "",
-    ]  # fmt: skip
-    if swept:
-        base[0] = "without tiers"
-    rows.append("<tr class=base>" + "".join(f"<td>{escape(cell)}</td>" for cell in base) + "</tr>")
-    return _html_table(head, rows)
-
-
-def _cells(result: ReplayResult) -> list[str]:
-    return [
-        *result.settings.values(),
-        percent(result.hit_rate),
-        "" if result.ideal_hit_rate is None else percent(result.ideal_hit_rate),
-        seconds(result.ttft_mean),
-        seconds(result.ttft_p50),
-        seconds(result.ttft_p99),
-        f"{result.device_seconds_saved / 3600:,.2f} h",
-        dollars(result.dollars_saved_per_month),
-        dollars(result.dollars_per_month),
-        dollars(result.net_dollars_per_month),
-    ]
+def _table(study: Study) -> str:
+    head, rows = table(study)
+    best = study.results.index(study.best) if study.pays else len(rows) - 1
+    marks = [" class=best" if number == best else "" for number in range(len(rows))]
+    return _html_table(
+        head,
+        [
+            f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for mark, row in zip(marks, rows, strict=True)
+        ],
+    )
 
 
 def _tiers(result: ReplayResult, *, single: bool) -> str:
@@ -224,7 +311,9 @@ def _tiers(result: ReplayResult, *, single: bool) -> str:
         "dropped",
         "overdue",
         "out of service",
-        "price / month",
+        "paid for",
+        "saved/month",
+        "price/month",
     ]
     rows = [
         "<tr>"
@@ -241,6 +330,8 @@ def _tiers(result: ReplayResult, *, single: bool) -> str:
                 f"{tier.blocks_dropped:,}",
                 f"{tier.loads_overdue:,}",
                 f"{tier.seconds_out_of_service:,.1f} s" if tier.seconds_out_of_service else "",
+                size(tier.bytes_paid),
+                dollars(tier.dollars_saved_per_month),
                 dollars(tier.dollars_per_month),
             )
         )
@@ -271,16 +362,25 @@ def _stack(study: Study, best: ReplayResult) -> str:
     )
 
 
-def _assumptions(study: Study) -> str:
-    model = study.model
+def _assumptions(study: Study, best: ReplayResult) -> str:
+    model, hours = study.model, best.trace_seconds / 3600
+    cache = "not modelled" if model.device_cache is None else size(model.device_cache)
     items = [
         f"A block has {study.block_tokens} tokens and {size(study.block_bytes)}.",
         f"The trace has {study.distinct_blocks:,} distinct blocks ({size(study.distinct_blocks * study.block_bytes)}).",
-        f"The engine computes {model.prefill_tokens_per_second:,.0f} prompt tokens a second.",
-        f"Accelerators cost ${model.device_dollars_per_hour:g} an hour.",
+        f"The engine computes {model.prefill_tokens_per_second:,.0f} prompt tokens a second. Its own cache: {cache}.",
+        f"Accelerators cost ${model.device_dollars_per_hour:g} an hour; an hour of prefill saved is worth as much.",
+        f"All amounts are for a month of {HOURS_PER_MONTH:g} hours like the {hours:,.2f} hours of the trace.",
         "Requests do not queue for the accelerators, so under load hits save more than this.",
         f"Loads into the accelerator run at {size(model.device_bytes_per_second)}/s.",
         f"CPU memory costs ${model.primary_dollars_per_gib_month:g} a GiB and month.",
+        *(_medium(tier.name, tier.medium) for tier in study.results[0].tiers if tier.medium is not None),
+        f"A tier that compresses stores a block in 1/{model.compression_ratio:g} of its bytes.",
+        "A tier with a capacity is paid for in full.",
+        "A tier without one is paid for what it holds in the steady state: bytes written per second, times its ttl.",
+        "Without a ttl it grows for ever, and what a month writes counts. Both are upper bounds: tiers start empty.",
+        "A stack whose mean time to first token, or the time that 1% exceed, is longer than without tiers is no buy.",
+        "A tier's hits save the prefill of their tokens.",
         "Manager, eviction, admission, indexes and budgets are the real ones.",
         "A medium is a queue with a bandwidth and a latency.",
         "The trace starts with empty tiers, so a short trace understates what a running system serves.",
@@ -289,3 +389,12 @@ def _assumptions(study: Study) -> str:
     numbers = escape(json.dumps(model.model_dump(mode="json"), indent=1))
     details = f"<details><summary>All numbers of the model</summary><pre>{numbers}</pre></details>"
     return f"<h2>Assumptions</h2><ul>{text}</ul>{details}"
+
+
+def _medium(name: str, medium: Mapping[str, float]) -> str:
+    return (
+        f"{name} reads {size(medium['read_bytes_per_second'])}/s and writes {size(medium['write_bytes_per_second'])}/s "
+        f"after {seconds(medium['latency'])}. It costs ${medium['dollars_per_gib_month']:g} a GiB and month, "
+        f"${medium['dollars_per_million_writes']:g} a million writes, ${medium['dollars_per_million_reads']:g} "
+        f"a million reads or probes, and ${medium['dollars_per_gib_read']:g} a GiB read."
+    )

@@ -79,8 +79,14 @@ class TierResult:
     """Seconds during which the tier served nothing, because so many loads missed its deadline."""
     blocks_at_end: int
     """Blocks held at the end."""
+    bytes_paid: int
+    """Bytes that are paid for: the capacity, or what a tier without one holds in the steady state."""
     dollars_per_month: float
-    """Price of the tier for a month: its capacity, requests and traffic."""
+    """Price of the tier for a month: its bytes, requests and traffic."""
+    dollars_saved_per_month: float
+    """Price of the prefill time that the tier's hits saved, extrapolated to a month."""
+    medium: dict[str, float] | None = None
+    """Speed and prices of the medium; None (default) for the primary tier and the engine's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,12 @@ class ReplayResult:
     """Duration of the replay itself, in seconds."""
     stack: str = field(default="", compare=False)
     """The stack file of this replay, with secrets masked."""
+
+    @property
+    def waits_longer(self) -> bool:
+        """True if requests wait longer than without tiers: in the mean, or the slowest 1% of them."""
+        # Both tails are quantiles of the same bounds, so they differ by one step at least if they differ.
+        return self.ttft_mean > self.ttft_mean_without or self.ttft_p99 > self.ttft_p99_without * STEP
 
     @property
     def net_dollars_per_month(self) -> float:

@@ -66,9 +66,14 @@ class Study:
     def best(self) -> ReplayResult:
         """The result with the largest net saving.
 
-        Results whose mean time to first token is worse than without tiers count only if all are."""
-        good = [result for result in self.results if result.ttft_mean <= result.ttft_mean_without]
+        Results whose requests wait longer than without tiers count only if those of all do."""
+        good = [result for result in self.results if not result.waits_longer]
         return max(good or self.results, key=lambda result: result.net_dollars_per_month)
+
+    @property
+    def pays(self) -> bool:
+        """True if the best result saves more than it costs, and requests do not wait longer."""
+        return self.best.net_dollars_per_month > 0 and not self.best.waits_longer
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values as plain data."""
@@ -82,6 +87,7 @@ class Study:
             "reuse": self.reuse,
             "curve": [asdict(point) for point in self.curve],
             "results": [result.as_dict() for result in self.results],
+            "best_buy": self.best.settings if self.pays else None,
             "model": self.model.model_dump(mode="json"),
         }
 

@@ -19,7 +19,13 @@ from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 
 MAX_POINTS = 400
-"""Largest number of variants of one sweep."""
+"""Largest number of combinations of swept values."""
+SECONDARY = "secondary"
+"""Setting that names the secondary tiers of a variant."""
+NO_TIERS = "none"
+"""Value of :data:`SECONDARY` for a variant without secondary tiers."""
+LEFT_OUT = "-"
+"""Value of a swept word whose tier is left out."""
 
 _PART = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*)((?:\[[0-9]+\])*)")
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
@@ -46,7 +52,7 @@ class Point:
     """One variant of a stack."""
 
     settings: dict[str, str]
-    """Swept word → its value."""
+    """Swept word → its value; and :data:`SECONDARY` → the names of the tiers, if the stack has any."""
     stack: StackConfig
     """The validated stack."""
     text: str
@@ -111,7 +117,9 @@ def _scalar(text: str) -> object:
 
 
 def points(words: Mapping[str, Any], axes: Sequence[Axis]) -> list[Point]:
-    """Return the variants of a stack: one for each combination of the axes' values.
+    """Return the variants of a stack: all combinations, with and without secondary tiers.
+
+    The variants with all tiers come first. Those without each secondary tier follow, and last those without any.
 
     Args:
         words: the stack as plain data, with environment references as written.
@@ -124,19 +132,28 @@ def points(words: Mapping[str, Any], axes: Sequence[Axis]) -> list[Point]:
     if count > MAX_POINTS:
         raise ConfigError(f"the sweep has {count} stacks, more than {MAX_POINTS}; sweep fewer values")
     found: list[Point] = []
-    for values in product(*(axis.values for axis in axes)):
-        variant = copy.deepcopy(dict(words))
+    known: set[tuple[str, ...]] = set()
+    tiers = len(words["secondary"]) if isinstance(words.get("secondary"), list) else 0
+    left_out = dict.fromkeys([(), *((index,) for index in range(tiers)), tuple(range(tiers))])
+    for gone, values in product(left_out, product(*(axis.values for axis in axes))):
+        variant, places = copy.deepcopy(dict(words)), {("secondary", index) for index in gone}
         settings: dict[str, str] = {}
         for axis, value in zip(axes, values, strict=True):
             _set(variant, axis, value)
-            settings[axis.name] = str(value)
+            settings[axis.name] = LEFT_OUT if axis.path[:2] in places else str(value)
+        if gone:
+            variant["secondary"] = [tier for index, tier in enumerate(variant["secondary"]) if index not in gone]
         try:
             stack = load_stack(variant)
         except ConfigError as error:
             at = ", ".join(f"{name}={value}" for name, value in settings.items())
             raise ConfigError(f"{at}: {error}" if at else str(error)) from error
-        text = yaml.safe_dump(_shown("", variant), sort_keys=False, default_flow_style=None, width=120)
-        found.append(Point(settings, stack, text))
+        if tiers:
+            settings[SECONDARY] = "+".join(tier.tier_name for tier in stack.secondary) or NO_TIERS
+        if (key := tuple(settings.values())) not in known:
+            known.add(key)
+            text = yaml.safe_dump(_shown("", variant), sort_keys=False, default_flow_style=None, width=120)
+            found.append(Point(settings, stack, text))
     return found
 
 
