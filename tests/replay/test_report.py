@@ -59,6 +59,10 @@ def test_the_page_is_whole_and_needs_nothing_else(study: Study) -> None:
     assert not re.search(r"@import|url\(|fetch\(|https?://", page)
     assert reader.tags.count("svg") == 2
     assert len(page) < 100_000
+    # Charts shrink with their window, and long lines of the stack file are wrapped.
+    assert "svg{width:100%" in page
+    assert "min-width:560px" not in page
+    assert re.search(r"pre\{[^}]*white-space:pre-wrap", page)
 
 
 def test_the_page_offers_every_stack_and_shows_the_best(study: Study) -> None:

@@ -40,6 +40,7 @@ _TROUBLES = (
 )
 _BAR_CELLS = 10
 _NO_HITS = "0%"
+_SMALL = ": a CPU tier that is not larger than the GPU's own cache brings nothing"
 
 WIDE = 100
 """Columns of a terminal from which on bars, latencies and active blocks are shown."""
@@ -158,7 +159,8 @@ def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]
         better = next((factor for factor, text in rates.items() if factor > 1 and text != now), None)
         if better is not None and (better == 2 or now == _NO_HITS):
             times = "twice" if better == 2 else f"{better:g} times"
-            yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}"
+            why = _SMALL if name == CPU and now == _NO_HITS else ""
+            yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}{why}"
         elif now == _NO_HITS:
             continue
         elif half == now:
