@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,6 +220,11 @@ def test_the_page_has_plots_and_needs_no_network(write_stack: WriteStack, tmp_pa
     assert "GB/s of loads" in text
     assert "src=" not in text
     assert "http" not in text.replace("http://www.w3.org", "")
+    # One color stands for one depth, or for one size of blocks, in all charts.
+    keys = {(name.split(" ")[-1], color) for color, name in re.findall(r'<i class="(c\d)[^"]*"></i>([^<]*)', text)}
+    depths = {color for word, color in keys if word == "flight"}
+    assert len(depths) == 2
+    assert not depths & {color for word, color in keys if word != "flight"}
 
 
 def test_a_page_that_cannot_be_written_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:

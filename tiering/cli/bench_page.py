@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tiering.cli.measure import Measured
-from tiering.replay.charts import Series, line_chart, seconds, size
+from tiering.replay.charts import COLORS, Series, line_chart, seconds, size
 from tiering.replay.page import STYLE
 
 
@@ -57,7 +57,7 @@ def _bandwidth(some: Sequence[Measured], direction: str) -> str:
     limits = {found.block_bytes: found.limit for found in some if found.depth == depths[-1] and found.limit}
     if limits:
         points = [(float(block), limit / 1e9) for block, limit in limits.items() if limit is not None]
-        lines.append(Series(f"bare device, {depths[-1]} in flight", points, marks=True, dashed=True))
+        lines.append(Series(f"bare device, {depths[-1]} in flight", points, marks=True, dashed=True, color="ink"))
     return line_chart(lines, "bytes of a block", f"GB/s of {direction}s", size, lambda value: f"{value:.3g}")
 
 
@@ -69,8 +69,9 @@ def _latency(some: Sequence[Measured], direction: str) -> str:
             [(found.depth, getattr(found, name)) for found in some if found.block_bytes == block],
             marks=True,
             dashed=name == "p99",
+            color=f"c{(number + COLORS // 2) % COLORS}",  # The first colors are those of the depths.
         )
-        for block in sizes
+        for number, block in enumerate(sizes)
         for name in ("p50", "p99")
     ]
     return line_chart(lines, "blocks in flight", f"latency of {direction}s", lambda value: f"{value:.0f}", seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tiering.replay.charts import COLORS
+
 STYLE = (
     """
 :root{--ink:#1c2330;--soft:#5b6474;--line:#dfe3ea;--paper:#fff;--tint:#f4f6f9;
@@ -17,14 +19,14 @@ p,ul{max-width:860px}h1{font-size:1.35rem;overflow-wrap:anywhere}h2{font-size:1.
 figure{margin:0 0 1.4em;max-width:860px}figcaption{font-weight:600}svg{width:100%;height:auto;display:block}
 svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.axis,.tick{stroke:var(--soft)}
 @media(max-width:600px){svg text{font-size:19px}}
-.line{fill:none;stroke-width:2.2}.line.ink{stroke:var(--ink)}
+.line{fill:none;stroke-width:2.2}.line.ink{stroke:var(--ink)}.mark.ink{fill:var(--ink)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:18px;height:0;border-top:4px solid;margin-right:6px;vertical-align:middle}
 .legend i.dashed{border-top-style:dashed}.legend i.ink{border-color:var(--ink)}
 """
     + "".join(
         f".line.c{n}{{stroke:var(--c{n})}}.mark.c{n}{{fill:var(--c{n})}}.legend i.c{n}{{border-color:var(--c{n})}}\n"
-        for n in range(8)
+        for n in range(COLORS)
     )
     + """
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;white-space:nowrap;width:100%}
