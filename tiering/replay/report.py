@@ -46,6 +46,7 @@ def label(result: ReplayResult) -> str:
     words = [value for name, value in result.settings.items() if name != SECONDARY and value != LEFT_OUT]
     tiers = result.settings.get(SECONDARY)
     if tiers is not None:
+        words = words or ["the stack"]
         words.append("without secondary tiers" if tiers == NO_TIERS else f"with {tiers}")
     return " ".join(words) or "this stack"
 
@@ -136,7 +137,7 @@ def _prices(study: Study, best: ReplayResult) -> list[str]:
         )
         others = "+".join(t.name for t in full.tiers if t.name not in {DEVICE, PRIMARY_TIER, tier.name}) or NO_TIERS
         for result in study.results:
-            if result.settings.get(SECONDARY) == others and _differ(result, full) <= {SECONDARY}:
+            if result is not full and result.settings.get(SECONDARY) == others and _differ(result, full) <= {SECONDARY}:
                 line += (
                     f": without it, the net saving is {dollars(result.net_dollars_per_month)} a month "
                     f"instead of {dollars(full.net_dollars_per_month)}"
