@@ -64,6 +64,7 @@ class _Fault:
     part: str
     left: int
     code: str = ""
+    message: str = ""
 
 
 @dataclass(eq=False)
@@ -93,10 +94,19 @@ class FakeS3:
     """Endpoint to which every request is redirected; empty: none."""
     modified: dict[str, datetime.datetime] = field(default_factory=dict)
     """Time of the last write by object name; default: the beginning of 2026."""
+    now: datetime.datetime | None = None
+    """Time of the server's clock, which writes record; None: they record none."""
     _faults: deque[_Fault] = field(default_factory=deque)
 
     def fail(
-        self, what: int | Trouble, *, method: str = "", part: str = "", times: int = 1, code: str = "Injected"
+        self,
+        what: int | Trouble,
+        *,
+        method: str = "",
+        part: str = "",
+        times: int = 1,
+        code: str = "Injected",
+        message: str = "",
     ) -> None:
         """Fail the next ``times`` requests with this method and ``part`` in their name.
 
@@ -106,9 +116,10 @@ class FakeS3:
             part: part of the object's name; "": any.
             times: number of requests.
             code: error code in the body of a status.
+            message: message in the body of a status.
         """
         with self.lock:
-            self._faults.append(_Fault(what, method, part, times, code))
+            self._faults.append(_Fault(what, method, part, times, code, message))
 
     def heal(self) -> None:
         """Remove all faults that have not happened yet."""
@@ -240,7 +251,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         elif fake.access_key and self.signed_with() != fake.access_key:
             self.send(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
         elif injected is not None and isinstance(fault, int):
-            self.send(fault, f"<Error><Code>{injected.code}</Code></Error>".encode())
+            text = f"<Message>{escape(injected.message)}</Message>" if injected.message else ""
+            self.send(fault, f"<Error><Code>{injected.code}</Code>{text}</Error>".encode())
         elif fault is Trouble.RESET:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -281,6 +293,8 @@ class FakeHandler(BaseHTTPRequestHandler):
             refused = self.headers.get("if-none-match") == "*" and name in self.fake.objects
             if not refused:
                 self.fake.objects[name] = body
+                if self.fake.now is not None:
+                    self.fake.modified[name] = self.fake.now
         if refused:
             self.send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:

@@ -121,6 +121,22 @@ class RawBlock:
     """Length of the object in bytes."""
     version: str
     """Text that identifies this version of the object for the medium; empty: the medium has none."""
+    proven: bool = False
+    """True if a digest that the medium keeps proves that it holds these very bytes; default False."""
+
+
+class Settlement(enum.Enum):
+    """Decision about a block that two equal reads of one machine found corrupt."""
+
+    DELETED = "it is corrupt on the medium and was deleted"
+    REPLACED = (
+        "it is corrupt on the medium, but was replaced meanwhile or cannot be deleted by version; it is left there"
+    )
+    RENEWED = (
+        "it reads corrupt here and stays: no other machine has confirmed that, or enough was deleted this hour; this "
+        "process uses a second name for the block"
+    )
+    LEFT = "it reads corrupt here and stays: no other machine has confirmed that, or enough was deleted this hour"
 
 
 class BlockStore(ABC):
@@ -238,6 +254,23 @@ class BlockStore(ABC):
             StoreError: the block could not be deleted.
         """
         return False
+
+    def settle(self, place: Place, found: RawBlock) -> Settlement:
+        """Decide about a block that two equal reads of this machine found corrupt.
+
+        A shared block is not deleted on one machine's word. The default deletes it if the medium's digest proves the
+        damage, and leaves it otherwise.
+
+        Args:
+            place: place of the block.
+            found: the block as :meth:`read_again` returned it.
+
+        Raises:
+            StoreError: the decision could not be made or carried out; the block is left there.
+        """
+        if not found.proven or not found.version:
+            return Settlement.LEFT
+        return Settlement.DELETED if self.delete_version(place, found.version) else Settlement.REPLACED
 
     # --------------------------------------------------------------------------------------------- small documents
 

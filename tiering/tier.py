@@ -9,7 +9,18 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.transfer import Rows
 from tiering.api.units import Duration, Share, Size
-from tiering.block_store import BatchStore, BlockIO, BlockStore, Done, Outcome, Place, RawBlock, StoreProbe, StoreTraits
+from tiering.block_store import (
+    BatchStore,
+    BlockIO,
+    BlockStore,
+    Done,
+    Outcome,
+    Place,
+    RawBlock,
+    Settlement,
+    StoreProbe,
+    StoreTraits,
+)
 from tiering.secondary.admin.contract import (
     Collected,
     EpochState,
@@ -73,6 +84,7 @@ __all__ = [
     "RawBlock",
     "Rows",
     "SecondaryTierManager",
+    "Settlement",
     "Severity",
     "Share",
     "SharedIndex",

@@ -33,7 +33,7 @@ class NamedMemoryStore(MemoryStore):
         if frame is None:
             return None
         data = frame.tobytes()
-        return RawBlock(data if len(data) <= limit else b"", len(data), sha256(data).hexdigest())
+        return RawBlock(data if len(data) <= limit else b"", len(data), sha256(data).hexdigest(), proven=True)
 
     def delete_version(self, place: Place, version: str) -> bool:
         with self.memory.lock:

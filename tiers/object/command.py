@@ -30,6 +30,7 @@ from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.options import BucketOptions, without_ttl
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
+from tiers.object.suspects import ended
 from tiers.valkey.client import ServerAddress
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _FOLDERS_DEEP = 3
 
 _CHUNK = 1000
 _CHUNKS_AHEAD = 4
-_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)")
+_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)(?:\.[1-9])?")
 
 
 class ObjectAdmin(TierAdmin):
@@ -242,7 +243,14 @@ class ObjectAdmin(TierAdmin):
         ttl = self.options.ttl
         if ttl is not None:
             limits = dataclasses.replace(limits, older_than=min(limits.older_than or ttl, ttl))
-        return await super().collect(limits, dry_run=dry_run)
+        collected = await super().collect(limits, dry_run=dry_run)
+        if not dry_run:
+            await asyncio.to_thread(self._expire_notes)
+        return collected
+
+    def _expire_notes(self) -> None:
+        """Remove the notes and settlements about corrupt objects that count no more."""
+        self._store.remove_documents(ended(self._store.document_times(), self.clock()))
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
         try:

@@ -40,6 +40,11 @@ _QUERY = re.compile(r"(?<=[^\s?])\?[^\s?=]+=[^\s)]*")
 _DNS_ERROR = re.compile(r"error: \"([^\"]*lookup[^\"]*|[^\"]*name[^\"]*)\"", re.IGNORECASE)
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _MAX_TEXT = 300
+_LOCKED = re.compile(r"\bobject lock\b", re.IGNORECASE)
+"""Words of an answer that names object lock, whose error code is that of any invalid request.
+
+They cannot match a URL, which has no blanks.
+"""
 _TRY_AGAIN = frozenset({408, 409, 425, 429})
 _TOKEN_REQUEST = "Error performing token request"
 _METADATA_HOST = "//169.254.169.254/"
@@ -68,6 +73,11 @@ CLOCK = "this machine's clock is wrong by more than 15 minutes; set it (NTP)"
 """Text about a refused signature of another time."""
 THROTTLED = "the service throttles requests"
 """Text about a service that wants fewer requests."""
+OBJECT_LOCK = (
+    "the bucket has object lock with a default retention, which refuses uploads without a checksum and keeps what was "
+    "deleted; use a bucket without object lock, or remove its default retention"
+)
+"""Text about a bucket whose objects are locked."""
 
 _COMMON_CODES: Mapping[str, tuple[Cause, str]] = {
     "QuotaExceeded": (Cause.SPACE, SPACE),
@@ -147,6 +157,8 @@ class Dialect:
 
         if _TOKEN_REQUEST in first:
             return fault(*self._token_failure(first, status))
+        if _LOCKED.search(first):
+            return fault(Cause.REQUEST, OBJECT_LOCK)
         if known in self._codes:
             return fault(*self._codes[known])
         if status in self._statuses:

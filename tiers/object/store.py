@@ -7,9 +7,8 @@ a reset readable again.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -18,16 +17,19 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
-from tiering.errors import CorruptBlockError, StoreError, TemporaryStoreError
+from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
+from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
 from tiering.runtime.daemons import DaemonThreads
 from tiers.object.cloud import Cloud, batches, make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
-from tiers.object.names import BLOCKS, DOCUMENTS
+from tiers.object.names import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS
 from tiers.object.options import BucketOptions
 from tiers.object.renewal import Renewal
 from tiers.object.requests import Requests
 from tiers.object.runtime import start_runtime
+from tiers.object.second_look import second_look
+from tiers.object.second_names import SecondNames
+from tiers.object.suspects import Suspects
 from tiers.object.verbs import Verb
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class ObjectStore(BlockStore):
         self._renewal: Renewal | None = None
         self._absent: dict[Place, None] = {}
         """Places that hold no block as far as is known, so that a put need not look."""
+        self._second_names = SecondNames()
+        self._suspects = Suspects(self, self._delete_version)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._options.location})"
@@ -173,26 +177,19 @@ class ObjectStore(BlockStore):
         self._delete_names([self._name(place) for place in places])
 
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
-        name = self._name(place)
-        try:
-            # A client of its own has connections of its own.
-            fresh = self._cloud.connect()
-            result = self._requests.send(Verb.GET, lambda client: obstore.get(client, name), through=fresh)
-            size, version, expected = (
-                result.meta["size"],
-                self._cloud.version(result.meta),
-                self._cloud.digest(result.meta),
-            )
-            content = result.bytes().to_bytes() if size <= limit else b""
-        except FileNotFoundError:
-            return None
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"get {name} again") from error
-        if content and expected not in {None, hashlib.md5(content, usedforsecurity=False).hexdigest()}:
-            raise TemporaryStoreError(
-                f"the bytes differ from their ETag; suspect a proxy or this machine's memory (get {name} again)"
-            )
-        return RawBlock(content, size, version)
+        return second_look(self._cloud, self._requests, self._name(place), limit)
+
+    def settle(self, place: Place, found: RawBlock) -> Settlement:
+        """Delete a corrupt object if other machines or a digest allow, or use a second name for its block."""
+        settlement = Settlement.LEFT
+        if self._options.admission != "none":
+            try:
+                settlement = self._suspects.settle(self._name(place), found)
+            except PermanentStoreError as error:
+                logger.warning("a corrupt object cannot be deleted, and its block gets a second name: %s", error)
+        if settlement is Settlement.LEFT and self._second_names.add(place):
+            return Settlement.RENEWED
+        return settlement
 
     def delete_version(self, place: Place, version: str) -> bool:
         """Delete an object by a conditional request.
@@ -299,7 +296,28 @@ class ObjectStore(BlockStore):
         return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
 
     def remove_document(self, name: str) -> None:
-        self._delete_names([f"{self._documents}{name}"])
+        self.remove_documents([name])
+
+    def remove_documents(self, names: Sequence[str]) -> None:
+        """Remove several documents, ignoring absent ones.
+
+        Raises:
+            StoreError: a document cannot be removed.
+        """
+        self._delete_names([f"{self._documents}{name}" for name in names])
+
+    def document_times(self) -> Mapping[str, float]:
+        """Return the time of the last write, by the service's clock, of each note and settlement.
+
+        Raises:
+            StoreError: the documents cannot be listed.
+        """
+        return {
+            name: item["last_modified"].timestamp()
+            for objects in self.list_document_objects()
+            for item in objects
+            if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS))
+        }
 
     # ---------------------------------------------------------------------------------------------- many at a time
 
@@ -396,7 +414,7 @@ class ObjectStore(BlockStore):
             raise self._translate(error, f"copy {name}") from error
 
     def _name(self, place: Place) -> str:
-        return f"{self._blocks}{place}"
+        return f"{self._blocks}{place}{self._second_names.suffix(place)}"
 
     def _take_absent(self, place: Place) -> bool:
         """Return True if the place is expected to hold no block, once; a retry looks."""

@@ -107,7 +107,7 @@ class ValkeyStore(BlockStore):
             fresh.close()
         if not size:
             return None
-        return RawBlock(content if size <= limit else b"", size, _version(size, content, limit))
+        return RawBlock(content if size <= limit else b"", size, _version(size, content, limit), proven=True)
 
     def delete_version(self, place: Place, version: str) -> bool:
         limit = int(version.split("-")[1])

@@ -13,9 +13,11 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from tests.fake_s3 import FakeS3
+from tiering.secondary.admin.contract import Severity
 from tiers.object import S3Options
 from tiers.object.s3.credentials import CredentialSource
 from tiers.object.s3.lifecycle import check_lifecycle
+from tiers.object.s3.settings import probe_settings
 from tiers.object.store import ObjectStore
 
 BLOCKS, DOCUMENTS = "prod/blocks/", "prod/documents/"
@@ -131,3 +133,23 @@ class TestLifecycle:
         assert [record.name for record in caplog.records if record.name.startswith("kv_tiering")] == [
             "kv_tiering.object"
         ]
+
+
+@pytest.mark.parametrize("retention", [None, {"Mode": "COMPLIANCE", "Days": 30}])
+def test_a_check_names_a_bucket_with_object_lock(client: Any, retention: dict[str, Any] | None) -> None:
+    client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
+    if retention is not None:
+        client.put_object_lock_configuration(
+            Bucket="locked",
+            ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}},
+        )
+
+    def subjects(bucket: str) -> dict[str, tuple[Severity, str]]:
+        options = S3Options.model_validate({"bucket": bucket})
+        found = probe_settings(options, CredentialSource(None), writes=True)
+        return {finding.subject: (finding.severity, finding.remedy) for finding in found}
+
+    severity, remedy = subjects("locked")["object lock"]
+    assert severity is (Severity.WARNING if retention is None else Severity.ERROR)
+    assert remedy.startswith("use a bucket without object lock")
+    assert "object lock" not in subjects("kv-cache")

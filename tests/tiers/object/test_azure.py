@@ -7,7 +7,7 @@ import datetime
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,15 +19,20 @@ from obstore.exceptions import PreconditionError
 from tests.fake_s3 import FakeS3, Trouble
 from tests.servers import AzureEndpoint, azurite
 from tests.tiers.object.blocks import block, content, empty
+from tests.tiers.object.rigs import tier_of
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite
 from tests.tls import make_authority
 from tiering.block_store import Done
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.testing.clock import until
-from tiers.object import ObjectOptions
+from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_tests import K
+from tiers.object import ObjectOptions, suspects
 from tiers.object.cloud import make_cloud
 from tiers.object.faults import STORE_FAILURES, summary
+from tiers.object.names import SUSPECTS
 from tiers.object.store import ObjectStore
+from tiers.object.suspects import Machine
 from tiers.object.verbs import Verb
 
 VARIABLES = (
@@ -48,6 +53,25 @@ class TestStoreOnAzurite(RealStoreSuite):
 @pytest.mark.azurite
 class TestTierOnAzurite(FleetSuite):
     serve = staticmethod(azurite)
+    proves = False
+
+    def test_a_second_machine_confirms_a_broken_block(
+        self, machines: Callable[[], TierRig], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(suspects, "APART", 0.0)
+        one, other = machines(), machines()
+        for name, rig in (("one", one), ("other", other)):
+            tier_of(rig)._store._suspects._machine = Machine.of(name, name, name)
+        one.store(K[:1])
+        (place,) = self.raw_places()
+        self.raw_write(place, self.raw_read(place)[:-1] + b"?")
+        assert one.load(K[:1]) == []
+        one.wait(lambda: self.bucket.names(f"{self.options.prefix}documents/{SUSPECTS}"))
+        assert self.raw_places() == [place]
+        assert other.load(K[:1]) == []
+        other.wait(lambda: not self.raw_places())
+        other.wait(lambda: other.store(K[:1]) == K[:1])
+        assert other.load(K[:1]) == K[:1]
 
 
 # ---------------------------------------------------------------------------------------------------------- identities

@@ -106,3 +106,12 @@ def test_bytes_that_are_not_those_written_are_no_lack_of_permission(
     found = failed(fake, "s3", "get")
     assert "7 bytes came back that are not the 64 written" in found.text
     assert found.remedy == "look for a proxy or a cache between this machine and the service"
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_bucket_with_object_lock_is_named_with_the_remedy(server: FakeS3, scheme: str) -> None:
+    text = "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with Object Lock parameters"
+    server.fail(400, method="PUT", times=1 << 30, code="InvalidRequest", message=text)
+    found = failed(server, scheme, "put")
+    assert "object lock" in found.text
+    assert found.remedy == "use a bucket without object lock, or remove its default retention"

@@ -1,9 +1,10 @@
 """Corrupt blocks on a shared medium: read again, and deleted only if the medium itself is at fault.
 
-A machine with bad memory, or a proxy that answers with a page of its own, refuses sound blocks. Such a machine must not
+A machine with bad memory, or a proxy that changes what it passes on, refuses sound blocks. Such a machine must not
 delete the blocks of all others. A refused block is therefore read again, twice, each time over a new connection and
-into other memory. It is deleted if both reads are corrupt and equal, under the version that was read. Every refused
-block, deleted or not, is left alone by this process for a while.
+into other memory. If both reads are corrupt and equal, the store settles the matter: it deletes the version that was
+read if a digest of the medium proves the damage or another machine confirms it (:meth:`BlockStore.settle`). This
+process leaves every refused block alone for a while, unless the block has gone or has a second name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiering.api.keys import OffloadKey
-from tiering.block_store import BlockStore, Done, Outcome, Place, RawBlock
+from tiering.block_store import BlockStore, Done, Outcome, Place, RawBlock, Settlement
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.index.contract import TierIndex
@@ -31,7 +32,7 @@ PERIOD = 60.0
 """Seconds to which the budget and the limit apply."""
 
 BUDGET = 8
-"""Maximum number of blocks that one process reads again, and may delete, in a period."""
+"""Maximum number of blocks that one process reads again in a period."""
 
 LIMIT = 16
 """Number of corrupt blocks in a period that opens the breaker, if they are a tenth of all blocks read."""
@@ -41,13 +42,9 @@ _LOG_PERIOD = 30.0
 
 
 class Verdict(enum.Enum):
-    """Result of reading a refused block again."""
+    """Result of reading a refused block again that needs no settlement."""
 
-    DELETED = "it is corrupt on the medium and was deleted"
     GONE = "it is not there any more"
-    CHANGED = (
-        "it is corrupt on the medium, but was replaced meanwhile or cannot be deleted by version; it is left there"
-    )
     SOUND = "a second read is sound: suspect the memory of this machine, or a proxy; the block is left there"
     UNSTABLE = "two more reads differ: suspect a proxy, or the memory of this machine; the block is left there"
 
@@ -139,10 +136,10 @@ class CorruptBlocks:
         spent.append(now)
         return True
 
-    def _ended(self, block: Refused, verdict: Verdict | None, error: BaseException | None) -> None:
-        if verdict in {Verdict.DELETED, Verdict.GONE}:
+    def _ended(self, block: Refused, verdict: Verdict | Settlement | None, error: BaseException | None) -> None:
+        if verdict in {Verdict.GONE, Settlement.DELETED, Settlement.RENEWED}:
             self._index.pardon(block.key)
-        self.deleted += verdict is Verdict.DELETED
+        self.deleted += verdict is Settlement.DELETED
         if count := self._lines.admit():
             logger.warning(
                 "tier %s: %d corrupt block(s) were read again; the last, %s: %s",
@@ -153,13 +150,13 @@ class CorruptBlocks:
             )
 
 
-def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict:
-    """Read a refused block twice more, and delete it if both reads are corrupt and equal.
+def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict | Settlement:
+    """Read a refused block twice more, and let the store settle it if both reads are corrupt and equal.
 
     Runs on the I/O side.
 
     Raises:
-        StoreError: the block could not be read or deleted.
+        StoreError: the block could not be read or settled.
     """
     limit = header_bytes + block.size
     first = store.read_again(block.place, limit)
@@ -169,9 +166,7 @@ def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict:
         return Verdict.SOUND
     if store.read_again(block.place, limit) != first:
         return Verdict.UNSTABLE
-    if first.version and store.delete_version(block.place, first.version):
-        return Verdict.DELETED
-    return Verdict.CHANGED
+    return store.settle(block.place, first)
 
 
 def is_sound(found: RawBlock, block: Refused, header_bytes: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiering.errors import PermanentStoreError
 from tiering.secondary.admin.contract import Finding, Severity
-from tiers.object.faults import summary
+from tiers.object.faults import OBJECT_LOCK, summary
 from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.options import S3Words
 from tiers.object.s3.credentials import CredentialSource
@@ -56,6 +56,7 @@ def probe_settings(options: S3Words, credentials: CredentialSource, *, writes: b
             yield Finding(Severity.INFO, "versioning", f"cannot be read: {summary(error)}")
         else:
             yield _versioning_finding(versioning, cleaned=options.ttl is not None and problem is None)
+        yield from _object_lock_findings(client, options.bucket)
     yield _lifecycle_finding(options, problem)
 
 
@@ -94,6 +95,22 @@ def _versioning_finding(versioning: str, *, cleaned: bool) -> Finding:
             "suspend versioning, or let lifecycle rules remove noncurrent versions and delete markers",
         )
     return Finding(Severity.OK, "versioning", f"{versioning.lower()}")
+
+
+def _object_lock_findings(client: Any, bucket: str) -> Iterator[Finding]:
+    """Yield a finding if the bucket has object lock; an error of the service counts as none."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        found = client.get_object_lock_configuration(Bucket=bucket).get("ObjectLockConfiguration", {})
+    except (BotoCoreError, ClientError):
+        return
+    if found.get("Rule", {}).get("DefaultRetention"):
+        text, _, remedy = OBJECT_LOCK.partition("; ")
+        yield Finding(Severity.ERROR, "object lock", text, remedy)
+    elif found.get("ObjectLockEnabled") == "Enabled":
+        text = "enabled, without a default retention: blocks can be stored, and old versions stay and cost money"
+        yield Finding(Severity.WARNING, "object lock", text, "use a bucket without object lock for a cache")
 
 
 def _lifecycle_problem(options: S3Words, credentials: CredentialSource) -> str | None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiering.block_store import BatchStore, BlockIO, BlockStore, Outcome, Place, RawBlock, StoreProbe, StoreTraits
+from tiering.block_store import (
+    BatchStore,
+    BlockIO,
+    BlockStore,
+    Outcome,
+    Place,
+    RawBlock,
+    Settlement,
+    StoreProbe,
+    StoreTraits,
+)
 
 
 class StoreLayer(BatchStore):
@@ -41,6 +51,9 @@ class StoreLayer(BatchStore):
 
     def delete_version(self, place: Place, version: str) -> bool:
         return self.inner.delete_version(place, version)
+
+    def settle(self, place: Place, found: RawBlock) -> Settlement:
+        return self.inner.settle(place, found)
 
     def read_document(self, name: str) -> bytes | None:
         return self.inner.read_document(name)

@@ -1,0 +1,259 @@
+"""Objects that read corrupt, which are deleted only if two machines agree or a digest proves it.
+
+A machine writes a *note* about an object that it reads corrupt twice, byte for byte the same. A second machine that
+reads the same bytes of the same version, at least a minute later, confirms the note. What a digest of the service
+proves needs no note. Either way a *settlement* is written before the object is deleted. All machines count the
+settlements of the last hour, so that the whole fleet deletes no more than the budget. The times compared are those of
+the service, in one listing of the documents; no machine's clock takes part.
+
+::
+
+    read corrupt ── no digest ──> noted ── another machine, a minute later ──> settlement ──> deleted
+         └───────── digest proves it ─────────────────────────────────────────────^   └─ budget spent: withdrawn
+
+A note that is damaged, or about another version, counts as none. Notes end after a day, settlements after an hour; the
+next settlement or ``kv-tiering gc`` removes them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from xxhash import xxh3_128
+
+from tiering.block_store import RawBlock, Settlement
+from tiering.errors import PermanentStoreError
+from tiers.object.names import SETTLEMENTS, SUSPECTS
+
+APART = 60.0
+"""Seconds by the service's clock between a note and its confirmation, at least."""
+
+NOTE_SECONDS = 86400.0
+"""Seconds after which a note counts as none."""
+
+HOUR = 3600.0
+"""Seconds to which the budget applies."""
+
+BUDGET = 16
+"""Objects that all machines together delete per hour below one prefix."""
+
+REST_SECONDS = 86400.0
+"""Seconds for which this process settles nothing after the service has refused to write or delete."""
+
+SPENT_SECONDS = 600.0
+"""Seconds for which this process settles nothing after it has found the fleet's budget spent."""
+
+_LAYOUT = struct.Struct("<8sHxxxxxx16s16s16s8s8s8s")
+_MAGIC = b"KVSUSPCT"
+_VERSION = 1
+_DIGEST_BYTES = 16
+_UNKNOWN = bytes(8)
+
+_MACHINE_FILES = ("/etc/machine-id", "/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Identity of a machine: its machine id, the boot of its kernel, and its host name."""
+
+    names: tuple[bytes, bytes, bytes]
+    """Three digests of 8 bytes each; zeros: not known."""
+
+    @classmethod
+    def this(cls) -> Self:
+        """Return the identity of the machine that this process runs on."""
+        first, second = map(_content, _MACHINE_FILES)
+        return cls.of(first, second, socket.gethostname())
+
+    @classmethod
+    def of(cls, machine: str, boot: str, name: str) -> Self:
+        """Return the identity of a machine with these texts; an empty one is not known."""
+        first, second, third = (_digest(text)[:8] if text else _UNKNOWN for text in (machine, boot, name))
+        return cls((first, second, third))
+
+    def differs(self, other: Machine) -> bool:
+        """Return True if ``other`` is certainly another machine.
+
+        A process that was started again, a machine that was booted again and a container on the same kernel each share
+        one of the names. So do machines with a cloned image, which therefore never confirm one another.
+        """
+        pairs = [pair for pair in zip(self.names, other.names, strict=True) if _UNKNOWN not in pair]
+        return len(pairs) > 1 and all(mine != theirs for mine, theirs in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Record of the bytes that one machine read of one object."""
+
+    place: bytes
+    """Digest of the object's name, which contains namespace, epoch and key; 16 bytes."""
+    version: bytes
+    """Digest of the object's version; 16 bytes."""
+    content: bytes
+    """Digest of the bytes that were read and of the object's length; 16 bytes."""
+    machine: Machine
+    """The machine that read them."""
+
+    @classmethod
+    def of(cls, name: str, found: RawBlock, machine: Machine) -> Self:
+        """Return the note of ``machine`` about the object ``name``."""
+        content = xxh3_128(found.content)
+        content.update(str(found.size).encode())
+        return cls(_digest(name), _digest(found.version), content.digest(), machine)
+
+    def pack(self) -> bytes:
+        """Return the bytes of the document, with a checksum at the end."""
+        body = _LAYOUT.pack(_MAGIC, _VERSION, self.place, self.version, self.content, *self.machine.names)
+        return body + xxh3_128(body).digest()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self | None:
+        """Return the note in ``data``; None if ``data`` is not a valid note."""
+        if len(data) != _LAYOUT.size + _DIGEST_BYTES:
+            return None
+        body, digest = data[: _LAYOUT.size], data[_LAYOUT.size :]
+        magic, version, place, object_version, content, *names = _LAYOUT.unpack(body)
+        if magic != _MAGIC or version != _VERSION or xxh3_128(body).digest() != digest:
+            return None
+        return cls(place, object_version, content, Machine((names[0], names[1], names[2])))
+
+
+class NoteStore(Protocol):
+    """The part of :class:`tiers.object.store.ObjectStore` that notes need."""
+
+    def read_document(self, name: str) -> bytes | None: ...
+
+    def write_document(self, name: str, data: bytes) -> None: ...
+
+    def create_document(self, name: str, data: bytes) -> bytes | None: ...
+
+    def remove_documents(self, names: Sequence[str]) -> None: ...
+
+    def document_times(self) -> Mapping[str, float]: ...
+
+
+class Suspects:
+    """The notes and settlements of one process. Threads of the I/O side call it.
+
+    Args:
+        store: the open store.
+        delete: deletes a version of an object; returns False if the object is another version now.
+        machine: this machine; default: found out when the first object is settled.
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: NoteStore,
+        delete: Callable[[str, str], bool],
+        machine: Machine | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._delete = delete
+        self._machine = machine
+        self._clock = clock
+        self._rests_until = float("-inf")
+
+    def settle(self, name: str, found: RawBlock) -> Settlement:
+        """Delete the object ``name`` if that is proven or confirmed and the budget allows it.
+
+        Returns:
+            ``DELETED``, ``REPLACED``, or ``LEFT`` if it stays for the present.
+
+        Raises:
+            StoreError: a document could not be read or written, or the object not be deleted.
+        """
+        if not found.version or self._clock() < self._rests_until:
+            return Settlement.LEFT
+        if self._machine is None:
+            self._machine = Machine.this()
+        note = Note.of(name, found, self._machine)
+        try:
+            if found.proven or self._is_noted_elsewhere(note):
+                return self._decide(name, found, note)
+        except PermanentStoreError:
+            # Without the permission to delete or to write, each further attempt would be as vain, and cost requests.
+            self._rests_until = self._clock() + REST_SECONDS
+            raise
+        return Settlement.LEFT
+
+    def _is_noted_elsewhere(self, note: Note) -> bool:
+        """Return True if another machine has noted the same; write a note if there is none."""
+        document = _note_name(note)
+        data = self._store.read_document(document)
+        known = None if data is None else Note.parse(data)
+        if known is None or (known.place, known.version) != (note.place, note.version):
+            if data is not None:
+                self._store.remove_documents([document])
+            self._store.create_document(document, note.pack())
+            return False
+        return known.content == note.content and note.machine.differs(known.machine)
+
+    def _decide(self, name: str, found: RawBlock, note: Note) -> Settlement:
+        """Write a settlement, and delete the object if all settlements and the note allow it.
+
+        The settlement is written before the others are counted. Of machines that settle at once, at most as many as the
+        budget allows can therefore find few enough others; all others withdraw.
+        """
+        document = _note_name(note)
+        mine = f"{SETTLEMENTS}{note.place.hex()}-{secrets.token_hex(4)}"
+        self._store.write_document(mine, note.pack())
+        times = self._store.document_times()
+        if not self._may_delete(times, mine, document, found):
+            self._store.remove_documents([mine])
+            if not found.proven and document in ended(times, times.get(mine, 0.0)):
+                self._store.create_document(document, note.pack())
+            return Settlement.LEFT
+        # If this fails, the settlement stays and counts: the object may have been deleted, and the answer lost.
+        if not self._delete(name, found.version):
+            self._store.remove_documents([mine])
+            return Settlement.REPLACED
+        if document in times:
+            self._store.remove_documents([document])
+        return Settlement.DELETED
+
+    def _may_delete(self, times: Mapping[str, float], mine: str, document: str, found: RawBlock) -> bool:
+        """Return True if the settlement ``mine`` is within the budget, and the note ``document`` has its age."""
+        now, noted = times.get(mine), times.get(document)
+        if now is None:
+            return False
+        self._store.remove_documents(ended(times, now))
+        if sum(name.startswith(SETTLEMENTS) and now - at < HOUR for name, at in times.items()) > BUDGET:
+            self._rests_until = self._clock() + SPENT_SECONDS
+            return False
+        return found.proven or (noted is not None and APART <= now - noted < NOTE_SECONDS)
+
+
+def _note_name(note: Note) -> str:
+    return f"{SUSPECTS}{note.place.hex()}"
+
+
+def ended(times: Mapping[str, float], now: float) -> list[str]:
+    """Return the names of the notes and settlements that count no more.
+
+    Args:
+        times: time of the last write of each, in seconds since 1970.
+        now: the present time in seconds since 1970.
+    """
+    return [
+        name for name, at in times.items() if now - at >= (2 * HOUR if name.startswith(SETTLEMENTS) else NOTE_SECONDS)
+    ]
+
+
+def _digest(text: str) -> bytes:
+    return bytes(xxh3_128(text.encode()).digest())
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, ValueError):
+        return ""
