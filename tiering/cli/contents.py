@@ -49,6 +49,9 @@ class TierContent:
     unreadable: int = 0
     """Number of places whose header is damaged or cannot be read; their blocks count nowhere else."""
 
+    suspects: int = 0
+    """Number of objects that a machine has noted as corrupt, and no other machine has confirmed."""
+
     def to_json(self) -> dict[str, object]:
         """Return plain data."""
         return dataclasses.asdict(self)
@@ -76,7 +79,7 @@ async def read_content(admin: TierAdmin) -> TierContent:
         content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
         content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
     ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
-    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable)
+    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects)
 
 
 def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
@@ -108,6 +111,8 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
                 click.echo("\t".join((tier, *row)))
             if content.unreadable:
                 click.echo(f"{tier}\tunreadable\t{_unreadable(content)}")
+            if content.suspects:
+                click.echo(f"{tier}\tsuspects\t{_suspects(content)}")
             continue
         table = Table(title=f"{tier}: {content.place}", title_justify="left", caption_justify="left")
         for heading in ("namespace", "model", "epoch", "state", "blocks", "bytes", "oldest", "newest"):
@@ -116,9 +121,14 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
             table.add_row(*row)
         owner = [] if content.owner is None else [f"in use by {content.owner}"]
         unreadable = [_unreadable(content)] if content.unreadable else []
-        table.caption = "\n".join([*owner, *unreadable]) or None
+        suspects = [_suspects(content)] if content.suspects else []
+        table.caption = "\n".join([*owner, *unreadable, *suspects]) or None
         console.print(table)
 
 
 def _unreadable(content: TierContent) -> str:
     return f"{content.unreadable:,} slots with a header that is damaged or cannot be read; engines treat them as empty"
+
+
+def _suspects(content: TierContent) -> str:
+    return f"{content.suspects:,} objects that one machine reads corrupt; run inspect with --verify on another machine"

@@ -26,11 +26,11 @@ from tiers.object.cloud import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES
-from tiers.object.names import BLOCKS, DOCUMENTS
+from tiers.object.names import BLOCKS, DOCUMENTS, SUSPECTS
 from tiers.object.options import BucketOptions, without_ttl
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
-from tiers.object.suspects import ended
+from tiers.object.suspects import NOTE_SECONDS, ended
 from tiers.valkey.client import ServerAddress
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class ObjectAdmin(TierAdmin):
         now = self.clock()
         names: list[str] = []
         fresh: list[str] = []
+        self.suspects = 0
         async for items in self._list(self._documents):
             for item in items:
                 name = item["path"].removeprefix(self._documents)
@@ -116,6 +117,8 @@ class ObjectAdmin(TierAdmin):
                     names.append(name)
                 elif name.startswith(LEASES) and now - item["last_modified"].timestamp() < self._lease_seconds:
                     fresh.append(name)
+                elif name.startswith(SUSPECTS) and now - item["last_modified"].timestamp() < NOTE_SECONDS:
+                    self.suspects += 1
         limit = asyncio.Semaphore(LISTINGS)
 
         async def fetch(name: str) -> tuple[str, bytes] | None:

@@ -204,7 +204,7 @@ class _Permissions:
         found = self._step("delete one version", run)
         if found.severity is not Severity.ERROR:
             return found
-        text = f"{found.text}; corrupt blocks are not deleted, and every engine that reads one skips it"
+        text = f"{found.text}; corrupt objects are not deleted, and their blocks get second names"
         return Finding(Severity.WARNING, found.subject, text, found.remedy)
 
     def _is_there(self, name: str) -> bool:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.fake_s3 import FakeS3
 from tests.tiers.object.lying_proxy import Lie, lying_proxy
 from tests.tiers.object.rigs import Make, block_names, lines, tier_of
-from tiering.block_store import RawBlock
+from tiering.block_store import RawBlock, Settlement
+from tiering.cli.contents import TierContent, print_contents, read_content
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.admin.contract import Limits
 from tiering.testing.tier_rig import TierRig
@@ -18,7 +23,7 @@ from tiering.testing.tier_tests import K
 from tiers.object import S3Options
 from tiers.object.command import ObjectAdmin
 from tiers.object.second_names import MOST_BLOCKS, MOST_NAMES, SecondNames
-from tiers.object.suspects import BUDGET, NOTE_SECONDS, Machine, Note
+from tiers.object.suspects import BUDGET, NOTE_SECONDS, Machine, Note, Suspects
 
 NO_DIGEST = {"sse": "aws:kms"}
 """Options of a bucket whose ETags are no MD5."""
@@ -240,6 +245,55 @@ def test_machines_that_may_not_delete_or_write_use_a_second_name_and_do_not_ask_
     assert len(fake.asked("PUT")) == written
 
 
+class Documents:
+    """Notes and settlements in memory, whose listings begin when all machines have written."""
+
+    def __init__(self, machines: int) -> None:
+        self.times: dict[str, float] = {}
+        self.written = threading.Barrier(machines)
+
+    def read_document(self, name: str) -> bytes | None:
+        return None
+
+    def write_document(self, name: str, data: bytes) -> None:
+        self.times[name] = 1.0
+        self.written.wait(10)
+
+    def create_document(self, name: str, data: bytes) -> bytes | None:
+        return None
+
+    def remove_documents(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.times.pop(name, None)
+
+    def document_times(self) -> Mapping[str, float]:
+        return dict(self.times)
+
+
+@pytest.mark.parametrize("machines", [BUDGET, 3 * BUDGET])
+def test_machines_that_settle_at_the_same_moment_stay_within_the_budget(machines: int) -> None:
+    documents = Documents(machines)
+    found = RawBlock(b"bad", 3, '"v"', proven=True)
+    deleted: list[str] = []
+
+    def settle(number: int) -> Settlement:
+        suspects = Suspects(documents, lambda name, version: not deleted.append(name))
+        return suspects.settle(str(number), found)
+
+    with ThreadPoolExecutor(machines) as pool:
+        ends = list(pool.map(settle, range(machines)))
+    assert ends.count(Settlement.DELETED) == len(deleted) <= BUDGET
+    assert machines > BUDGET or len(deleted) == BUDGET
+
+
+def test_sound_blocks_cost_no_further_request(fake: FakeS3, make: Make) -> None:
+    writer = machine(make, 1)
+    asked = len(fake.seen)
+    writer.store(K[:4])
+    assert writer.load(K[:4]) == K[:4]
+    assert Counter(seen.method for seen in fake.seen[asked:]) == {"HEAD": 4, "PUT": 4, "GET": 4}
+
+
 # ------------------------------------------------------------------------------------------------- documents and names
 
 
@@ -294,7 +348,7 @@ def test_second_names_are_bounded_and_end() -> None:
     assert names.suffix("b") == ".1"
 
 
-def test_gc_and_clear_know_second_names_and_old_notes(
+def test_inspect_gc_and_clear_know_second_names_and_old_notes(
     fake: FakeS3, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = machine(make, 1, **NO_DIGEST)
@@ -313,9 +367,11 @@ def test_gc_and_clear_know_second_names_and_old_notes(
             assert {admin.expected_key(block) for block in blocks} == {bytes(K[0])}
             (namespace,) = {block.namespace for block in blocks}
             admin.clock = lambda: begun + 60.0
+            assert (await read_content(admin)).suspects == 1
             await admin.collect(Limits(), dry_run=False)
             assert len(notes(fake)) == 1
             admin.clock = lambda: begun + NOTE_SECONDS
+            assert (await read_content(admin)).suspects == 0
             await admin.collect(Limits(), dry_run=True)
             assert len(notes(fake)) == 1
             await admin.collect(Limits(), dry_run=False)
@@ -324,3 +380,8 @@ def test_gc_and_clear_know_second_names_and_old_notes(
 
     asyncio.run(work())
     assert not block_names(fake)
+
+
+def test_inspect_says_how_many_objects_are_suspect(capsys: pytest.CaptureFixture[str]) -> None:
+    print_contents({"s3": TierContent("here", None, [], suspects=2)})
+    assert "s3\tsuspects\t2 objects that one machine reads corrupt" in capsys.readouterr().out
