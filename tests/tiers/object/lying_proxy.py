@@ -91,14 +91,13 @@ class _Handler(BaseHTTPRequestHandler):
             server.endheaders(sent)
             answer = server.getresponse()
             body = answer.read()
-        length = answer.getheader("content-length", "0")
         if proxy.lie is not None and self.command == "GET" and answer.status == 200 and "/blocks/" in self.path:
             body = proxy.lie.tell(body)
-            length = str(len(body))
             proxy.lies += 1
+        length = answer.getheader("content-length", "0") if self.command == "HEAD" else str(len(body))
         self.send_response_only(answer.status)
         for name, value in answer.getheaders():
-            if name.lower() not in {"content-length", "connection", "keep-alive"}:
+            if name.lower() not in {"content-length", "transfer-encoding", "connection", "keep-alive"}:
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
         self.end_headers()

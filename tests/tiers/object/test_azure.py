@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import obstore
 import pytest
@@ -19,6 +20,7 @@ from obstore.exceptions import PreconditionError
 from tests.fake_s3 import FakeS3, Trouble
 from tests.servers import AzureEndpoint, azurite
 from tests.tiers.object.blocks import block, content, empty
+from tests.tiers.object.lying_proxy import Lie, lying_proxy
 from tests.tiers.object.rigs import tier_of
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite
 from tests.tls import make_authority
@@ -54,6 +56,18 @@ class TestStoreOnAzurite(RealStoreSuite):
 class TestTierOnAzurite(FleetSuite):
     serve = staticmethod(azurite)
     proves = False
+
+    def test_a_bit_that_a_proxy_flips_in_every_read_deletes_nothing(self, machines: Callable[[], TierRig]) -> None:
+        machines().store(K[:8])
+        before = self.raw_places()
+        endpoint = self.options.endpoint or ""
+        with lying_proxy(endpoint, Lie.SAME_BIT) as proxy:
+            self.options = self.options.model_copy(update={"endpoint_url": proxy.endpoint + urlsplit(endpoint).path})
+            sick = machines()
+            assert sick.load(K[:8]) == []
+            sick.wait(lambda: len(self.bucket.names(f"{self.options.prefix}documents/{SUSPECTS}")) == 8)
+            assert sick.close()
+        assert self.raw_places() == before
 
     def test_a_second_machine_confirms_a_broken_block(
         self, machines: Callable[[], TierRig], monkeypatch: pytest.MonkeyPatch

@@ -276,9 +276,12 @@ def test_machines_that_settle_at_the_same_moment_stay_within_the_budget(machines
     found = RawBlock(b"bad", 3, '"v"', proven=True)
     deleted: list[str] = []
 
+    def delete(name: str, version: str) -> bool:
+        deleted.append(name)
+        return True
+
     def settle(number: int) -> Settlement:
-        suspects = Suspects(documents, lambda name, version: not deleted.append(name))
-        return suspects.settle(str(number), found)
+        return Suspects(documents, delete).settle(str(number), found)
 
     with ThreadPoolExecutor(machines) as pool:
         ends = list(pool.map(settle, range(machines)))
