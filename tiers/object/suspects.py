@@ -21,6 +21,7 @@ import secrets
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,7 @@ class Suspects:
         self._delete = delete
         self._machine = machine
         self._clock = clock
+        self._noted: deque[float] = deque(maxlen=BUDGET)
         self._rests_until = float("-inf")
 
     def settle(self, name: str, found: RawBlock) -> Settlement:
@@ -193,9 +195,17 @@ class Suspects:
         if known is None or (known.place, known.version) != (note.place, note.version):
             if data is not None:
                 self._store.remove_documents([document])
-            self._store.create_document(document, note.pack())
+            self._write_note(document, note)
             return False
         return known.content == note.content and note.machine.differs(known.machine)
+
+    def _write_note(self, document: str, note: Note) -> None:
+        """Write a note, unless this process has written as many within an hour as the fleet may delete."""
+        now, noted = self._clock(), self._noted
+        if len(noted) == BUDGET and now - noted[0] < HOUR:
+            return
+        noted.append(now)
+        self._store.create_document(document, note.pack())
 
     def _decide(self, name: str, found: RawBlock, note: Note) -> Settlement:
         """Write a settlement, and delete the object if all settlements and the note allow it.
@@ -210,7 +220,7 @@ class Suspects:
         if not self._may_delete(times, mine, document, found):
             self._store.remove_documents([mine])
             if not found.proven and document in ended(times, times.get(mine, 0.0)):
-                self._store.create_document(document, note.pack())
+                self._write_note(document, note)
             return Settlement.LEFT
         # If this fails, the settlement stays and counts: the object may have been deleted, and the answer lost.
         if not self._delete(name, found.version):

@@ -260,7 +260,8 @@ class Documents:
         self.written.wait(10)
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
-        return None
+        self.times[name] = 1.0
+        return data
 
     def remove_documents(self, names: Sequence[str]) -> None:
         for name in names:
@@ -287,6 +288,33 @@ def test_machines_that_settle_at_the_same_moment_stay_within_the_budget(machines
         ends = list(pool.map(settle, range(machines)))
     assert ends.count(Settlement.DELETED) == len(deleted) <= BUDGET
     assert machines > BUDGET or len(deleted) == BUDGET
+
+
+def test_a_process_notes_no_more_in_an_hour_than_the_fleet_may_delete() -> None:
+    documents, now = Documents(1), 0.0
+    suspects = Suspects(documents, lambda name, version: False, clock=lambda: now)
+    found = RawBlock(b"bad", 3, '"v"')
+    for hour in range(2):
+        now = 3600.0 * hour
+        ends = [suspects.settle(f"{hour} {number}", found) for number in range(2 * BUDGET)]
+        assert set(ends) == {Settlement.LEFT}
+        assert len(documents.times) == BUDGET * (hour + 1)
+
+
+def test_notes_and_deletions_cost_what_the_document_says(
+    fake: FakeS3, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = machine(make, 1, **NO_DIGEST), machine(make, 2, **NO_DIGEST)
+    first.store(K[:1])
+    damage(fake, block_names(fake))
+    look = Counter({"GET": 1}) + Counter({"HEAD": 2, "GET": 2})
+    note = Counter({"GET": 3, "PUT": 1})
+    deletion = Counter({"GET": 1}) + Counter({"PUT": 1, "GET": 1, "HEAD": 1, "DELETE": 1}) + Counter({"POST": 1})
+    for rig, verdict, cost in ((first, "second name", look + note), (second, "was deleted", look + deletion)):
+        asked = len(fake.seen)
+        read_corrupt(rig, caplog, verdict)
+        assert Counter(seen.method for seen in fake.seen[asked:]) == cost
+        pass_time(fake, MINUTE)
 
 
 def test_sound_blocks_cost_no_further_request(fake: FakeS3, make: Make) -> None:
