@@ -85,7 +85,12 @@ def test_a_forced_reset_ends_waits_and_late_loads_write_nothing_into_the_blocks_
 def test_requests_that_were_loaded_but_not_scheduled_start_over_too(tiered: Engine, expected: list[Answer]) -> None:
     with late_loads(tiered) as (loads, names):
         loads.begin()
-        until(lambda: tiered.step() or tiered.scheduler.finished_recving_kv_req_ids, 60, "the end of a load")
+
+        def loaded() -> bool:
+            tiered.step()
+            return bool(tiered.scheduler.finished_recving_kv_req_ids)
+
+        until(loaded, 60, "the end of a load")
         assert tiered.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         assert wrong(tiered.finish(names), expected[: len(PROMPTS)]) == []
 

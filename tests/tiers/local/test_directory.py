@@ -257,11 +257,17 @@ def test_a_file_system_in_an_error_state_is_served_and_opened_once(
 ) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:8])
-    disk, openings = ErrorState(), []
+    disk = ErrorState()
+    openings: list[LocalStore] = []
     monkeypatch.setattr("tiers.local.lock.os.ftruncate", disk.truncate)
     open_store = LocalStore.open
-    monkeypatch.setattr(LocalStore, "open", lambda store: openings.append(1) or open_store(store))
-    rig = LocalRig(tmp_path, files=disk, **PROBES)
+
+    def counted(store: LocalStore) -> None:
+        openings.append(store)
+        open_store(store)
+
+    monkeypatch.setattr(LocalStore, "open", counted)
+    rig = LocalRig(tmp_path, files=disk, **PROBES)  # type: ignore[arg-type]
     rig.open()
     for _ in range(50):
         assert rig.load(K[:8]) == K[:8]
@@ -271,7 +277,7 @@ def test_a_file_system_in_an_error_state_is_served_and_opened_once(
     disk.broken = False
     rig.wait(lambda: rig.store(K[16:20]) == K[16:20])
     assert rig.tier.get_stats().reopened == 1
-    assert rig.load(K[:8]) == K[:8]
+    rig.wait(lambda: rig.load(K[:8]) == K[:8])
     rig.close()
 
 
