@@ -37,6 +37,11 @@ def ask(running: Engine, adapter: Asked | None, params: dict[str, Any] | None = 
     return running.ask(PROMPTS, params=params, lora=None if adapter is None else adapter.request())
 
 
+def hold(running: Engine, adapter: Asked) -> None:
+    """Let the worker load and report the adapter: until then its requests use no tier."""
+    running.ask([PROMPTS[0][:8]], lora=adapter.request())
+
+
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
     directory = tmp_path_factory.mktemp("adapters")
@@ -112,6 +117,7 @@ def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_
 ) -> None:
     path = write_adapter(tmp_path / "changing", 1)
     before, after = Asked("changing", 4, path), Asked("changing", 4, path, in_place=True)
+    hold(tiered, before)
     assert wrong(ask(tiered, before), expected["one"]) == []
     tiered.evict()
     write_adapter(path, 2)
@@ -121,6 +127,7 @@ def test_an_adapter_loaded_in_the_place_of_another_gets_nothing_of_its_kv_until_
         assert loaded == 0
         tiered.evict()
     assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    hold(tiered, before)
     assert wrong(ask(tiered, before), expected["two"]) == []
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: ask(tiered, before))
@@ -133,6 +140,7 @@ def test_an_adapter_that_vllm_reads_again_from_other_files_gets_nothing_of_the_f
 ) -> None:
     path = write_adapter(tmp_path / "trained", 1)
     adapter = Asked("trained", 5, path)
+    hold(tiered, adapter)
     assert wrong(ask(tiered, adapter), expected["one"]) == []
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: ask(tiered, adapter))
@@ -140,7 +148,46 @@ def test_an_adapter_that_vllm_reads_again_from_other_files_gets_nothing_of_the_f
     tiered.evict()
     write_adapter(path, 2)
     assert tiered.llm.llm_engine.remove_lora(adapter.number)  # as vLLM does by itself beyond max_cpu_loras adapters
-    for _ in range(2):
+    for ordered in (ALL, 0):  # the first loads are ordered before the worker reads the new files
         answers, loaded = tiered.loaded(lambda: ask(tiered, adapter))
-        assert (wrong(answers, expected["two"]), loaded) == ([], 0)
+        assert (wrong(answers, expected["two"]), loaded) == ([], ordered)
+        tiered.evict()
+
+
+def test_files_that_change_between_an_adapter_s_loading_and_its_first_request_give_no_wrong_answer(
+    tiered: Engine, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "early", 1)
+    adapter = Asked("early", 6, path)
+    assert tiered.llm.llm_engine.add_lora(adapter.request())
+    write_adapter(path, 2)
+    for _ in range(2):
+        assert wrong(ask(tiered, adapter), expected["one"]) == []
+        tiered.evict()
+    assert tiered.llm.llm_engine.remove_lora(adapter.number)
+    for _ in range(2):
+        assert wrong(ask(tiered, adapter), expected["two"]) == []
+        tiered.evict()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    hold(tiered, adapter)
+    for loaded in (0, ALL):
+        answers, found = tiered.loaded(lambda: ask(tiered, adapter))
+        assert (wrong(answers, expected["two"]), found) == ([], loaded)
+        tiered.evict()
+
+
+def test_files_that_are_replaced_before_a_reset_need_no_second_one(
+    tiered: Engine, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "next", 1)
+    adapter = Asked("next", 7, path)
+    hold(tiered, adapter)
+    assert wrong(ask(tiered, adapter), expected["one"]) == []
+    write_adapter(path, 2)
+    assert tiered.llm.llm_engine.remove_lora(adapter.number)
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    hold(tiered, adapter)
+    for loaded in (0, ALL):
+        answers, found = tiered.loaded(lambda: ask(tiered, adapter))
+        assert (wrong(answers, expected["two"]), found) == ([], loaded)
         tiered.evict()

@@ -136,7 +136,7 @@ class Completions:
         dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
         self._counters.stores_failed += len(dropped)
         self._warn_foreign(
-            "another connector did not fill %d GPU blocks; %d stores are dropped, as their KV may be wrong",
+            "%d GPU blocks hold no KV, or that of another adapter; %d stores are dropped",
             len(unfilled),
             len(dropped),
         )

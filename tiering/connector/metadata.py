@@ -42,6 +42,11 @@ class OffloadingConnectorMetadata:
     The worker half reports the blocks as load errors and the request as received. If ``reqs_to_load`` has a load of the
     rest of the hit, the report comes with the end of that load, else in this step.
     """
+    adapter_checks: list[tuple[str, str, set[int]]] = field(default_factory=list)
+    """Adapters that the step computes with: name, assumed identity, and GPU blocks loaded for it.
+
+    The identity "" asks the worker for the adapter's.
+    """
 
 
 NOTHING_TO_DO = OffloadingConnectorMetadata()
@@ -56,12 +61,16 @@ class OffloadingWorkerMetadata:
     """Number of workers that have finished each job, by job id."""
     failed: set[int] = field(default_factory=set)
     """Ids of the jobs that failed on any worker."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
         for job_id, workers in other.finished.items():
             self.finished[job_id] = self.finished.get(job_id, 0) + workers
         self.failed |= other.failed
+        for name, identity in other.adapters.items():
+            self.adapters[name] = identity if self.adapters.get(name, identity) == identity else ""
         return self
 
     def is_empty(self) -> bool:

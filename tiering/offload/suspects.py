@@ -1,8 +1,8 @@
 """Suspects: GPU blocks whose KV must not be stored, because it may not match their hashes.
 
-A block becomes a suspect in two ways. A load of another connector did not fill the block, or the block was computed on
-top of such a block. Or the block was in the engine's own cache when the tiers were reset, so that it may hold the KV of
-other weights.
+A block becomes a suspect in several ways. A load of another connector did not fill the block, or a load filled it with
+the KV of another adapter than the worker computes with. The block was computed on top of such a block. Or it was in the
+engine's own cache when the tiers were reset, so that it may hold the KV of other weights.
 
 A suspect is trusted again when the engine fills it again. This happens when the block is allocated to a request whose
 earlier blocks are all trusted, or when the engine has gone back and recomputes the block. A request that finds a

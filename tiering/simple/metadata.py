@@ -39,6 +39,11 @@ class SimpleCPUOffloadMetadata:
     """True if all copies must end before this step, because the engine has taken their GPU blocks back."""
     load_ends: list[int] = field(default_factory=list)
     """Per request of the load event, the index in ``load_gpu_blocks`` behind its last block."""
+    adapter_checks: list[tuple[str, str, set[int]]] = field(default_factory=list)
+    """Adapters that the step computes with: name, assumed identity, and GPU blocks loaded for it.
+
+    The identity "" asks the worker for the adapter's.
+    """
 
     def blocks_by_request(self) -> dict[str, set[int]]:
         """Return the GPU blocks that this step's load fills, by request id."""
@@ -60,11 +65,15 @@ class SimpleCPUOffloadWorkerMetadata:
     A worker whose part of event e failed reports ``failed(e)``, a negative number, instead. The event has then ended
     for that worker, and its blocks never become visible.
     """
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
         for event, workers in other.completed_store_events.items():
             self.completed_store_events[event] = self.completed_store_events.get(event, 0) + workers
+        for name, identity in other.adapters.items():
+            self.adapters[name] = identity if self.adapters.get(name, identity) == identity else ""
         return self
 
 

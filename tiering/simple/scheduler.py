@@ -466,8 +466,7 @@ class SimpleCPUOffloadScheduler:
         self.events.store_failed(self.cpu_block_pool.discard(dropped))
         self.lazy.failed(wrong)
         self._warn(
-            "another connector did not fill %d GPU blocks; "
-            "%d blocks that were being stored are dropped, as their KV may be wrong",
+            "%d GPU blocks hold no KV, or that of another adapter; %d blocks that were being stored are dropped",
             len(unfilled),
             len(dropped),
         )

@@ -15,6 +15,7 @@ also registers the class with vLLM by name, because ``MultiConnector`` looks up 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ from tiering.config.registry import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.events import engine_events
 from tiering.engines.vllm.geometry import (
     Geometry,
@@ -121,6 +123,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._waits = LoadWaits()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
+        if is_worker and getattr(vllm_config, "lora_config", None) is not None:
+            self._watch_adapters(vllm_config.lora_config)
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
             return
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
@@ -130,6 +134,21 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             )
         else:
             self._start_scheduler(vllm_config, self._spec)
+
+    def _watch_adapters(self, lora_config: Any) -> None:
+        """Observe which adapters this worker loads, or log why requests with adapters use no tier."""
+        if self._several_groups:
+            # A step cannot take back blocks of such a model after it has computed with another adapter.
+            logger.warning("requests with LoRA adapters use no tier: the model has several groups of KV caches")
+            return
+        try:
+            managers = importlib.import_module("vllm.lora.worker_manager")
+            kinds = [managers.WorkerLoRAManager, managers.LRUCacheWorkerLoRAManager]
+        except (ImportError, AttributeError) as error:
+            logger.warning("the loading of LoRA adapters cannot be observed: their requests use no tier (%s)", error)
+            return
+        self._adapter_loads = AdapterLoads(lora_config)
+        self._adapter_loads.observe(kinds)
 
     def _start_simple(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, is_worker: bool) -> bool:
         """Build the half for mode simple and return True, if the stack selects that mode."""
@@ -213,7 +232,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             self.worker_half.shutdown()
         if self.scheduler_half is not None:
             self.scheduler_half.shutdown()
-        self._adapters.shutdown()
+        if self._adapter_loads is not None:
+            self._adapter_loads.close()
         if self._spec is not None:
             self._spec.close()
         if _built.get(self._claim) is self:

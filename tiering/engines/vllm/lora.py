@@ -1,139 +1,129 @@
 """The restriction of requests with LoRA adapters to tiers that cannot confuse two adapters.
 
 A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its content. A request with an adapter
-therefore uses no tier that outlives the process. Requests whose adapter name has stood for two adapters, or whose
-adapter's files have changed, use no tier at all. Nothing here imports vLLM; its objects are read by attribute.
+therefore uses no tier that outlives the process. The workers report the identity of an adapter's files around each of
+their loads (:mod:`tiering.engines.vllm.adapter_loads`). A name that no worker has reported uses no tier, nor does a
+name that has stood for two adapters. Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiering.api.request_policy import parse_request_policy
-from tiering.engines.vllm.hub_cache import newest_commit
+from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.engines.vllm.loads import ordered_loads
 from tiering.errors import ConfigError
-from tiering.runtime.daemons import DaemonThreads
+from tiering.simple.metadata import SimpleCPUOffloadMetadata
 
 logger = logging.getLogger("kv_tiering.vllm")
 
+Metadata = OffloadingConnectorMetadata | SimpleCPUOffloadMetadata
+
 _NOTHING = {"load": False, "store": False}
-_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""The files of an adapter that vLLM reads."""
-_THREADS = 4
-LOOK_SECONDS = 1.0
-"""Longest time that a request waits for a look at its adapter's files, in seconds."""
-
-Files = tuple[tuple[object, ...], ...]
-"""Identity of an adapter's files: a change of it means that they may have changed."""
-
-
-def files_of(path: str) -> Files | None:
-    """Return what identifies the files of the adapter at ``path``, or None if there are none.
-
-    Args:
-        path: directory of the adapter, or the name of its repository on the Hugging Face hub. The commit that the local
-            cache names as the newest identifies a repository.
-    """
-    place = Path(path).expanduser()
-    if not place.is_dir():
-        commit = newest_commit(path)
-        return None if commit is None else ((path, commit),)
-    found = []
-    for name in _FILES:
-        try:
-            file = (place / name).stat()
-        except FileNotFoundError:
-            continue
-        found.append((name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns))
-    return tuple(found) or None
 
 
 class AdapterGuard:
-    """The policy for requests with LoRA adapters.
+    """The policy for requests with LoRA adapters; the scheduler's thread calls all methods.
 
-    vLLM reads an adapter's files whenever it needs an adapter that it does not hold, also one that it held before. So a
-    thread looks at the files for every request, and a name whose files have changed stands for two adapters. The
-    scheduler's thread calls all methods, and waits for none of these looks.
+    vLLM reads an adapter's files whenever it needs an adapter that it does not hold, also one that it held before. The
+    first requests of a name are therefore computed without tiers, until the workers have reported what they hold.
 
     Args:
         local_tiers: names of the secondary tiers whose blocks end with the process; default none.
-        look: returns what identifies an adapter's files, by the adapter's path; default: :func:`files_of`.
-        clock: returns monotonic seconds.
     """
 
-    def __init__(
-        self,
-        local_tiers: Iterable[str] = (),
-        look: Callable[[str], Files | None] = files_of,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, local_tiers: Iterable[str] = ()) -> None:
         self._local_tiers = tuple(local_tiers)
-        self._look, self._clock = look, clock
-        self._threads = DaemonThreads("kv-tiering-adapters", _THREADS)
         self._known: dict[str, tuple[Any, Any]] = {}
-        self._files: dict[str, Files] = {}
+        self._held: dict[str, str] = {}
+        """Identity of each adapter as the workers reported it last, by name; "": no tier may be used."""
         self._ambiguous: set[str] = set()
-        self._unseen: set[str] = set()
-        """Names of the adapters whose files could not be looked at; each is logged once."""
-        self.looking: dict[str, _Look] = {}
-        """Requests that :meth:`admit` has left open, by id."""
+        self._unknown: dict[str, str] = {}
+        """Names of adapters to ask the workers for, by the id of a request."""
+        self._assumed: dict[str, tuple[str, str]] = {}
+        """Name and identity of the adapter of each open request that may use tiers, by request id."""
+        self._loaded: dict[str, set[int]] = {}
+        """GPU blocks that loads fill, of requests in ``_assumed`` that have not been computed since."""
 
     def admit(self, request: Any) -> Any:
-        """Return a new request in the form that the scheduler half should see; None: :meth:`settle` does.
+        """Return a new request in the form that the scheduler half should see.
 
         A request without an adapter is returned unchanged; other requests get ``kv_transfer_params`` with restrictions.
         """
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return request
-        name, path = str(lora.lora_name), getattr(lora, "lora_path", None)
-        adapter = (lora.lora_int_id, path)
+        name = str(lora.lora_name)
+        adapter = (lora.lora_int_id, getattr(lora, "lora_path", None))
         if getattr(lora, "load_inplace", False) or self._known.setdefault(name, adapter) != adapter:
             self._confused(name)
-        if name in self._ambiguous:
+        identity = self._held.get(name)
+        if identity is None:
+            self._unknown[request.request_id] = name
+        if name in self._ambiguous or not identity:
             return _without_tiers(request)
-        self.looking[request.request_id] = look = _Look(self._clock() + LOOK_SECONDS)
-        self._threads.run(partial(look.take, self._look, str(path)), look.fail)
-        return None
-
-    def settle(self, request: Any, *, wait: bool = True) -> Any:
-        """Return a request that :meth:`admit` left open, as the scheduler half should see it.
-
-        Args:
-            request: a request in :attr:`looking`, which it leaves unless the result is None.
-            wait: True to return None while the adapter's files are being looked at, for :data:`LOOK_SECONDS` at most;
-                False if this is the last call for the request, which then uses no tier.
-        """
-        look = self.looking[request.request_id]
-        if wait and not look.ended and self._clock() < look.until:
-            return None
-        del self.looking[request.request_id]
-        name, files = str(request.lora_request.lora_name), look.files
-        if files is None:
-            if look.ended and name not in self._unseen:
-                self._unseen.add(name)
-                logger.warning("the files of the LoRA adapter %r cannot be looked at: its requests use no tier", name)
-            return _without_tiers(request)
-        if self._files.setdefault(name, files) != files:
-            self._confused(name)
-        if name in self._ambiguous:
-            return _without_tiers(request)
+        self._assumed[request.request_id] = (name, identity)
         return RequestWithParams(request, without_persistent(request.kv_transfer_params, self._local_tiers))
 
-    def reset(self) -> None:
-        """Forget all adapters, because no block that was stored before is left."""
-        self._known.clear()
-        self._files.clear()
-        self._ambiguous.clear()
+    def may_load(self, request_id: str) -> bool:
+        """Return False if the adapter of a request is no longer the one that was assumed when it was admitted."""
+        if (assumed := self._assumed.get(request_id)) is None:
+            return True
+        name, identity = assumed
+        return name not in self._ambiguous and self._held.get(name) == identity
 
-    def shutdown(self) -> None:
-        """End the threads; requests with adapters that come later use no tier."""
-        self._threads.stop()
+    def report(self, adapters: Mapping[str, str]) -> None:
+        """Process the workers' report.
+
+        Args:
+            adapters: identity of each adapter that was loaded or asked for, by name; "": not known, or not equal on all
+                workers.
+        """
+        for name, identity in adapters.items():
+            if self._held.setdefault(name, identity) != identity:
+                self._held[name] = identity
+                self._confused(name)
+
+    def with_checks(self, metadata: Metadata, scheduled: Container[str]) -> Metadata:
+        """Return a step's message with the adapters that the workers must check in this step.
+
+        A worker may read an adapter's files again in the step that computes a request. Only that step shows whether the
+        loaded KV belongs to the adapter.
+
+        Args:
+            metadata: the scheduler half's message; it is not changed.
+            scheduled: ids of the requests that the step computes.
+        """
+        if not (self._assumed or self._unknown):
+            return metadata
+        blocks, _ = ordered_loads(metadata)
+        for req_id in blocks.keys() & self._assumed.keys():
+            self._loaded.setdefault(req_id, set()).update(blocks[req_id])
+        due = [req_id for req_id in self._loaded if req_id in scheduled]
+        checks = [(*self._assumed[req_id], self._loaded.pop(req_id)) for req_id in due]
+        asking = [req_id for req_id in self._unknown if req_id in scheduled]
+        checks += [(self._unknown.pop(req_id), "", set()) for req_id in asking]
+        return dataclasses.replace(metadata, adapter_checks=checks) if checks else metadata
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        for requests in (self._assumed, self._unknown, self._loaded):
+            requests.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Let all names use tiers again, because no block that was stored before is left.
+
+        A request that goes on after the reset stores blocks for the adapter that the workers hold then.
+        """
+        self._known.clear()
+        self._ambiguous.clear()
+        self._held.clear()
+        self._loaded.clear()
+        self._unknown.update((req_id, name) for req_id, (name, _) in self._assumed.items())
 
     def _confused(self, name: str) -> None:
         if name not in self._ambiguous:
@@ -143,35 +133,6 @@ class AdapterGuard:
                 "load nor store KV until the prefix cache is reset together with the connector's",
                 name,
             )
-
-
-class _Look:
-    """One look at the files of an adapter, for one request.
-
-    Attributes:
-        until: time until which the request waits.
-        files: what identifies the files; None: not known.
-        ended: True once the look has ended, which leaves :attr:`files` as it is.
-    """
-
-    __slots__ = ("ended", "files", "until")
-
-    def __init__(self, until: float) -> None:
-        self.until = until
-        self.files: Files | None = None
-        self.ended = False
-
-    def take(self, look: Callable[[str], Files | None], path: str) -> None:
-        try:
-            self.files = look(path)
-        except OSError as error:
-            logger.debug("the LoRA adapter at %s: %s", path, error)
-        finally:
-            self.ended = True
-
-    def fail(self) -> None:
-        """End the look without a result."""
-        self.ended = True
 
 
 def _without_tiers(request: Any) -> RequestWithParams:

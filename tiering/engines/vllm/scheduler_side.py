@@ -56,33 +56,29 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         self._open_requests.add(request.request_id)
-        admitted = self._adapters.admit(request)
-        if admitted is not None:
-            (self.scheduler_half or self._no_scheduler()).on_new_request(admitted)
+        (self.scheduler_half or self._no_scheduler()).on_new_request(self._adapters.admit(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self.scheduler_half or self._no_scheduler()
-        if request.request_id in self._adapters.looking:
-            admitted = self._adapters.settle(request)
-            if admitted is None:
-                return None, False
-            half.on_new_request(admitted)
+        if not self._adapters.may_load(request.request_id):
+            return 0, False
         return half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self.scheduler_half or self._no_scheduler()
-        if request.request_id in self._adapters.looking:
-            # vLLM does not wait for a request that reads no cache, for example one for its prompt's logprobs.
-            half.on_new_request(self._adapters.settle(request, wait=False))
         half.update_state_after_alloc(request, blocks, num_external_tokens)
         self._waits.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
-        return (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
+        metadata = (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
+        return self._adapters.with_checks(metadata, scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.finished_recving:
             self._waits.received(connector_output.finished_recving)
+        report = connector_output.kv_connector_worker_meta
+        if report is not None and report.adapters:
+            self._adapters.report(report.adapters)
         (self.scheduler_half or self._no_scheduler()).update_connector_output(connector_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -108,7 +104,7 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     def _forget(self, request_id: str) -> None:
         self._open_requests.discard(request_id)
         self._waits.finished(request_id)
-        self._adapters.looking.pop(request_id, None)
+        self._adapters.forget(request_id)
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies or jobs of tiers run.

@@ -282,7 +282,7 @@ def digest_of_files(path: Path, *, code: bool = False, copies: bool = False) -> 
         raise ConfigError(f"{path} holds no weight files ({', '.join(_WEIGHTS)}): the model cannot be identified")
     with ThreadPoolExecutor(4, thread_name_prefix="kv-tiering-digest") as pool:
         digests = []
-        for number, digest in enumerate(pool.map(_digest, files), 1):
+        for number, digest in enumerate(pool.map(digest_of, files), 1):
             digests.append(digest)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -321,7 +321,12 @@ def _walk(directory: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in files)
 
 
-def _digest(file: Path) -> str:
+def digest_of(file: Path) -> str:
+    """Return the digest of a file's content; for JSON of its meaning, without names and paths.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     if file.suffix == ".json":
         try:
             value = meaning(parse_json(file.read_bytes()))

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.loads import LoadLedger, ordered_loads
 from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadWorkerMetadata
@@ -30,6 +31,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """The worker half, for the mode of the stack; None in the scheduler's connector."""
     _several_groups: bool
     _ledger: LoadLedger
+    _adapter_loads: AdapterLoads | None = None
+    """The adapters that this worker has loaded; None: nothing is known about them."""
 
     def _no_worker(self) -> NoReturn:
         """Refuse a call of the other side, which has no :attr:`worker_half`.
@@ -111,9 +114,20 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
         With several KV-cache groups the set is empty, because vLLM takes reports of requests instead.
         """
-        return (
-            set() if self._several_groups else (self.worker_half or self._no_worker()).get_block_ids_with_load_errors()
-        )
+        if self._several_groups:
+            return set()
+        failed = (self.worker_half or self._no_worker()).get_block_ids_with_load_errors()
+        if self._adapter_loads is None:
+            return failed
+        stale = self._adapter_loads.check(self._get_connector_metadata().adapter_checks)
+        return failed | stale if stale else failed
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
-        return None if self.worker_half is None else self.worker_half.build_connector_worker_meta()
+        if self.worker_half is None:
+            return None
+        report = self.worker_half.build_connector_worker_meta()
+        if self._adapter_loads is not None and (adapters := self._adapter_loads.take_news()):
+            simple = isinstance(self.worker_half, SimpleCPUOffloadWorker)
+            report = report or (SimpleCPUOffloadWorkerMetadata() if simple else OffloadingWorkerMetadata())
+            report.adapters = adapters
+        return report

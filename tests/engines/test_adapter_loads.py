@@ -1,0 +1,184 @@
+"""The identities of LoRA adapters, around the loads of a worker's LoRA manager."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.engines.vllm.adapter_loads import AdapterLoads
+
+CONFIG = object()
+OLD = 1_000_000_000 * 10**9
+"""A time long ago, in nanoseconds since 1970."""
+
+
+class Manager:
+    """A LoRA manager like vLLM's: it reads the files of an adapter when it is told to."""
+
+    def __init__(self, config: object = CONFIG) -> None:
+        self.lora_config = config
+        self.meanwhile: Callable[[], object] = lambda: None
+        """A function to call in the middle of a load."""
+
+    def _load_adapter(self, lora_request: Any) -> bytes:
+        path = Path(lora_request.lora_path)
+        content = (path / "adapter_model.safetensors").read_bytes() if path.is_dir() else b"downloaded"
+        self.meanwhile()
+        return content
+
+    def load(self, path: object, name: str = "adapter") -> bytes:
+        return self._load_adapter(SimpleNamespace(lora_name=name, lora_path=str(path)))
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterLoads]:
+    monkeypatch.setattr(Manager, "_load_adapter", Manager._load_adapter)  # observing replaces it
+    observer = AdapterLoads(CONFIG)
+    observer.observe([Manager])
+    yield observer
+    observer.close()
+
+
+def write(directory: Path, weights: bytes, age: int = OLD) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    file = directory / "adapter_model.safetensors"
+    file.write_bytes(weights)
+    os.utime(file, ns=(age, age))
+    return directory
+
+
+def identity(loads: AdapterLoads, path: Path, manager: Manager | None = None) -> str:
+    (manager or Manager()).load(path)
+    return loads.take_news()["adapter"]
+
+
+def test_a_load_is_reported_once_with_the_content_of_the_files(loads: AdapterLoads, tmp_path: Path) -> None:
+    first, same, other = (write(tmp_path / str(n), text) for n, text in enumerate([b"first", b"first", b"other"]))
+    found = identity(loads, first)
+    assert loads.take_news() == {}
+    assert identity(loads, same) == found != ""
+    assert identity(loads, other) not in {found, ""}
+    (first / "README.md").write_text("text")
+    assert identity(loads, first) == found
+
+
+def test_what_the_manager_loads_is_passed_on_and_other_engines_of_the_process_are_left_alone(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
+    adapter = write(tmp_path / "adapter", b"first")
+    assert Manager(object()).load(adapter) == b"first"
+    assert loads.take_news() == {}
+    other = AdapterLoads(CONFIG)
+    other.observe([Manager])  # a second engine does not wrap the method again
+    assert Manager().load(adapter) == b"first"
+    assert loads.take_news() == other.take_news() != {}
+    other.close()
+    loads.close()
+    Manager().load(adapter)
+    assert loads.take_news() == {}
+
+
+def in_place(file: Path) -> None:
+    was = file.stat()
+    file.write_bytes(b"other")
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def another_file(file: Path) -> None:
+    new = file.with_name("new")
+    new.write_bytes(b"other")
+    os.utime(new, ns=(OLD, OLD))
+    new.rename(file)
+
+
+@pytest.mark.parametrize("replace", [in_place, another_file])
+def test_files_that_change_while_they_are_loaded_have_no_identity(
+    loads: AdapterLoads, tmp_path: Path, replace: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = write(tmp_path / "adapter", b"first")
+    manager = Manager()
+    manager.meanwhile = lambda: replace(adapter / "adapter_model.safetensors")
+    assert identity(loads, adapter, manager) == ""
+    assert "its requests use no tier until it is loaded again" in caplog.text
+    manager.meanwhile = lambda: None
+    assert identity(loads, adapter, manager) != ""
+
+
+def test_a_young_file_that_changes_within_a_tick_of_the_clock_has_no_identity(
+    loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the file system records the same for all content, as for two writes within a tick."""
+    now = time.time_ns()
+    monkeypatch.setattr("tiering.engines.vllm.adapter_loads._recorded", lambda path: (("file", 1, 1, 5, now, now),))
+    adapter = write(tmp_path / "adapter", b"first")
+    manager = Manager()
+    manager.meanwhile = lambda: in_place(adapter / "adapter_model.safetensors")
+    assert identity(loads, adapter, manager) == ""
+
+
+def test_an_adapter_without_files_has_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
+    assert identity(loads, tmp_path / "absent") == ""
+
+
+def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
+    loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = SimpleNamespace(HF_HUB_CACHE=str(tmp_path))
+    monkeypatch.setattr(importlib, "import_module", {"huggingface_hub.constants": constants}.__getitem__)
+    cache = tmp_path / "models--org--adapter"
+    name = Path("org/adapter")
+    assert identity(loads, name) == ""
+
+    def download(commit: str, weights: bytes) -> None:
+        snapshot = cache / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        write(snapshot, weights)
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / "main").write_text(commit)
+
+    manager = Manager()
+    manager.meanwhile = lambda: download("a" * 40, b"first")
+    found = identity(loads, name, manager)
+    assert found != ""
+    manager.meanwhile = lambda: None
+    assert identity(loads, name, manager) == found
+    manager.meanwhile = lambda: download("b" * 40, b"other")
+    assert identity(loads, name, manager) == ""
+    manager.meanwhile = lambda: None
+    assert identity(loads, name, manager) not in {found, ""}
+
+
+def test_blocks_of_another_adapter_than_the_held_one_are_stale(loads: AdapterLoads, tmp_path: Path) -> None:
+    held = identity(loads, write(tmp_path / "adapter", b"first"))
+    assert loads.check([("adapter", held, {1, 2})]) == set()
+    assert loads.check([("adapter", "another", {1, 2}), ("absent", "any", {3})]) == {1, 2, 3}
+    assert loads.take_news() == {}
+
+
+def test_an_identity_that_is_asked_for_is_reported_again(loads: AdapterLoads, tmp_path: Path) -> None:
+    held = identity(loads, write(tmp_path / "adapter", b"first"))
+    assert loads.check([("adapter", "", set()), ("absent", "", set())]) == set()
+    assert loads.take_news() == {"adapter": held, "absent": ""}
+
+
+def test_two_loads_of_other_files_between_two_reports_have_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
+    manager = Manager()
+    for weights in (b"first", b"other"):
+        manager.load(write(tmp_path / "adapter", weights))
+    assert loads.take_news() == {"adapter": ""}
+
+
+@pytest.mark.parametrize("kind", [object, type("Other", (), {"_load_adapter": lambda self: None})])
+def test_a_manager_of_another_form_is_not_observed_and_a_line_says_so(
+    kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    AdapterLoads(CONFIG).observe([kind])
+    assert "cannot be observed: their requests use no tier" in caplog.text

@@ -1,0 +1,186 @@
+"""The identities of the LoRA adapters that a worker has loaded.
+
+An adapter's identity is the content of its files. It is compared with what the file system records of them before and
+after each load of the worker's LoRA manager: a first load, one after an eviction, and one in place. Nothing here
+imports vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
+from tiering.engines.vllm.weights import digest_of
+
+logger = logging.getLogger("kv_tiering.vllm")
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""The files of an adapter that vLLM reads."""
+_METHOD = "_load_adapter"
+_YOUNG_SECONDS = 2.0
+"""Age below which a file may change again without another time of its last change."""
+_observers: list[AdapterLoads] = []
+
+AdapterCheck = tuple[str, str, set[int]]
+"""Name of an adapter, its identity when KV was loaded for it ("": not known), and the GPU blocks."""
+
+Recorded = tuple[tuple[object, ...], ...]
+"""Records of the file system about an adapter's files; empty: there are none."""
+
+
+class AdapterLoads:
+    """The identities of the adapters that the LoRA manager of one worker has loaded.
+
+    Args:
+        lora_config: vLLM's object; it tells this engine's manager from others in the process.
+    """
+
+    def __init__(self, lora_config: Any) -> None:
+        self._config = lora_config
+        self._held: dict[str, str] = {}
+        self._news: dict[str, str] = {}
+
+    def observe(self, managers: Iterable[type]) -> None:
+        """Observe all loads until :meth:`close`. If that is impossible, a line in the log says so.
+
+        Args:
+            managers: vLLM's classes of managers.
+        """
+        try:
+            owners = {next(one for one in kind.__mro__ if _METHOD in vars(one)) for kind in managers}
+            for owner in owners:
+                load = vars(owner)[_METHOD]
+                if not hasattr(load, "kv_tiering"):
+                    inspect.signature(load).bind(None, None)
+                    setattr(owner, _METHOD, _observed(load))
+        except (StopIteration, TypeError) as error:
+            logger.warning("the loading of LoRA adapters cannot be observed: their requests use no tier (%s)", error)
+            return
+        _observers.append(self)
+
+    def close(self) -> None:
+        """Stop observing; repeated calls are harmless."""
+        if self in _observers:
+            _observers.remove(self)
+
+    def is_of(self, manager: Any) -> bool:
+        """Return True if ``manager`` is this engine's."""
+        return getattr(manager, "lora_config", None) is self._config
+
+    def record(self, name: str, identity: str) -> None:
+        """Record a load.
+
+        Args:
+            name: name of the adapter.
+            identity: its identity; "" if that is not known.
+        """
+        if not identity:
+            logger.warning(
+                "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use no "
+                "tier until it is loaded again",
+                name,
+            )
+        if self._news.get(name, identity) != identity:
+            identity = ""  # two loads since the last report
+        self._held[name] = self._news[name] = identity
+
+    def check(self, checks: Iterable[AdapterCheck]) -> set[int]:
+        """Return the blocks whose KV belongs to other adapters than this worker computes with.
+
+        The identities that the checks ask for are reported.
+        """
+        stale: set[int] = set()
+        for name, identity, blocks in checks:
+            held = self._held.get(name, "")
+            if not identity:
+                self._news.setdefault(name, held)
+            elif held != identity:
+                stale |= blocks
+        return stale
+
+    def take_news(self) -> dict[str, str]:
+        """Return the identities to report, by name, and forget that they are to be reported."""
+        news, self._news = self._news, {}
+        return news
+
+
+def _observed(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(load)
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        observers = [one for one in _observers if one.is_of(self)]
+        if not observers:
+            return load(self, lora_request)
+        adapter = _Adapter(str(lora_request.lora_path))
+        loaded = load(self, lora_request)
+        identity = adapter.identity()
+        for one in observers:
+            one.record(str(lora_request.lora_name), identity)
+        return loaded
+
+    _load_adapter.kv_tiering = True  # type: ignore[attr-defined]
+    return _load_adapter
+
+
+class _Adapter:
+    """The files of an adapter before it is loaded.
+
+    Args:
+        path: directory of the adapter, or the name of its repository on the Hugging Face hub.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._before = _recorded(path)
+        self._content = _content(path) if _are_young(self._before) else None
+
+    def identity(self) -> str:
+        """Return the identity of the files, or "" if they may not be what was loaded since."""
+        content = _content(self._path)
+        after = _recorded(self._path)
+        if not after or (self._content is not None and self._content != content):
+            return ""
+        # A repository of the hub has no files before vLLM has downloaded it.
+        downloaded = not self._before and not Path(self._path).expanduser().is_dir()
+        return content if downloaded or after == self._before else ""
+
+
+def _files(path: str) -> Sequence[Path]:
+    """Return the paths of an adapter's files, also of absent ones; empty: the adapter is not known."""
+    place: Path | None = Path(path).expanduser()
+    if place is not None and not place.is_dir():
+        commit = newest_commit(path)
+        place = None if commit is None else snapshot_of(path, commit, None)
+    return () if place is None else [place / name for name in _FILES]
+
+
+def _recorded(path: str) -> Recorded:
+    found = []
+    try:
+        for file in _files(path):
+            if file.exists():
+                seen = file.stat()
+                found.append((file, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns))
+    except OSError as error:
+        logger.debug("the LoRA adapter at %s: %s", path, error)
+        return ()
+    return tuple(found)
+
+
+def _are_young(recorded: Recorded) -> bool:
+    newest = max((max(int(str(one[4])), int(str(one[5]))) for one in recorded), default=0)
+    return newest > time.time_ns() - _YOUNG_SECONDS * 1e9
+
+
+def _content(path: str) -> str:
+    """Return a digest of the names and contents of an adapter's files, or "" if they cannot be read."""
+    try:
+        return " ".join(f"{file.name}:{digest_of(file)}" for file in _files(path) if file.exists())
+    except OSError as error:
+        logger.debug("the LoRA adapter at %s: %s", path, error)
+        return ""
