@@ -285,8 +285,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "resets": f"sum(increase(kv_tiering_resets_total{{{_ENGINE}}}[$__rate_interval]))",
                 "new epochs": f"sum(increase(kv_tiering_new_epochs_total{{{_ENGINE}}}[$__rate_interval]))",
                 "tiers out of service until a restart": f"sum(kv_tiering_tiers_out_of_service_total{{{_ENGINE}}})",
+                "{{tier}} opened again": "sum by (tier) "
+                f"(increase(kv_tiering_reopened_total{{{_TIER}}}[$__rate_interval]))",
             },
-            "A tier that broke its contract stays away until a restart: keep the log.",
+            "A tier that broke its contract stays away until a restart: keep the log. A medium that is opened again "
+            "changed its state, or is another one: see the kernel's log.",
         ),
     ),
     "Requests to object stores": (
