@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,17 +114,15 @@ def start_rclone(directory: Path) -> S3Server:
 def start_moto(directory: Path) -> S3Server:
     """Start moto's server, which keeps objects in memory and accepts any credentials.
 
-    Only its log is written, beside ``directory``.
+    The server handles one request at a time. Only its log is written, beside ``directory``.
     """
-    program = find_program("moto_server")
-    if program is None:
+    if find_spec("moto") is None:
         raise RuntimeError("moto's server is not installed; pip install 'moto[server]'")
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("serial_moto.py")), "-H", "127.0.0.1", "-p", str(port)]
     with (directory.parent / f"{directory.name}.moto.log").open("wb") as log:
-        process = subprocess.Popen(
-            [program, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     return _when_ready(S3Server(f"http://127.0.0.1:{port}", "testing", "testing", process), port)
 
 
