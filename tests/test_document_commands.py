@@ -282,3 +282,15 @@ def test_what_a_command_of_the_documents_names_is_there(words: list[str]) -> Non
 def test_most_commands_are_found() -> None:
     assert len(KV_TIERING) > 20
     assert len(OTHERS) > 20
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_sentence_says_to_run_is_no_dry_run(path: Path) -> None:
+    text = " ".join(path.read_text().split())
+    told = re.findall(r"\b[Rr]un `(kv-tiering (?:gc|clear|epoch new)[^`]*)`|`(kv-tiering gc[^`]*)`, run every", text)
+    assert [command for pair in told for command in pair if command and "--yes" not in command] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_a_table_of_a_console_fits_a_window_of_1400_pixels(path: Path) -> None:
+    assert [line for line in path.read_text().splitlines() if line[:1] in "┏┡└" and len(line) > 120] == []

@@ -248,3 +248,13 @@ def test_shells_complete_commands_and_file_names() -> None:
     assert "plain,check" in completed("kv-tiering ch")
     for name in ("check", "inspect", "gc", "top"):
         assert completed(f"kv-tiering {name} st").startswith("file,")
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_well(tmp_path: Path) -> None:
+    (tmp_path / "stack.yaml").write_text("primary: {capacity: 16MiB}\n")
+    words = command("check", tmp_path / "stack.yaml")
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert (running.stderr.read(), running.wait(60)) == (b"", 0)

@@ -59,16 +59,17 @@ def test_speeds_and_prices_of_a_file(trace: Path, stack: Path, tmp_path: Path) -
     model.write_text("prefill: 100\n")
     done = kv_tiering("replay", trace, "--stack", stack, "--model", model)
     assert done.code == USAGE
-    assert "prefill: unknown word" in done.err
+    assert f"{model}: prefill (line 1): unknown word" in done.err
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--sweep", "primary.capacity"], "write it like"),
-        (["--html", "/nowhere/at/all.html"], "its directory does not exist"),
-        (["--kv-bytes-per-token", "many"], "is not a size"),
-        (["--prefill-speed", "0"], "prefill_tokens_per_second"),
+        (["--html", "/nowhere/at/all.html"], "'--html': /nowhere/at is not a directory"),
+        (["--kv-bytes-per-token", "many"], "'--kv-bytes-per-token': 'many' is not a size"),
+        (["--device-cache", "90%"], "'--device-cache': '90%' is not a size"),
+        (["--prefill-speed", "0"], "'--prefill-speed': 0.0 is not in the range"),
     ],
 )
 def test_wrong_words_end_with_one_line(trace: Path, stack: Path, words: list[str], problem: str) -> None:
@@ -105,10 +106,20 @@ def test_generated_traces_go_through_a_pipe_and_depend_on_the_seed() -> None:
     one, other = process(*words), process(*words, "--seed", "2")
     assert (one.code, len(one.out.splitlines())) == (OK, 21)
     assert one.out.splitlines()[1:] != other.out.splitlines()[1:]
-    assert "chess: is not a kind" in kv_tiering("trace", "generate", "--kind", "chess").err
+    wrong = kv_tiering("trace", "generate", "--kind", "chats=2")
+    assert (wrong.code, wrong.out) == (USAGE, "")
+    assert "--kind chats=2: 'chats' is not a kind of session; did you mean chat?; allowed are chat, " in wrong.err
     assert "is not a number" in kv_tiering("trace", "generate", "--kind", "chat=many").err
 
 
 def test_a_share_of_nothing_is_refused() -> None:
     done = kv_tiering("trace", "generate", "--kind", "chat=0")
     assert (done.code, "--kind chat=0: the share must be above 0" in done.err) == (2, True)
+
+
+def test_a_page_that_cannot_be_written_costs_no_results(trace: Path, stack: Path, tmp_path: Path) -> None:
+    page = tmp_path / ("long" * 62 + ".html")  # a name that leaves no room for that of the partial file
+    done = kv_tiering("replay", trace, "--stack", stack, "--html", page)
+    assert (done.code, "saves prefill worth" in done.out) == (USAGE, True)
+    assert f"{page} cannot be written: File name too long" in done.err
+    assert "Errno" not in done.err

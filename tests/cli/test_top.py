@@ -259,3 +259,6 @@ def test_addresses() -> None:
         with pytest.raises(ConfigError, match="is not an address"):
             metrics_url(wrong)
     assert kv_tiering("top", "http://engine", "--url", "http://engine").code == 2
+    for plain in ("127.0.0.1:8000", "gpu-7:8000/metrics", "[::1]:8000"):
+        done = kv_tiering("top", plain)
+        assert (done.code, f"begins with http://; write http://{plain}" in done.err) == (2, True)

@@ -60,9 +60,7 @@ def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch
         "primary: {capacity: 8GiB}\nsalt: opensesame-0123\n"
         "secondary: [{type: local, path: ${KV_DIR}, capacity: 1TiB}]\n"
     )
-    words = read_plain(path)
-    assert isinstance(words, dict)
-    point, _ = points(words, [])
+    point, _ = points(read_plain(path), [])
     assert "${KV_DIR}" in point.text
     assert "opensesame" not in point.text
     assert point.stack.salt == "opensesame-0123"
@@ -76,7 +74,8 @@ def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch
         ("primary.capacity=8GiB..1GiB", "below the last"),
         ("primary.capacity=1GiB..8XB", "is not a size"),
         ("primary.capacity=1GiB..8GiB/1", "2 to 400"),
-        ("secondary[4].capacity=1GiB,2GiB", r"has no secondary\[4\]"),
+        ("secondary[4].capacity=1GiB,2GiB", r"has no secondary\[4\]; it has 1, numbered from 0"),
+        ("secondary.local.capacity=1GiB,2GiB", r"has no secondary\.local; .*write it like secondary\[0\]\.capacity"),
         ("secondary[0]=1,2", "is not a word"),
         ("primary.evicton=lru", "primary.evicton=lru: .*did you mean eviction"),
         ("primary.capacity=1,2,0", "capacity"),
@@ -106,3 +105,27 @@ def test_a_misspelt_word_gets_a_suggestion() -> None:
 def test_a_value_that_is_no_yaml_is_refused_with_the_word() -> None:
     with pytest.raises(ConfigError, match=r"primary\.capacity=\.\.\.: .*is not a size"):
         points(STACK, [parse_axis("primary.capacity=...")])
+
+
+@pytest.mark.parametrize("sweeps", [[], ["primary.capacity=1GiB,2GiB"]])
+def test_a_word_that_the_file_misspells_is_named_with_the_file_and_the_line(tmp_path: Path, sweeps: list[str]) -> None:
+    path = tmp_path / "stack.yaml"
+    path.write_text("\nprimry: {capacity: 1GiB}\n")
+    with pytest.raises(ConfigError) as told:
+        points(read_plain(path), [parse_axis(text) for text in sweeps])
+    lines = str(told.value).splitlines()
+    assert lines[0] == f"{path}: 2 problems"
+    assert lines[2].startswith("  primry (line 2): unknown word; did you mean primary?")
+
+
+def test_a_swept_value_that_is_wrong_is_named_with_the_file_and_the_sweep(tmp_path: Path) -> None:
+    path = tmp_path / "stack.yaml"
+    path.write_text("primary: {capacity: 1GiB}\n")
+    with pytest.raises(ConfigError) as told:
+        points(read_plain(path), [parse_axis("primary.capacity=many")])
+    assert str(told.value).startswith(
+        f"{path} with --sweep primary.capacity=many: primary.capacity (line 1): 'many' is"
+    )
+    path.write_text("- primary\n")
+    with pytest.raises(ConfigError, match=r"stack\.yaml: the stack: .* is not a mapping of primary"):
+        points(read_plain(path), [])

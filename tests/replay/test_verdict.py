@@ -124,6 +124,9 @@ def test_a_tier_that_costs_more_than_its_hits_save_is_told_beside_the_stack_with
     assert not any(line.startswith("The tier local costs") for line in advice(study))
     idle = [replace(tier, dollars_per_month=9.0, dollars_saved_per_month=0.0) for tier in study.results[0].tiers]
     plain = [replace(result, tiers=idle, settings={"secondary": "local+s3"}) for result in study.results[:1]]
+    cheap = [replace(tier, dollars_per_month=0.3, dollars_saved_per_month=0.2) for tier in study.results[0].tiers]
+    alike = replace(study, results=[replace(plain[0], tiers=cheap)])
+    assert not any(line.startswith("The tier") for line in advice(alike)), "both are $0"
     told = [line for line in advice(replace(study, results=plain)) if line.startswith("The tier cpu costs")]
     assert [line.split(", more")[0] for line in told] == ["The tier cpu costs $9 a month in the stack with local+s3"]
     assert "without it" not in told[0]

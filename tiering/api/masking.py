@@ -33,8 +33,8 @@ _LONGEST_LINE = 16_384
 _LONGEST_SECRET = 4096
 """Characters before the cut of a long log record that are left out too: a secret could begin there."""
 
-_TOKEN = r"(?<!per_)token(?!s)|(?:auth|access|session|bearer|refresh)_?tokens"
-"""Pattern of credentials' names; ``max_tokens`` and ``bytes_per_token`` are numbers."""
+_TOKEN = r"(?<!per_)token(?!s|iz|_?(?:ids|count|budget|limit))|(?:auth|access|session|bearer|refresh)_?tokens"
+"""Pattern of credentials' names; ``max_tokens``, ``bytes_per_token`` and ``tokenizer`` are none."""
 _SECRET_WORD = re.compile(
     rf"secret|passw|pwd|{_TOKEN}|credential|private|salt|signature|access_?key|account_?key|api_?key|(^|_)key(_id)?$",
     re.IGNORECASE,

@@ -72,7 +72,8 @@ def _end(code: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+            if stream is not None:  # its reader has gone
+                stream.flush()
     os._exit(code)
 
 

@@ -45,7 +45,21 @@ Examples:
 """
 
 
+class _Commands(click.Group):
+    """The group of all commands: one whose reader has seen enough has ended well."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except (BrokenPipeError, SystemExit) as error:  # rich makes an exit of the closed pipe
+            if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+                raise
+            sys.stdout = None  # Python would report the closed pipe again at exit
+            return OK
+
+
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EPILOG,
     invoke_without_command=True,
@@ -91,10 +105,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), USAGE)
     except TieringError as error:
         return _fail(str(error), FINDINGS)
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough. Python would report the closed pipe again at exit.
-        sys.stdout = None
-        return OK
     except OSError as error:
         where = error.filename or ("the output" if _in_output(error) else None)
         return _fail(f"{'' if where is None else f'{where}: '}{error.strerror or error}", FINDINGS)

@@ -14,8 +14,17 @@ from rich.table import Table
 from tiering.api.units import format_bytes
 from tiering.cli.bench_page import bench_page
 from tiering.cli.measure import Limit, Measured, Plan, measure_tier
-from tiering.cli.output import duration, print_json, rate, stderr, stdout
-from tiering.cli.parameters import DURATION, SIZE, admin_of, json_option, secondary_tiers, stack_argument, tier_options
+from tiering.cli.output import duration, print_json, rate, stderr, stdout, write_page
+from tiering.cli.parameters import (
+    DURATION,
+    SIZE,
+    admin_of,
+    json_option,
+    page_option,
+    secondary_tiers,
+    stack_argument,
+    tier_options,
+)
 from tiering.cli.tiers import note
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.secondary.admin.contract import TierAdmin
@@ -75,9 +84,7 @@ class BreakEven:
 @click.option("--prefill-tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Speed of recomputing.")
 @click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
 @click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with plots."
-)
+@page_option("Write a page with plots.")
 @tier_options
 @json_option
 def bench(
@@ -111,8 +118,6 @@ def bench(
     """
     if (prefill_tokens_per_second is None) != (bytes_per_token is None):
         raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token: give both or neither")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise click.BadParameter(f"{html.parent} is not a directory", param_hint="--html")
     _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     plan = Plan(sizes, depths, nbytes, seconds)
     measured: list[Measured] = []
@@ -139,8 +144,6 @@ def bench(
     pays: list[BreakEven] = []
     if prefill_tokens_per_second is not None and bytes_per_token is not None:
         pays = break_evens(measured, prefill_tokens_per_second, bytes_per_token)
-    if html is not None:
-        _write_page(html, stack, measured, pays)
     if as_json:
         print_json(
             {
@@ -150,6 +153,9 @@ def bench(
         )
     else:
         _print(measured, pays)
+    if html is not None:
+        sentences = [_sentence(pay) for pay in pays]
+        write_page(html, bench_page(stack, measured, sentences, _HEADINGS, list(map(_cells, measured))))
     return int(failed)
 
 
@@ -255,11 +261,3 @@ def _print(measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
             click.echo("\t".join(_cells(found)))
     for pay in pays:
         click.echo(_sentence(pay))
-
-
-def _write_page(path: Path, stack: str, measured: Sequence[Measured], pays: Sequence[BreakEven]) -> None:
-    page = bench_page(stack, measured, [_sentence(pay) for pay in pays], _HEADINGS, list(map(_cells, measured)))
-    try:
-        path.write_text(page)
-    except OSError as error:
-        raise click.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--html") from error

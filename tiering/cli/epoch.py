@@ -45,7 +45,7 @@ def epoch(context: click.Context) -> None:
 
     \b
     Example:
-      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
+      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e --yes
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -83,7 +83,7 @@ def new(
 
     \b
     Examples:
-      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e
+      kv-tiering epoch new stack.yaml --namespace 5f0c2d1e --dry-run
       kv-tiering epoch new stack.yaml --all --yes
     """
     config, named = secondary_tiers(stack, tiers, _CPU_TIER)

@@ -76,7 +76,8 @@ def gc(
 
     \b
     Examples:
-      kv-tiering gc stack.yaml
+      kv-tiering gc stack.yaml --dry-run
+      kv-tiering gc stack.yaml --yes
       kv-tiering gc stack.yaml --tier s3 --older-than 30d --yes
       kv-tiering gc stack.yaml --tier s3 --max-total 10TB --yes
     """
@@ -118,7 +119,7 @@ def clear(
 
     \b
     Examples:
-      kv-tiering clear stack.yaml --tier s3 --namespace 5f0c2d1e
+      kv-tiering clear stack.yaml --tier s3 --namespace 5f0c2d1e --dry-run
       kv-tiering clear stack.yaml --all --yes
     """
     _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)

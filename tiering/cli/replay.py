@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiering.api.units import parse_size
+from tiering.cli.output import write_page
+from tiering.cli.parameters import SIZE, page_option
 from tiering.config.source import read_plain
-from tiering.errors import ConfigError
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
 from tiering.replay.report import advice, report_page, table
@@ -37,20 +36,27 @@ from tiering.replay.sweep import parse_axis, points
     "primary.eviction=lru,arc lists values. Several sweeps give all combinations.",
 )
 @click.option("--model", "model_path", type=click.Path(path_type=Path), help="YAML file with speeds and prices.")
-@click.option("--kv-bytes-per-token", metavar="SIZE", help="KV of one token, all layers and ranks (default: 128KiB).")
-@click.option("--prefill-speed", type=float, metavar="TOKENS/S", help="Prompt tokens computed per second (20000).")
-@click.option("--device-cache", metavar="SIZE", help="The engine's own prefix cache; default: not modelled.")
+@click.option(
+    "--kv-bytes-per-token", type=SIZE, metavar="SIZE", help="KV of one token, all layers and ranks (default: 128KiB)."
+)
+@click.option(
+    "--prefill-speed",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="Prompt tokens computed per second (20000).",
+)
+@click.option("--device-cache", type=SIZE, metavar="SIZE", help="The engine's own prefix cache; default: not modelled.")
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with curves to this file.")
+@page_option("Write a page with curves to this file.")
 def replay(
     traces: tuple[Path, ...],
     stack_path: Path,
     sweeps: tuple[str, ...],
     model_path: Path | None,
-    kv_bytes_per_token: str | None,
+    kv_bytes_per_token: int | None,
     prefill_speed: float | None,
-    device_cache: str | None,
+    device_cache: int | None,
     block_tokens: int | None,
     as_json: bool,
     html: Path | None,
@@ -67,43 +73,32 @@ def replay(
       kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.capacity=1GiB..1TiB --html replay.html
       kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.eviction=lru,arc --json
     """
-    model = load_model(model_path, _changes(kv_bytes_per_token, prefill_speed, device_cache))
-    trace = Trace(traces, block_tokens)
-    stack = read_plain(stack_path)
-    if not isinstance(stack, dict):
-        raise ConfigError(f"{stack_path}: is not a stack; it must be a mapping with primary and secondary")
-    variants = points(stack, [parse_axis(text) for text in sweeps])
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: its directory does not exist")
-    with _progress() as report:
-        study = run_study(trace, variants, model, _block_bytes(trace, model, kv_bytes_per_token), report)
-    if html is not None:
-        _write(html, report_page(study))
-    if as_json:
-        click.echo(json.dumps(study.as_dict(), indent=1))
-    else:
-        _print(study)
-        if html is not None:
-            click.echo(f"The page is {html}.")
-
-
-def _changes(
-    kv_bytes_per_token: str | None, prefill_speed: float | None, device_cache: str | None
-) -> dict[str, object]:
     given = {
         "kv_bytes_per_token": kv_bytes_per_token,
         "prefill_tokens_per_second": prefill_speed,
         "device_cache": device_cache,
     }
-    return {word: value for word, value in given.items() if value is not None}
+    model = load_model(model_path, {word: value for word, value in given.items() if value is not None})
+    trace = Trace(traces, block_tokens)
+    variants = points(read_plain(stack_path), [parse_axis(text) for text in sweeps])
+    with _progress() as report:
+        study = run_study(trace, variants, model, _block_bytes(trace, model, kv_bytes_per_token), report)
+    if as_json:
+        click.echo(json.dumps(study.as_dict(), indent=1))
+    else:
+        _print(study)
+    if html is not None:
+        write_page(html, report_page(study))
+        if not as_json:
+            click.echo(f"The page is {html}.")
 
 
-def _block_bytes(trace: Trace, model: ReplayModel, given: str | None) -> int:
+def _block_bytes(trace: Trace, model: ReplayModel, given: int | None) -> int:
     """Return the bytes of one block: as given, else as recorded, else by the model."""
     recorded = trace.info.block_bytes
     if recorded is not None and given is None:
         return recorded
-    return trace.info.block_tokens * (parse_size(given) if given is not None else model.kv_bytes_per_token)
+    return trace.info.block_tokens * (model.kv_bytes_per_token if given is None else given)
 
 
 @contextmanager
@@ -121,16 +116,6 @@ def _progress() -> Iterator[Report]:
             bar.update(task, description=what, completed=done, total=total or None)
 
         yield report
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--html {path}: cannot be written: {error}") from error
 
 
 def _print(study: Study) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -94,6 +95,8 @@ def top(target: str, url: str | None, interval: float, once: bool) -> int:
         if url is not None:
             raise click.UsageError("--url is for STACK; the address is given already")
         address = metrics_url(target)
+    elif re.fullmatch(r"(\w[\w.-]*|\[[\da-f:]+\]):\d+(/\S*)?", target, re.ASCII):
+        raise click.UsageError(f"an engine's address begins with http://; write http://{target}")
     else:
         expected = [CPU, *(options.tier_name for options in load_stack(target).secondary)]
         address = metrics_url(url or DEFAULT_URL)

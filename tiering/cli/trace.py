@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from typing import TextIO
@@ -66,6 +67,10 @@ def _kind(text: str) -> tuple[str, float]:
         number = float(share) if equals else 1.0
     except ValueError:
         raise ConfigError(f"--kind {text}: {share!r} is not a number; write it like chat=3") from None
+    if name not in WORKLOADS:
+        near = difflib.get_close_matches(name, WORKLOADS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--kind {text}: {name!r} is not a kind of session{hint}; allowed are {', '.join(WORKLOADS)}")
     if not 0 < number < math.inf:
         raise ConfigError(f"--kind {text}: the share must be above 0; to leave a kind out, name the others")
     return name, number

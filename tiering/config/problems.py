@@ -7,7 +7,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
@@ -125,20 +125,24 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             found.append(
                 Problem(path, f"is {MASK if _in_secret(path) else kind}, and must be a text; write it in quotes")
             )
+        elif item["type"] in {"literal_error", "bool_parsing", "bool_type"} and (choice := _choice(model, path)):
+            word, allowed = choice
+            found.append(Problem(word, f"{_shown(word, item['input'])} is not allowed: it should be {allowed}"))
         elif item["type"] == "missing":
             found.append(Problem(path, "is missing, and has no default"))
         elif item["type"] in {"model_type", "model_attributes_type", "dict_type"}:
-            words = allowed_words(_model_at(model, path))
-            found.append(Problem(path, f"{_shown(path, item['input'])} is not a mapping of {', '.join(words)}"))
+            words = ", ".join(allowed_words(_model_at(model, path)))
+            given = "is empty; it must be" if item["input"] is None else f"{_shown(path, item['input'])} is not"
+            example = "; write it like {capacity: 8GiB}" if path == ("primary",) else ""
+            found.append(Problem(path, f"{given} a mapping of {words}{example}"))
         elif isinstance(cause, Exception):
             found.append(Problem(path, str(masked("", str(cause))).removeprefix(f"{path[-1] if path else None}: ")))
         elif item["type"] == "tuple_type":
             example = "[{type: local, path: /var/cache/kv, capacity: 500GiB}]"
             found.append(Problem(path, f"{_shown(path, item['input'])} is not a list; write it like {example}"))
         elif item["type"] == "string_pattern_mismatch":
-            meaning = (
-                descriptions(_model_at(model, path[:-1]) or model).get(str(path[-1]), "").partition("; default")[0]
-            )
+            text = descriptions(_model_at(model, path[:-1]) or model).get(str(path[-1]), "")
+            meaning = text.partition("; default")[0].replace("``", "").rstrip(".")
             found.append(Problem(path, f"{_shown(path, item['input'])} is not allowed: {meaning}"))
         elif item["type"] == "float_parsing":
             found.append(Problem(path, f"{_shown(path, item['input'])} is not a number; write it like 0.9"))
@@ -146,6 +150,23 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             text = item["msg"].replace("Input should", "it should", 1)
             found.append(Problem(path, f"{_shown(path, item['input'])} is not allowed: {text[0].lower()}{text[1:]}"))
     return found
+
+
+def _choice(model: type[BaseModel], path: FieldPath) -> tuple[FieldPath, str] | None:
+    """Return the path of the word with a choice of values, and these values as text; None for other words.
+
+    For a word that takes a literal or a truth value, pydantic reports both as problems, below the word.
+    """
+    owner = next((owner for end in (1, 2) if (owner := _model_at(model, path[:-end])) is not None), None)
+    word = next((part for part in path[-2:] if owner is not None and part in owner.model_fields), None)
+    if owner is None or word is None:
+        return None
+    kinds = [owner.model_fields[str(word)].annotation]
+    kinds += typing.get_args(kinds[0])
+    values = [repr(value) for kind in kinds if typing.get_origin(kind) is Literal for value in typing.get_args(kind)]
+    values += ["true", "false"] if bool in kinds else []
+    allowed = f"{', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else "".join(values)
+    return path[: path.index(word) + 1], allowed
 
 
 def allowed_words(model: type[BaseModel] | None) -> list[str]:

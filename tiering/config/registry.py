@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping
 
@@ -35,7 +36,9 @@ def tier_definition(kind: object) -> TierDefinition:
     """
     allowed = f"{', '.join(TIER_TYPES)}, or module.path:Name for a custom tier"
     if not isinstance(kind, str) or (kind not in TIER_TYPES and ":" not in kind):
-        raise ConfigError(f"{shown(kind)} is not a type of tier; allowed are {allowed}")
+        near = difflib.get_close_matches(str(kind), TIER_TYPES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{shown(kind)} is not a type of tier{hint}; allowed are {allowed}")
     target, extra = TIER_TYPES.get(kind, (kind, ""))
     module_name, _, name = target.partition(":")
     try:

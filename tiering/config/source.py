@@ -26,7 +26,7 @@ class Source:
     """A stack as plain data, with its origin and the problems found so far."""
 
     name: str
-    """Path of the file, or "stack" for a mapping; used in messages."""
+    """Path of the file, or "stack" for a mapping; used in messages. Variants of a file name their changes too."""
     data: object
     """The plain data."""
     lines: dict[FieldPath, int] = field(default_factory=dict)
@@ -35,13 +35,15 @@ class Source:
     """Problems found while reading."""
 
 
-def read_source(stack: str | os.PathLike[str] | Mapping[str, object]) -> Source:
-    """Read a stack from a file or a mapping, and expand its environment references.
+def read_source(stack: str | os.PathLike[str] | Mapping[str, object] | Source) -> Source:
+    """Read a stack from a file, a mapping or plain data, and expand its environment references.
 
     Raises:
         ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
     """
-    if isinstance(stack, Mapping):
+    if isinstance(stack, Source):
+        source, carried = Source(stack.name, stack.data, stack.lines), Carried()
+    elif isinstance(stack, Mapping):
         source, carried = Source("stack", stack), Carried()
     else:
         path = os.fspath(stack) if isinstance(stack, (str, os.PathLike)) else None
@@ -59,14 +61,15 @@ def _read_file(path: str) -> tuple[Source, Carried]:
     return Source(path, data, lines), carried
 
 
-def read_plain(path: str | os.PathLike[str]) -> object:
-    """Return a YAML file as plain data, with its environment references as they are written.
+def read_plain(path: str | os.PathLike[str]) -> Source:
+    """Return a YAML file with its environment references as they are written.
 
     Raises:
         ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
     """
     source, carried = _read_file(os.fspath(path))
-    return _restored(source.data, carried)
+    source.data = _restored(source.data, carried)
+    return source
 
 
 def _restored(value: object, carried: Carried) -> object:

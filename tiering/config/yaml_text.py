@@ -9,6 +9,7 @@ import select
 import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
@@ -74,10 +75,19 @@ def read_text(path: str) -> str:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        where = "" if path.startswith("/") else " from the working directory"
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it is no text in UTF-8 (byte {error.start})"
+        where = "" if path.startswith("/") else f" from the working directory {_working_directory()}"
         text, cause = f"{_file(path)}: cannot be read{where}: {_clipped(reason)}", safe_cause(error)
     # Raised outside the handler, because the operating system's error quotes the path, which may contain a password.
     raise ConfigError(text) from cause
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "(which is gone)"
 
 
 def _read(path: str, fd: int) -> bytes:

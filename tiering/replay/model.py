@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from tiering.api.units import Duration, Size, Strict
 from tiering.config.problems import problems_of, refuse
 from tiering.config.registry import tier_definition
-from tiering.config.source import read_plain
+from tiering.config.source import Source, read_plain
 from tiering.errors import ConfigError
 from tiering.secondary.options import TierOptions
 
@@ -118,11 +118,10 @@ def load_model(path: Path | None, changes: Mapping[str, object]) -> ReplayModel:
     Raises:
         ConfigError: the file cannot be read, or a value is wrong; the message lists all problems.
     """
-    name = "model" if path is None else str(path)
-    words: object = {} if path is None else read_plain(path)
-    if not isinstance(words, dict):
-        raise ConfigError(f"{name}: is not a mapping; write lines like prefill_tokens_per_second: 20000")
+    source = Source("model", {}) if path is None else read_plain(path)
+    if not isinstance(source.data, dict):
+        raise ConfigError(f"{source.name}: is not a mapping; write lines like prefill_tokens_per_second: 20000")
     try:
-        return ReplayModel.model_validate({**words, **changes})
+        return ReplayModel.model_validate({**source.data, **changes})
     except ValidationError as error:
-        refuse(name, problems_of(error, ReplayModel))
+        refuse(source.name, problems_of(error, ReplayModel), source.lines)

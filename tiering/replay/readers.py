@@ -184,7 +184,7 @@ def _info(path: Path, block_tokens: int | None) -> TraceInfo:
     try:
         words = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"{path}, line 1: is not JSON: {error}") from error
+        raise ConfigError(f"{path}, line 1: is not JSON: {error}; each line of a trace is one JSON object") from error
     info = _recognised(path, words)
     return info if block_tokens is None else TraceInfo(info.format, block_tokens, info.block_bytes)
 

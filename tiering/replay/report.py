@@ -129,11 +129,12 @@ def _prices(study: Study, best: ReplayResult) -> list[str]:
     full = max(alike, key=lambda result: result.net_dollars_per_month)
     lines = []
     for tier in full.tiers:
-        if tier.name == DEVICE or tier.dollars_per_month <= tier.dollars_saved_per_month:
+        price, saved = tier.dollars_per_month, tier.dollars_saved_per_month
+        if tier.name == DEVICE or price <= saved or dollars(price) == dollars(saved):
             continue
         line = (
-            f"The tier {tier.name} costs {dollars(tier.dollars_per_month)} a month in {label(full)}, more than the "
-            f"{dollars(tier.dollars_saved_per_month)} that its hits save ({percent(tier.hit_rate)} of the blocks)"
+            f"The tier {tier.name} costs {dollars(price)} a month in {label(full)}, more than the "
+            f"{dollars(saved)} that its hits save ({percent(tier.hit_rate)} of the blocks)"
         )
         others = "+".join(t.name for t in full.tiers if t.name not in {DEVICE, PRIMARY_TIER, tier.name}) or NO_TIERS
         for result in study.results:

@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from tiering.api.masking import masked
 from tiering.api.units import parse_size
+from tiering.config.source import Source
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 
@@ -116,18 +117,22 @@ def _scalar(text: str) -> object:
     return value if isinstance(value, (int, float, bool)) else text
 
 
-def points(words: Mapping[str, Any], axes: Sequence[Axis]) -> list[Point]:
+def points(stack: Mapping[str, Any] | Source, axes: Sequence[Axis]) -> list[Point]:
     """Return the variants of a stack: all combinations, with and without secondary tiers.
 
     The variants with all tiers come first. Those without each secondary tier follow, and last those without any.
 
     Args:
-        words: the stack as plain data, with environment references as written.
+        stack: the stack with its environment references as written: plain data, or a file that was read.
         axes: the swept words; none: the stack as it is.
 
     Raises:
         ConfigError: there are too many variants, a word is not in the stack, or a variant is invalid.
     """
+    source = stack if isinstance(stack, Source) else Source("stack", stack)
+    if not isinstance(source.data, Mapping):
+        load_stack(source)  # raises, with the reason
+    words = dict(cast("Mapping[str, Any]", source.data))
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_POINTS:
         raise ConfigError(f"the sweep has {count} stacks, more than {MAX_POINTS}; sweep fewer values")
@@ -136,24 +141,21 @@ def points(words: Mapping[str, Any], axes: Sequence[Axis]) -> list[Point]:
     tiers = len(words["secondary"]) if isinstance(words.get("secondary"), list) else 0
     left_out = dict.fromkeys([(), *((index,) for index in range(tiers)), tuple(range(tiers))])
     for gone, values in product(left_out, product(*(axis.values for axis in axes))):
-        variant, places = copy.deepcopy(dict(words)), {("secondary", index) for index in gone}
+        variant, places = copy.deepcopy(words), {("secondary", index) for index in gone}
         settings: dict[str, str] = {}
         for axis, value in zip(axes, values, strict=True):
-            _set(variant, axis, value)
+            _set(variant, axis, value, source)
             settings[axis.name] = LEFT_OUT if axis.path[:2] in places else str(value)
         if gone:
             variant["secondary"] = [tier for index, tier in enumerate(variant["secondary"]) if index not in gone]
-        try:
-            stack = load_stack(variant)
-        except ConfigError as error:
-            at = ", ".join(f"{name}={value}" for name, value in settings.items())
-            raise ConfigError(f"{at}: {error}" if at else str(error)) from error
+        at = "".join(f" --sweep {name}={value}" for name, value in settings.items())
+        config = load_stack(Source(f"{source.name} with{at}" if at else source.name, variant, source.lines))
         if tiers:
-            settings[SECONDARY] = "+".join(tier.tier_name for tier in stack.secondary) or NO_TIERS
+            settings[SECONDARY] = "+".join(tier.tier_name for tier in config.secondary) or NO_TIERS
         if (key := tuple(settings.values())) not in known:
             known.add(key)
             text = yaml.safe_dump(_shown("", variant), sort_keys=False, default_flow_style=None, width=120)
-            found.append(Point(settings, stack, text))
+            found.append(Point(settings, config, text))
     return found
 
 
@@ -168,15 +170,19 @@ def _shown(word: object, value: object) -> object:
     return masked(word, value)
 
 
-def _set(words: dict[str, Any], axis: Axis, value: object) -> None:
+def _set(words: dict[str, Any], axis: Axis, value: object, source: Source) -> None:
+    """Set the swept word in a variant of the stack that was read from ``source``."""
     place: Any = words
     for part in axis.path[:-1]:
         try:
             place = place[part]
         except (KeyError, IndexError, TypeError):
+            load_stack(source)  # a word that the file misspells is the file's fault
             named = _path_text(axis.path[:-1])
             near = difflib.get_close_matches(str(part), list(place) if isinstance(place, dict) else [], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if isinstance(place, list):
+                hint = f"; it has {len(place)}, numbered from 0; write it like secondary[0].capacity"
             raise ConfigError(f"--sweep {axis.name}: the stack has no {named}{hint}") from None
     last = axis.path[-1]
     if not (isinstance(place, dict) and isinstance(last, str)):

@@ -130,7 +130,7 @@ class Cloud(ABC):
         if not writes:
             return
         if self.options.ttl is None:
-            remedy = "set ttl, or run kv-tiering gc regularly"
+            remedy = "set ttl, or run kv-tiering gc STACK --yes every day"
             yield Finding(Severity.INFO, "lifecycle", "no ttl: blocks stay until they are removed", remedy)
             return
         prefix = self.options.prefix

@@ -339,7 +339,8 @@ class ObjectOptions(S3Words):
 
 def _bucket(name: str) -> str:
     if not _BUCKET.fullmatch(name) or ".." in name:
-        raise ValueError(f"{name!r} is not a bucket's name: 3 to 255 letters, digits, dots, dashes")
+        hint = "; an address is written as type: object with url" if "://" in name else ""
+        raise ValueError(f"{name!r} is not a bucket's name: 3 to 255 letters, digits, dots, dashes{hint}")
     return name
 
 

@@ -124,7 +124,7 @@ def _lifecycle_finding(options: S3Words, problem: str | None) -> Finding:
             Severity.INFO,
             "lifecycle",
             "no ttl: blocks stay until they are removed",
-            "set ttl, or run kv-tiering gc regularly",
+            "set ttl, or run kv-tiering gc STACK --yes every day",
         )
     if problem is None:
         return Finding(Severity.OK, "lifecycle", f"a rule removes blocks after {options.ttl_days} days or sooner")
