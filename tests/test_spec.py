@@ -107,6 +107,23 @@ class TestStack:
         with make_spec({"config": str(file)}).get_manager() as manager:
             assert manager.primary_tier.num_rows == 16
 
+    def test_a_relative_file_is_named_in_full_at_the_start(
+        self,
+        make_spec: Callable[..., TieringOffloadingSpec],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        (tmp_path / "stack.yaml").write_text(
+            "primary: {capacity: 64KiB}\nsecondary: [{type: local, path: kv, capacity: 1MiB}]\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        with caplog.at_level("INFO", "kv_tiering"), make_spec({"config": "stack.yaml"}).get_manager():
+            pass
+        assert f"the stack file stack.yaml is {tmp_path}/stack.yaml" in caplog.messages
+        (line,) = (line for line in caplog.messages if " is relative" in line)
+        assert line.startswith(f"tier local: path kv is relative, and means {tmp_path}/kv in this working directory: ")
+
     def test_beside_the_other_words(self, make_spec: Callable[..., TieringOffloadingSpec]) -> None:
         spec = make_spec({**STACK, "offload_prompt_only": False})
         assert not spec.offload_prompt_only

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec, TraceRecording
+from tiering.api.masking import shown_name
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import LoadStoreSpec
 from tiering.config.stack import open_manager
@@ -20,6 +23,8 @@ from tiering.errors import ConfigError, RegionError
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.memory.prefault import Share
 from tiering.primary.memory.region import SharedRegion, row_stride
+
+logger = logging.getLogger("kv_tiering.stack")
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 _FLAGS = ("offload_prompt_only", "self_describing_kv_events")
@@ -91,6 +96,9 @@ class TieringOffloadingSpec(OffloadingSpec):
         """
         if self._manager is None:
             region = self._open_region()
+            file = self.extra_config.get("config")
+            if isinstance(file, (str, os.PathLike)) and not Path(file).is_absolute():
+                logger.info("the stack file %s is %s", shown_name(str(file)), Path(file).absolute())
             try:
                 self._manager = open_manager(
                     self.stack,

@@ -181,6 +181,7 @@ def test_the_table_ends_without_tiers_and_one_color_means_one_kind_of_stack(stud
     assert saving.keys() == {"local+s3", "s3", "local", "none"}
     assert curve == {"the optimum (Belady)": "ink dashed", "one LRU cache": "ink", "none": saving["none"]}
     assert len(set(saving.values())) == 4
+    assert "Stacks with a tier that has no capacity are not in this chart" in page, "local+s3 and s3"
 
 
 def test_all_assumptions_about_money_are_on_the_page(study: Study) -> None:

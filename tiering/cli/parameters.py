@@ -87,7 +87,7 @@ def json_option(command: Command) -> Command:
 
 
 def page_option(text: str) -> Callable[[Command], Command]:
-    """Return what adds ``--html``, described by ``text``; a directory that is missing ends the command at once."""
+    """Return what adds ``--html``, described by ``text``; a missing directory ends the command at once."""
 
     def check(_context: click.Context, _option: click.Parameter, path: Path | None) -> Path | None:
         if path is not None and not path.absolute().parent.is_dir():

@@ -26,7 +26,7 @@ class Source:
     """A stack as plain data, with its origin and the problems found so far."""
 
     name: str
-    """Path of the file, or "stack" for a mapping; used in messages. Variants of a file name their changes too."""
+    """Path of the file, or "stack" for a mapping; used in messages."""
     data: object
     """The plain data."""
     lines: dict[FieldPath, int] = field(default_factory=dict)

@@ -267,10 +267,12 @@ def _charts(study: Study) -> str:
     curve = line_chart([*bounds, *dots], "capacity of all tiers", "Share of prompt blocks served", size, percent)
     title = "Net saving a month: prefill saved, minus the price of the tiers"
     saving = line_chart(nets, word or "", title, size, dollars)
+    unbounded = any(_room(result) is None for result in study.results)
+    bare = "<p>Stacks with a tier that has no capacity are not in this chart.</p>" if unbounded else ""
     note = f"<p>The charts show {COLORS} of {len(families)} kinds of stacks, those that save most.</p>"
     return (
         (f"<h2>What does it save?</h2>{saving}" if saving else "")
-        + f"<h2>How much capacity?</h2>{curve}"
+        + f"<h2>How much capacity?</h2>{curve}{bare}"
         + (note if len(families) > COLORS else "")
     )
 

@@ -14,7 +14,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 
 from tiering.secondary.admin.contract import TierAdmin
 from tiering.secondary.contract import TierContext
@@ -40,8 +42,18 @@ __all__ = [
     "write_checkpoint",
 ]
 
+logger = logging.getLogger("kv_tiering.local")
+
 
 def _build(options: LocalOptions, context: TierContext) -> LocalTier:
+    if not Path(options.path).expanduser().is_absolute():
+        logger.warning(
+            "tier %s: path %s is relative, and means %s in this working directory: write an absolute path, or an "
+            "engine that starts elsewhere finds no block",
+            context.name,
+            options.path,
+            _location(options),
+        )
     return LocalTier(context, options)
 
 
