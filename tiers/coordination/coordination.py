@@ -18,7 +18,7 @@ from tiering.runtime.flag import Flag
 from tiering.runtime.launch import Launch
 from tiering.secondary.coordination import Claim, Coordination, Heard
 from tiers.coordination import directory
-from tiers.coordination.directory import Directory, digests_of, load_scripts
+from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
 from tiers.coordination.filling import Filling
 from tiers.coordination.scope import Scope
 from tiers.valkey.client import ServerAddress, Subscription, ValkeyClient
@@ -81,6 +81,7 @@ class ValkeyCoordination(Coordination):
             timeout=TIMEOUT_SECONDS,
             ca_file=ca_file,
             name="kv-tiering-fleet",
+            scripts=SCRIPTS,
         )
         self._filling = Filling(name, listing, self._client)
         self._scope: Scope | None = None

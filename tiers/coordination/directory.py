@@ -131,6 +131,9 @@ class Directory:
 
 _SHAS = {script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest() for script in scripts.ALL}
 
+SCRIPTS = {sha: script for script, sha in _SHAS.items()}
+"""The scripts, by the names under which the server knows them once they are loaded."""
+
 
 def sha_of(script: str) -> str:
     """Return the name under which the server knows ``script`` once it is loaded."""

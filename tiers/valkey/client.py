@@ -27,12 +27,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from tiering.errors import ConfigError, StoreError, TemporaryStoreError
 from tiers.valkey.address import Credentials, ServerAddress
-from tiers.valkey.faults import is_refusal, translate
+from tiers.valkey.faults import UnknownScriptError, is_refusal, translate
 from tiers.valkey.values import peek, read_value
 
 __all__ = ["NO_VALKEY", "ServerAddress", "Subscription", "ValkeyClient", "Word"]
@@ -55,6 +55,8 @@ class ValkeyClient:
         timeout: seconds within which the server must answer a command.
         ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
         name: name of the connections in the server's list of clients; default "kv-tiering".
+        scripts: scripts that EVALSHA runs, by their SHA-1; default: none. A server that lacks one, because it was
+            restarted or flushed, gets all of them.
 
     Raises:
         ConfigError: the package ``valkey`` is missing.
@@ -68,6 +70,7 @@ class ValkeyClient:
         timeout: float,
         ca_file: str | os.PathLike[str] | None = None,
         name: str = "kv-tiering",
+        scripts: Mapping[str, str] | None = None,
     ) -> None:
         try:
             import valkey
@@ -77,6 +80,7 @@ class ValkeyClient:
         self.address = address
         """The server."""
         self._timeout = timeout
+        self._scripts = scripts or {}
         tls = {"ssl_check_hostname": True, "ssl_ca_certs": ca_file and os.fspath(ca_file)} if address.tls else {}
         self._pool = valkey.ConnectionPool(
             connection_class=SSLConnection if address.tls else Connection,
@@ -108,12 +112,15 @@ class ValkeyClient:
         Raises:
             StoreError: the server cannot be reached, or refuses the command.
         """
-        with self._translated(str(words[0])), self._connection() as connection:
-            connection.send_command(*words)
-            return connection.read_response()
+        (reply,) = self.call_all([words])
+        if isinstance(reply, StoreError):
+            raise reply
+        return reply
 
     def call_all(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Run several commands in one round trip, in their order but not as one transaction.
+
+        Scripts that the server lacks are loaded, and run after the other commands.
 
         Returns:
             For each command its reply, or the StoreError with which the server refused it.
@@ -124,8 +131,14 @@ class ValkeyClient:
         if not commands:
             return []
         with self._translated(str(commands[0][0])), self._connection() as connection:
-            connection.send_packed_command(connection.pack_commands(commands))
-            return [self._reply(connection, str(words[0])) for words in commands]
+            replies = self._exchange(connection, commands)
+            unknown = [position for position, reply in enumerate(replies) if isinstance(reply, UnknownScriptError)]
+            if unknown and self._scripts:
+                loads = [("SCRIPT", "LOAD", script) for script in self._scripts.values()]
+                again = self._exchange(connection, [*loads, *(commands[position] for position in unknown)])
+                for position, reply in zip(unknown, again[len(loads) :], strict=True):
+                    replies[position] = reply
+            return replies
 
     def write(self, key: str | bytes, parts: Sequence[memoryview], *options: Word) -> Any:
         """Run ``SET key value options``, with a value that consists of ``parts``; nothing is copied.
@@ -240,6 +253,10 @@ class ValkeyClient:
             if known is None:
                 raise
             raise known from error
+
+    def _exchange(self, connection: Any, commands: Sequence[Sequence[Word]]) -> list[Any]:
+        connection.send_packed_command(connection.pack_commands(commands))
+        return [self._reply(connection, str(words[0])) for words in commands]
 
     def _reply(self, connection: Any, doing: str) -> Any:
         try:

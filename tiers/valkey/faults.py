@@ -25,6 +25,10 @@ _REFUSALS: dict[str, tuple[type[StoreError], str]] = {
 """Error codes for which valkey-py has no exception of its own, with their meaning."""
 
 
+class UnknownScriptError(TemporaryStoreError):
+    """The server lacks a script: it was restarted empty, or its scripts were flushed."""
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return True if ``error`` is the server's whole reply, so that the connection can be used again."""
     from valkey.exceptions import ResponseError
@@ -52,6 +56,8 @@ def translate(error: Exception, doing: str) -> StoreError | None:
         return WritesRefusedError(f"the server is a read-only replica; name the primary: {text} ({doing})")
     if isinstance(error, known.BusyLoadingError):
         return TemporaryStoreError(f"the server is still loading its data ({doing})")
+    if isinstance(error, known.NoScriptError):
+        return UnknownScriptError(f"the server lacks a script, and could not load it: {text} ({doing})")
     if isinstance(error, known.ResponseError):
         kind, meaning = _REFUSALS.get(text.split(" ")[0], (PermanentStoreError, "refused"))
         return kind(f"{meaning}: {text} ({doing})")

@@ -112,6 +112,29 @@ class TestWithoutAServer:
         assert until(own_fleet.complete)
         assert one.lookup(K[2:4]) == 2, "the new directory has what was stored without the old one"
 
+    @pytest.mark.parametrize("loss", ["flush", "restart"])
+    def test_a_server_that_has_lost_its_scripts_is_not_gone(
+        self, own_fleet: Fleet, loss: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        one, two = own_fleet.machine(), own_fleet.machine()
+        one.store(K[:2])
+        if loss == "restart":
+            own_fleet.server.restart()
+        else:
+            server = ValkeyClient(ServerAddress.parse(own_fleet.server.url), connect_timeout=10.0, timeout=10.0)
+            server.call("SCRIPT", "FLUSH")
+            server.call("FLUSHALL")
+            server.close()
+        assert two.lookup(K[:2]) == 2
+        assert two.store(K[2:4]) == K[2:4]
+        assert find(one, K[2:4], 2)
+        # A word that falls into the moment of the restart meets no server.
+        one.wait(lambda: ready(one))
+        two.wait(lambda: ready(two))
+        assert "script" not in caplog.text
+        assert loss == "restart" or "coordination is gone" not in caplog.text
+        assert until(own_fleet.complete), "the empty directory is filled again"
+
     def test_a_server_that_is_away_at_the_start_is_done_without(self, own_fleet: Fleet) -> None:
         own_fleet.server.kill()
         one, two = (own_fleet.machine(whole=False) for _ in range(2))

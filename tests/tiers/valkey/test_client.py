@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import socket
@@ -52,6 +53,28 @@ def client(server: ValkeyServer, connect: Connect) -> ValkeyClient:
     client = connect(server)
     client.call("FLUSHALL")
     return client
+
+
+@pytest.mark.parametrize("loss", ["flush", "restart"])
+def test_a_script_that_the_server_has_lost_is_loaded_at_once(own_server: ValkeyServer, loss: str) -> None:
+    text = "return {KEYS[1], redis.call('INCR', KEYS[1])}"
+    sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    address = ServerAddress.parse(own_server.url)
+    client = ValkeyClient(address, connect_timeout=5.0, timeout=5.0, scripts={sha: text})
+    plain = ValkeyClient(address, connect_timeout=5.0, timeout=5.0)
+    with contextlib.closing(client), contextlib.closing(plain):
+        assert client.call("EVALSHA", sha, 1, "a") == [b"a", 1]
+        if loss == "flush":
+            plain.call("SCRIPT", "FLUSH")
+            plain.call("FLUSHALL")
+        else:
+            own_server.restart()
+        with pytest.raises(TemporaryStoreError, match="lacks a script"):
+            plain.call("EVALSHA", sha, 1, "a")
+        replies = client.call_all([("EVALSHA", sha, 1, "a"), ("SET", "b", "5"), ("EVALSHA", sha, 1, "b")])
+        assert replies == [[b"a", 1], b"OK", [b"b", 6]]
+        (unknown,) = client.call_all([("EVALSHA", "0" * 40, 0)])
+        assert isinstance(unknown, TemporaryStoreError)
 
 
 def view(content: bytes) -> memoryview:
