@@ -87,6 +87,8 @@ class RecoveryFeed:
         self._complete = False
         self._resumed = False
         """True if the running recovery follows one that ended with an error."""
+        self._interruptions = 0
+        """Number of recoveries of this directory that ended with an error."""
         self._told: NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Mask of the slots that recovery has returned."""
         self._batches: deque[RecoveredBatch] = deque()
@@ -98,17 +100,18 @@ class RecoveryFeed:
         """True until everything is merged."""
         return self._recovery is not None
 
-    def begin(self, recover: Callable[[NDArray[np.bool_]], Recovery]) -> None:
+    def begin(self, recover: Callable[[NDArray[np.bool_] | None], Recovery]) -> None:
         """Begin a recovery.
 
         Args:
-            recover: returns the recovery's batches. It is called again after an error, with a mask of the slots that
-                were already returned.
+            recover: returns the recovery's batches; called with None first, and again after an error, with a mask of
+                the slots that were already returned.
         """
         self._told = np.zeros(self._index.num_slots, np.bool_)
         self._begin_again = recover
-        self._recovery = recover(self._told)
+        self._recovery = recover(None)
         self._complete = self._resumed = self.foreign = False
+        self._interruptions = 0
         self._index.begin_recovery()
         self._fetch()
 
@@ -163,9 +166,11 @@ class RecoveryFeed:
         if not self.active:
             return
         if error is not None:
-            if not self._backoff.failures:
+            self._interruptions += 1
+            if self._interruptions == 1:
                 logger.warning(
-                    "tier %s: recovery is interrupted and is tried again; slots that were not read stay unused: %s",
+                    "tier %s: recovery is interrupted and is tried again until it is complete; slots that were not "
+                    "read stay unused: %s",
                     self._name,
                     error,
                 )
@@ -186,7 +191,6 @@ class RecoveryFeed:
             batch = without(batch, self._told)
         slots = (batch.slots, batch.free, batch.foreign)
         if self._backoff.failures and any(map(len, slots)):
-            logger.info("tier %s: recovery continues after %d failed attempt(s)", self._name, self._backoff.failures)
             self._backoff.succeeded()
         for told in slots:
             self._told[told] = True
@@ -236,6 +240,8 @@ class RecoveryFeed:
         """End the recovery if all batches are merged. The last batch has arrived."""
         if self._batches:
             return
+        if self._interruptions:
+            logger.info("tier %s: recovery is complete after %d interruption(s)", self._name, self._interruptions)
         self._recovery = self._begin_again = None
         self._told = np.zeros(0, np.bool_)
         self.foreign = False

@@ -141,8 +141,8 @@ def recover(
         remembered: the directory's state when it was opened.
         fingerprint: fingerprint of the namespace and epoch.
         stop: ends the recovery early; the remaining slots stay unseen.
-        known: mask of slots that an earlier recovery, which ended with an error, has returned; default: none. They may
-            be returned again.
+        known: mask of slots that an earlier recovery, which ended with an error, has returned; default: there was no
+            earlier recovery, and the state of the directory is logged. These slots may be returned again.
 
     Raises:
         TemporaryStoreError: headers cannot be read for a reason that may pass.
@@ -156,7 +156,7 @@ def recover(
             checkpoint = "what was written since is not known"
         else:
             return recovery.from_checkpoint(checkpoint, remembered.marked, remembered.changed)
-    if remembered.segments:
+    if remembered.segments and known is None:
         logger.info("%s: the checkpoint is not used (%s); reading all headers", segments.directory, checkpoint)
     return recovery.scan_all()
 
@@ -197,14 +197,14 @@ class _Recovery:
         foreign = checkpoint.foreign[_within(checkpoint.foreign, unclaimed)].astype(np.int64)
         unclaimed[foreign] = False
         lost = len(checkpoint) - int(np.count_nonzero(_within(checkpoint.slots, there)))
-        if lost:
+        if lost and self._known is None:
             directory = self._segments.directory
             logger.warning(
                 "%s: %d block(s) are lost: their segments are gone, or beyond the capacity",
                 directory,
                 lost,
             )
-        if changed:
+        if changed and self._known is None:
             logger.warning(
                 "%s: %d segment(s) are not the files in the checkpoint; reading their headers",
                 self._segments.directory,

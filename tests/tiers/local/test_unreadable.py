@@ -84,9 +84,10 @@ def test_trouble_that_passes_costs_no_block_and_no_restart(
 
 
 def test_a_recovery_that_is_interrupted_again_and_again_tells_of_each_slot_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New blocks in slots that the recovery has found free keep their keys."""
+    caplog.set_level(logging.INFO, "kv_tiering.local")
     monkeypatch.setattr(recovery_module, "_GROUP_SLOTS", 1)
     monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
     reads = itertools.count(1)
@@ -112,4 +113,7 @@ def test_a_recovery_that_is_interrupted_again_and_again_tells_of_each_slot_once(
     geometry = rig.tier.store.geometry
     assert rig.tier.index.slots == geometry.slots_per_segment * len(rig.tier.store.segments.existing())
     assert rig.tier.index.free + rig.tier.index.blocks == rig.tier.index.slots
+    assert next(reads) > 90, "several interruptions"
+    for line in ("recovery is interrupted", "reading all headers", "recovery is complete after"):
+        assert caplog.text.count(line) == 1
     assert rig.close()
