@@ -435,6 +435,8 @@ class Segments:
             return "is not a regular file"
         if found.st_uid != os.geteuid():
             return f"belongs to user {found.st_uid}, not to this process's user {os.geteuid()},"
+        if found.st_nlink > 1 and not self.read_only:
+            return f"is a hard link, one of {found.st_nlink} names of the same file,"
         size, path = self.geometry.segment_bytes, self.directory / self.geometry.segment_name(number)
         if found.st_size < size:
             return f"was cut to {found.st_size} of its {size} bytes"

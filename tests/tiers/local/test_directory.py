@@ -501,6 +501,23 @@ def test_a_hard_link_is_not_written(tmp_path: Path, name: str) -> None:
     assert precious.read_bytes() == b"not ours" * 1000
 
 
+def test_a_segment_with_another_name_is_replaced_and_the_other_name_keeps_its_content(tmp_path: Path) -> None:
+    """A copy by hard links (cp -al, rsnapshot) stays what it was."""
+    directory = tmp_path / "kv"
+    with opened(directory) as rig:
+        assert rig.store(K[:8]) == K[:8]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in segment_files(directory):
+        os.link(path, copy / path.name)
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    with opened(directory) as rig:
+        assert rig.held(K[:8]) == []
+        assert rig.store(K[8:40]) == K[8:40]
+        assert rig.load(K[8:40]) == K[8:40]
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+
+
 def test_a_link_in_the_way_of_a_new_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"not ours")
