@@ -6,10 +6,12 @@ The scheduler's thread decides when; :mod:`tiers.local.new_segments` creates the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
@@ -19,7 +21,16 @@ from tiers.local.store import Inspection, LocalStore
 logger = logging.getLogger("kv_tiering.local")
 
 RETRY_SPACE_SECONDS = 60.0
-"""Seconds from a full disk to the next attempt to add a segment."""
+"""Seconds from a full disk to the next attempt to write or to add a segment.
+
+They double while segments cannot be added.
+"""
+
+RETRY_SPACE_MOST = 900.0
+"""Longest seconds between two attempts to add a segment."""
+
+_LOG_PERIOD = 3600.0
+"""Seconds between two lines about a disk that stays full."""
 
 
 class Growth:
@@ -56,12 +67,19 @@ class Growth:
         self._examine = examine
         self._waiting_blocks = waiting_blocks
         self._recovering = recovering
+        self._restored = float("-inf")
+        """Time when slots that the disk had refused were taken back into use."""
         self._per_segment = store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
         self._pace: Pace | None = None
         self._complete = False
+        self._spares_strangers = False
+        """True if the next segment would cost files that this engine cannot use. It waits until slots are needed."""
         self._no_space_until = float("-inf")
+        self._refusals = 0
+        """Number of attempts in a row to add a segment that failed."""
+        self._add_lines, self._write_lines = RateLimit(_LOG_PERIOD, clock), RateLimit(_LOG_PERIOD, clock)
         self._tidy_due = float("inf")
         self._stopped = False
 
@@ -103,7 +121,8 @@ class Growth:
     def start_over(self) -> None:
         """Forget all segments, because another directory is in place of the opened one."""
         self._seen.clear()
-        self._complete = False
+        self._complete = self._spares_strangers = False
+        self._refusals = 0
         self._no_space_until = float("-inf")
         self._tell_index()
         if self._pace is not None:
@@ -115,17 +134,45 @@ class Growth:
         self._complete = False
         self._tell_index()
 
-    def out_of_space(self, reason: str) -> None:
-        """Wait before the next segment, because the disk is full.
+    def writes_refused(self, blocks: int, reason: str) -> None:
+        """Wait before slots are used again for which the disk has no space.
 
         Args:
+            blocks: number of blocks that could not be written.
             reason: the text for the log line.
         """
+        if count := self._write_lines.admit(blocks):
+            logger.warning(
+                "tier %s: %d block(s) could not be written, using %d slots: %s; trying again in %.0f s, and giving up "
+                "a segment then if that is still so",
+                self._name,
+                count,
+                self._index.slots,
+                reason,
+                RETRY_SPACE_SECONDS,
+            )
+        self._wait(RETRY_SPACE_SECONDS)
+
+    def _no_segment(self, reason: str) -> None:
+        """Wait before the next segment, longer each time, because the disk is full."""
+        seconds = min(RETRY_SPACE_SECONDS * 2**self._refusals, RETRY_SPACE_MOST)
+        self._refusals = min(self._refusals + 1, 16)
+        if count := self._add_lines.admit():
+            logger.warning(
+                "tier %s: %s; going on with %d slots; attempt %d since the last line, and the next is in %.0f s",
+                self._name,
+                reason,
+                self._index.slots,
+                count,
+                seconds,
+            )
+        self._wait(seconds)
+
+    def _wait(self, seconds: float) -> None:
         self._complete = False
         now = self._clock()
         if now >= self._no_space_until:
-            logger.warning("tier %s: %s; trying again in %.0f s", self._name, reason, RETRY_SPACE_SECONDS)
-        self._no_space_until = now + RETRY_SPACE_SECONDS
+            self._no_space_until = now + seconds
         self._tell_index()
 
     def _tell_index(self) -> bool:
@@ -145,35 +192,72 @@ class Growth:
             if not free or waiting:
                 self._pace.hurry()
             return
-        if not may_add or free >= max(self._per_segment, waiting):
+        if not may_add:
             return
-        if self._index.states.full:
-            self._index.states.restore_full()
+        if refused := self._index.states.full_slots():
+            self._regain(refused)
+            return
+        needed = waiting > 0 or not free
+        if free >= max(self._per_segment, waiting) or (self._spares_strangers and not needed):
+            return
         pace = self._pace = Pace()
         store = self._store
         taken = self._seen | {slot // self._per_segment for slot in self._index.states.leaving}
 
-        def create() -> tuple[Inspection, int | None]:
+        def create() -> tuple[Inspection, int | None, bool]:
             inspection = store.inspect()
-            return inspection, None if inspection.moved else store.new_segments.add(pace, taken)
+            number = None if inspection.moved else store.new_segments.add(pace, taken, delete=needed)
+            return inspection, number, number is None and not needed and bool(store.new_segments.room.strangers())
 
         self._io.run(IoTask("segment", create, self._created, background=True))
 
-    def _created(self, found: tuple[Inspection, int | None] | None, error: BaseException | None) -> None:
+    def _created(self, found: tuple[Inspection, int | None, bool] | None, error: BaseException | None) -> None:
         self._pace = None
         if found is None:
-            self.out_of_space(str(error))
+            self._no_segment(str(error))
             return
-        inspection, number = found
+        inspection, number, self._spares_strangers = found
         if not self._examine(inspection):
             return
         if number is not None:
+            self._refusals = 0
             self._add(number)
             if self._waiting_blocks():
                 self._grow()
-        elif not inspection.damaged:
+        elif not inspection.damaged and not self._spares_strangers:
             self._complete = not self._index.states.full
             self._tell_index()
+
+    def _regain(self, refused: set[int]) -> None:
+        """Give up segments until the disk takes writes again, and use the slots again that it had refused.
+
+        The segments with most of these slots are the first, because they hold the fewest blocks.
+        """
+        self._pace = Pace()
+        store, counts = self._store, Counter(slot // self._per_segment for slot in refused)
+        worst = [number for number, _ in counts.most_common()]
+        relapsed = self._clock() < self._restored + 2 * RETRY_SPACE_SECONDS
+
+        def regain() -> tuple[Inspection, bool]:
+            inspection = store.inspect()
+            regained = inspection.moved is None and store.regain(worst, relapsed=relapsed)
+            return store.inspect(), regained
+
+        self._io.run(IoTask("regain", regain, self._regained, background=True))
+
+    def _regained(self, found: tuple[Inspection, bool] | None, error: BaseException | None) -> None:
+        self._pace = None
+        if found is None:
+            self._no_segment(str(error))
+            return
+        inspection, regained = found
+        if not self._examine(inspection):
+            return
+        if regained:
+            self._restored = self._clock()
+            self._index.states.restore_full()
+        else:
+            self._wait(RETRY_SPACE_SECONDS)
 
     def _add(self, number: int) -> None:
         self._seen.add(number)

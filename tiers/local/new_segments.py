@@ -17,7 +17,7 @@ from tiering.runtime.flag import Flag
 from tiering.secondary.files import store_error
 from tiers.local.layout import FRESH, used_bytes_of_few
 from tiers.local.marks import WrittenMarks
-from tiers.local.room import Room
+from tiers.local.room import UNRESERVED, Room
 from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")
@@ -99,32 +99,34 @@ class NewSegments:
         self._files = segments.files
         self._unreserved = False
 
-    def add(self, pace: Pace, taken: Collection[int] = ()) -> int | None:
+    def add(self, pace: Pace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
         """Create one more segment and return its number; None if the capacity is used up.
 
         Args:
             pace: speed and amount of the writes ahead.
             taken: numbers not to use; default: none.
+            delete: delete files that this engine cannot use if their room is needed; default: True.
 
         Raises:
             StoreError: the segment cannot be created.
         """
         try:
             number = self._next_number(taken)
-            if number is None or not self.room.make(self._geometry.segment_bytes):
+            if number is None or not self.room.make(self._geometry.segment_bytes + self.room.reserve, delete=delete):
                 return None
             # The checkpoint may name blocks of an earlier segment with this number.
             self._marks.mark(number)
             self._create(number, pace)
         except OSError as error:
-            raise store_error(error, f"cannot add a segment in {self._directory}") from error
+            raise store_error(error, self._no_segment("cannot add a segment")) from error
         return number
 
     def add_first(self, pace: Pace) -> list[int]:
         """Create the first segments of a directory without any, at least one, and return their numbers.
 
-        A small directory gets all of its segments now; the others are added later. Very many other files are counted
-        in the background later, before further segments are added.
+        A small directory gets all of its segments now, as far as they fit beside files that this engine cannot use; the
+        others are added when they are needed. Very many other files are counted in the background later, before further
+        segments are added.
 
         Args:
             pace: amount of the writes ahead; ends the creation early once it is abandoned.
@@ -152,11 +154,8 @@ class NewSegments:
                     counted += segment_bytes
                 if counted is None:
                     break
-                excess = counted + segment_bytes - capacity
-                if not self.room.delete_strangers(excess):
+                if counted + segment_bytes > capacity:
                     break
-                if excess > 0:
-                    counted = None  # files were deleted, so the directory is counted again
             number = self._next_number(())
             if number is None:
                 break
@@ -164,7 +163,8 @@ class NewSegments:
                 self._create(number, pace)
             except OSError as error:
                 if not created:
-                    raise store_error(error, self._no_first_segment()) from error
+                    what = self._no_segment("cannot create a first segment")
+                    raise store_error(error, f"{what}; free some, or lower segment_size or the capacity") from error
                 logger.warning(
                     "%s: %s; beginning with %d segment(s)", self._directory, error.strerror or error, len(created)
                 )
@@ -172,11 +172,14 @@ class NewSegments:
             created.append(number)
         return created
 
-    def _no_first_segment(self) -> str:
-        room = os.statvfs(self._directory)
+    def _no_segment(self, what: str) -> str:
+        """Return a text with what is wanted, and with what the directory and its file system have."""
+        found, geometry = os.statvfs(self._directory), self._geometry
+        spare = f" with {self.room.reserve} to spare" if self.room.reserve else ""
         return (
-            f"cannot create a first segment of {self._geometry.segment_bytes} bytes in {self._directory}, where "
-            f"{room.f_bavail * room.f_frsize} bytes are free; free some, or lower segment_size or the capacity"
+            f"{what} of {geometry.segment_bytes} bytes{spare} in {self._directory}, which has "
+            f"{len(self._segments.existing())} of {geometry.max_segments}, where {found.f_bavail * found.f_frsize} "
+            "bytes are free"
         )
 
     def _next_number(self, taken: Collection[int]) -> int | None:
@@ -218,6 +221,8 @@ class NewSegments:
                 created = os.fstat(fd)
             finally:
                 self._files.close(fd)
+            if self.room.reserve:
+                self.room.try_space(self.room.reserve)
             self._segments.put_in_place(segment, fresh, (created.st_dev, created.st_ino))
             self._files.sync_directory(self._directory)
         except OSError:
@@ -232,7 +237,7 @@ class NewSegments:
         try:
             self._files.allocate(fd, self._geometry.segment_bytes)
         except OSError as error:
-            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+            if error.errno not in UNRESERVED:
                 raise
             if not self._unreserved:
                 self._unreserved = True

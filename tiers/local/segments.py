@@ -165,6 +165,8 @@ class Damage:
     """Device and inode of the file before the damage."""
     reason: str
     """The damage as text for people; continues a sentence that begins with the file's name."""
+    given_up: bool = False
+    """True if this tier emptied the file itself, to make room; default: False."""
 
 
 class Read(NamedTuple):
@@ -205,6 +207,8 @@ class Segments:
         self._lock = threading.Lock()
         self._identities: dict[int, tuple[int, int]] = {}
         """Device and inode of each segment in use."""
+        self.given_up: set[int] = set()
+        """Segments that were emptied to make room, and are in use until :meth:`disown`."""
         self._fds: dict[int, int] = {}
         self._unsynced: dict[int, list[tuple[int, int]]] = {}
         """Offset and length of the writes through the page cache to each segment since its last sync."""
@@ -414,7 +418,9 @@ class Segments:
             else:
                 same = (found.st_dev, found.st_ino) == identity
                 reason = self._repair(number, found) if same else "was replaced by another file"
-            if reason is not None:
+            if number in self.given_up:
+                damaged.append(Damage(number, identity, "is given up to make room", given_up=True))
+            elif reason is not None:
                 damaged.append(Damage(number, identity, reason))
         return tuple(damaged)
 
@@ -427,6 +433,7 @@ class Segments:
             if self._identities.get(damage.number) != damage.identity:
                 return False
             del self._identities[damage.number]
+            self.given_up.discard(damage.number)
             return True
 
     def _repair(self, number: int, found: os.stat_result) -> str | None:

@@ -163,6 +163,13 @@ class LocalStore(BatchStore):
         if not read_only:
             room.remove_leftovers()
             room.trim()
+            if strangers := room.strangers():
+                logger.info(
+                    "%s has %d segment(s) of another shape (block size, segment_size); they stay until their room is "
+                    "needed, and the oldest goes first",
+                    self.directory,
+                    len(strangers),
+                )
         marks = self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
         new_segments = NewSegments(segments, room, marks)
         self.remembered, self.fresh = remember(segments, marks), []
@@ -206,6 +213,21 @@ class LocalStore(BatchStore):
                 self.new_segments.room.make(0)
         except OSError as error:
             raise store_error(error, f"cannot count what is in {self.directory}") from error
+
+    def regain(self, worst: Sequence[int], *, relapsed: bool) -> bool:
+        """Give up segments until the disk takes writes again, a part of them at most; return True if it does.
+
+        Args:
+            worst: segments that are given up first.
+            relapsed: the disk has refused writes again since it took some.
+
+        Raises:
+            StoreError: no segment can be given up.
+        """
+        try:
+            return not self.segments.read_only and self.new_segments.room.regain(worst, relapsed=relapsed)
+        except OSError as error:
+            raise store_error(error, f"cannot give up a segment in {self.directory}") from error
 
     def close(self) -> None:
         self._new_segments = None

@@ -246,7 +246,7 @@ class LocalTier(BlockTier):
             keys = [result.job.keys[position] for position in full]
             places = [result.job.places[position] for position in full]
             self.index.states.retire_full(keys, np.array(places, np.int64))
-            self._growth.out_of_space(f"{len(full)} block(s) could not be written; using {self.index.slots} slots")
+            self._growth.writes_refused(len(full), str(result.outcomes[full[0]]))
 
     def revoked_places(self) -> Collection[Place]:
         states = self.index.states
@@ -351,13 +351,18 @@ class LocalTier(BlockTier):
         self._growth.lose(number)
         self._checkpoints.changed = True
         self._checkpoints.drop()
-        self.stats.blocks_lost += len(lost)
         self.announce_removed(lost)
+        name = self.store.geometry.segment_name(number)
+        if damage.given_up:
+            self.stats.evictions += len(lost)
+            logger.warning("tier %s: segment %s %s: it held %d block(s)", self.name, name, damage.reason, len(lost))
+            return
+        self.stats.blocks_lost += len(lost)
         logger.error(
             "tier %s: segment %s %s: its %d block(s) are lost, and it is replaced; "
             "no other process may change files in %s",
             self.name,
-            self.store.geometry.segment_name(number),
+            name,
             damage.reason,
             len(lost),
             self.store.directory,

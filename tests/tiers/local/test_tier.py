@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -62,17 +63,42 @@ def test_blocks_of_other_namespaces_are_overwritten_before_our_own(tmp_path: Pat
     assert used_bytes(tmp_path) <= CAPACITY
 
 
-def test_another_block_size_takes_the_place_of_the_old_segments_and_finds_nothing_of_theirs(tmp_path: Path) -> None:
+def test_another_block_size_takes_the_place_of_the_old_segments_when_it_needs_their_room(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         store_all(rig, many(40))
-        old = {path.name for path in segment_files(tmp_path)}
+        old = segment_files(tmp_path)
+    for number, path in enumerate(old):
+        os.utime(path, (number, number))
     with opened(tmp_path, group_bytes=(3 * BLOCK_BYTES,)) as rig:
-        keys = many(60)
-        rig.wait(lambda: rig.tier.index.slots == rig.tier.store.geometry.num_slots)
-        assert rig.held(keys) == []
-        assert store_all(rig, keys[:8]) == keys[:8]
-        assert used_bytes(tmp_path) <= CAPACITY
-    assert not old & {path.name for path in segment_files(tmp_path)}
+        keys = many(2 * rig.tier.store.geometry.num_slots, 1000)
+        assert rig.held(many(40)) == []
+        left = len(old)
+        for key in keys:
+            assert rig.store([key]) == [key]
+            assert used_bytes(tmp_path) <= CAPACITY
+            there = [path for path in old if path.exists()]
+            assert there == old[len(old) - len(there) :], "the oldest goes first"
+            assert len(there) in {left, left - 1}
+            left = len(there)
+        assert not left
+        assert rig.tier.index.slots == rig.tier.store.geometry.num_slots
+        assert rig.tier.get_stats().evictions > 0
+
+
+def test_two_block_sizes_in_turn_find_their_blocks_while_the_directory_has_room_for_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kv_tiering.local")
+    size, keys = 3 * BLOCK_BYTES, many(24)
+    with opened(tmp_path) as rig:
+        assert store_all(rig, keys) == keys
+    for _ in range(2):
+        with opened(tmp_path, group_bytes=(size,)) as rig:
+            rig.wait(lambda: not rig.tier.recovering)
+            assert store_all(rig, keys[:4]) == keys[:4]
+        with opened(tmp_path) as rig:
+            assert rig.load(keys) == keys
+    assert "segment(s) of another shape" in caplog.text
 
 
 def test_segments_are_added_until_the_capacity_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +164,113 @@ def test_slots_that_the_disk_has_no_space_for_are_left_out_and_tried_again_later
         store_all(rig, keys)
         rig.wait(lambda: rig.tier.index.slots == slots)
         assert rig.tier.index.states.full == 0
+
+
+def test_a_disk_that_stays_full_is_tried_ever_less_often_and_said_once_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
+    device, clock = FullDisk(), SettableClock()
+    with opened(tmp_path, files=device, clock=clock) as rig:
+        device.full = {"allocate"}
+        device.calls.clear()
+        for number in range(300):
+            rig.store(many(4, 4 * number))
+            rig.wait(lambda: not rig.tier._growth.running)
+            clock.advance(60)
+        attempts = sum(operation == "allocate" for operation, _ in device.calls)
+        lines = [line for line in caplog.messages if "cannot add a segment" in line]
+        assert 20 <= attempts <= 30, "five hours, and at last a quarter of an hour between two attempts"
+        assert 4 <= len(lines) <= 6
+        wanted = rig.tier.store.geometry.segment_bytes
+        assert f"cannot add a segment of {wanted} bytes in {tmp_path}, which has 1 of 4, where " in lines[0]
+        assert "bytes are free: No space left on device (the file system is full); going on with" in lines[0]
+        device.full = set()
+        clock.advance(growth.RETRY_SPACE_MOST)
+        rig.store(K[:4])
+        rig.wait(lambda: len(segment_files(tmp_path)) > 1)
+
+
+def writable(rig: LocalRig, clock: SettableClock) -> bool:
+    """Return True if the tier takes stores; let time pass, in which the tier tries."""
+    clock.advance(0.1)
+    return bool(rig.tier.get_stats().writable)
+
+
+def has_segments(rig: LocalRig, count: int) -> bool:
+    """Return True if the tier uses ``count`` segments."""
+    return len(rig.tier.store.segments.existing()) == count
+
+
+class Quota(FaultyDevice):
+    """A file system that writes every block anew (copy on write), with a quota for segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        """The quota."""
+        self.fail = self._charge
+
+    def allocate(self, fd: int, length: int) -> None:
+        self._require(length)
+        super().allocate(fd, length)
+
+    def _charge(self, operation: str, path: Path) -> None:
+        # The first write into reserved space takes none.
+        if operation == "write" and path.name.startswith("slots-") and path.suffix != ".new":
+            self._require(SLOT_BYTES)
+
+    def _require(self, length: int) -> None:
+        (directory,) = {path.parent for _, path in self.calls if path.name.startswith("slots-")}
+        if sum(path.stat().st_blocks * 512 for path in segment_files(directory)) + length > self.bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_a_tier_that_has_filled_its_quota_gives_up_segments_until_writes_succeed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, clock = Quota(), SettableClock()
+    rig = LocalRig(tmp_path, files=device, clock=clock, breaker={"probe_after": "10ms", "probe_max": "10ms"})
+    size = rig.tier.store.geometry.segment_bytes
+    device.bytes = 3 * size + SLOT_BYTES // 2
+    rig.open()
+    assert rig.store(K[:8]) == []
+    assert (rig.tier.index.blocks, rig.tier.get_stats().writable) == (0, 0)
+    for keys in (many(8), many(200, 2000), many(200, 3000)):
+        clock.advance(growth.RETRY_SPACE_SECONDS)
+        rig.wait(lambda: writable(rig, clock))
+        rig.wait(lambda: not rig.tier._growth.running)
+        assert store_all(rig, keys) == keys
+    assert rig.tier.index.slots == 2 * rig.tier.store.geometry.slots_per_segment
+    assert rig.tier.index.blocks > rig.tier.index.slots // 2
+    assert rig.load(keys[-8:]) == keys[-8:]
+    assert caplog.text.count("is given up to make room") == 1
+    stats = rig.tier.get_stats()
+    assert stats.blocks_lost == 0
+    rig.close()
+    with opened(tmp_path, files=device) as again:
+        assert again.load(keys[-8:]) == keys[-8:]
+
+
+def test_segments_are_given_up_only_while_the_disk_refuses_writes(tmp_path: Path) -> None:
+    device, clock = Quota(), SettableClock()
+    device.bytes = 1 << 30
+    with opened(tmp_path, files=device, clock=clock, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
+        keys = store_all(rig, many(rig.tier.store.geometry.num_slots))
+        size, there = rig.tier.store.geometry.segment_bytes, len(segment_files(tmp_path))
+        device.bytes = (there - 2) * size
+        assert store_all(rig, many(32, 9000)) == []
+        held = rig.held(keys)
+        assert len(held) >= len(keys) - 32
+        assert rig.load(held[-8:]) == held[-8:]
+        for left in range(there - 1, there - 4, -1):
+            rig.wait(lambda: rig.store(many(1, 9500)) or rig.tier.index.states.full)
+            clock.advance(growth.RETRY_SPACE_SECONDS)
+            rig.wait(partial(has_segments, rig, left))
+        rig.wait(lambda: writable(rig, clock))
+        more = many(100, 12000)
+        assert store_all(rig, more) == more
+        assert len(rig.tier.store.segments.existing()) == there - 3
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_the_tier_out_of_service_until_it_is_not(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class SlotStates:
     @property
     def full(self) -> int:
         """Number of slots taken out of use by :meth:`retire_full` because the medium had no space."""
-        return len(self._full())
+        return len(self.full_slots())
 
     @property
     def revoked(self) -> Collection[Place]:
@@ -113,7 +113,7 @@ class SlotStates:
 
     def restore_full(self) -> int:
         """Take the slots that :meth:`retire_full` retired back into use, and return how many there are."""
-        return self._restore(self._full())
+        return self._restore(self.full_slots() - self._borrowed.keys())
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         """Take slots with a device error out of use until :meth:`restore`, and return the keys held there.
@@ -165,8 +165,9 @@ class SlotStates:
         self.bad -= good
         self._restore(self._retired & good)
 
-    def _full(self) -> set[int]:
-        return self._retired - self.bad - self._borrowed.keys()
+    def full_slots(self) -> set[int]:
+        """Return the slots taken out of use by :meth:`retire_full`, those on trial included."""
+        return {slot for slot in self._retired - self.bad if self._borrowed.get(slot, True)}
 
     def _count_out(self, slot: int) -> None:
         self._retired.add(slot)
@@ -189,7 +190,7 @@ class SlotStates:
 
     def borrow(self, count: int) -> list[Place]:
         """Return slots for a trial; those retired for lack of space come first, because the trial tests them."""
-        retired = sorted(self._full())[:count]
+        retired = sorted(self.full_slots() - self._borrowed.keys())[:count]
         self._borrowed.update(dict.fromkeys(retired, True))
         free = self._table.take_free(count - len(retired)).tolist()
         self._borrowed.update(dict.fromkeys(free, False))
