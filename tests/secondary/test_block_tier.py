@@ -504,6 +504,26 @@ def test_damaged_or_missing_parameters_are_written_again_and_blocks_served(
     assert caplog.text.count("is written again") == 1
 
 
+def test_parameters_on_a_bad_sector_are_written_again_and_blocks_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig().opened()
+    document = f"namespace-{rig.context.namespace.directory}.json"
+    whole, read = rig.store.documents[document], rig.store.read_document
+
+    def fail(name: str) -> object:
+        if name == document and rig.store.documents.get(name) is whole:
+            raise DeviceError("cannot be read")
+        return read(name)
+
+    monkeypatch.setattr(rig.store, "read_document", fail)
+    again = Rig(store=rig.store).opened()
+    assert again.tier.namespace == rig.tier.namespace
+    assert rig.store.documents[document] == whole
+    assert rig.store.documents[document] is not whole
+    assert caplog.text.count("is damaged: it is written again") == 1
+
+
 def test_parameters_are_written_beside_the_blocks() -> None:
     rig = Rig().opened()
     document = f"namespace-{rig.context.namespace.directory}.json"

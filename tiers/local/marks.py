@@ -105,6 +105,9 @@ class WrittenMarks:
         try:
             fd = self._files.open(self._path(newest), os.O_RDWR)
         except OSError as error:
+            if error.errno == errno.EEXIST:
+                # The file is not this tier's alone. The next checkpoint begins another one.
+                return None
             if error.errno != errno.EROFS:
                 raise
             return marked

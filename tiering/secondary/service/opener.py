@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.block_store import BlockStore
-from tiering.errors import PermanentStoreError, StoreError
+from tiering.errors import DeviceError, PermanentStoreError, StoreError
 from tiering.runtime.json_text import parse_json
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.agreement import EpochAgreement
@@ -360,7 +360,10 @@ class Opener:
         """
         document = parameters_document(self._namespace)
         expected = self._namespace.parameters.encode()
-        stored = self._store.read_document(document)
+        try:
+            stored = self._store.read_document(document)
+        except DeviceError:
+            stored = b""
         if stored is None:
             if document not in self._told:
                 self._told.add(document)
