@@ -67,6 +67,8 @@ class Growth:
         self._examine = examine
         self._waiting_blocks = waiting_blocks
         self._recovering = recovering
+        self._refused = False
+        """True from refused writes until the disk takes writes again; the refused slots may have been given up."""
         self._restored = float("-inf")
         """Time when slots that the disk had refused were taken back into use."""
         self._per_segment = store.geometry.slots_per_segment
@@ -121,7 +123,7 @@ class Growth:
     def start_over(self) -> None:
         """Forget all segments, because another directory is in place of the opened one."""
         self._seen.clear()
-        self._complete = self._spares_strangers = False
+        self._complete = self._spares_strangers = self._refused = False
         self._refusals = 0
         self._no_space_until = float("-inf")
         self._tell_index()
@@ -151,6 +153,7 @@ class Growth:
                 reason,
                 RETRY_SPACE_SECONDS,
             )
+        self._refused = True
         self._wait(RETRY_SPACE_SECONDS)
 
     def _no_segment(self, reason: str) -> None:
@@ -194,7 +197,8 @@ class Growth:
             return
         if not may_add:
             return
-        if refused := self._index.states.full_slots():
+        refused = self._index.states.full_slots()
+        if refused or self._refused:
             self._regain(refused)
             return
         needed = waiting > 0 or not free
@@ -254,6 +258,7 @@ class Growth:
         if not self._examine(inspection):
             return
         if regained:
+            self._refused = False
             self._restored = self._clock()
             self._index.states.restore_full()
         else:

@@ -210,6 +210,9 @@ class NewSegments:
         """
         final = self._directory / self._geometry.segment_name(segment)
         fresh = final.with_name(final.name + FRESH)
+        if self.room.reserve:
+            # Before the file takes space that writes to other segments need.
+            self.room.try_space(self._geometry.segment_bytes + self.room.reserve)
         try:
             self._files.unlink(fresh)
             fd = self._files.open(fresh, self._segments.flags | os.O_CREAT | os.O_EXCL)
@@ -221,8 +224,6 @@ class NewSegments:
                 created = os.fstat(fd)
             finally:
                 self._files.close(fd)
-            if self.room.reserve:
-                self.room.try_space(self.room.reserve)
             self._segments.put_in_place(segment, fresh, (created.st_dev, created.st_ino))
             self._files.sync_directory(self._directory)
         except OSError:

@@ -114,9 +114,10 @@ class Room:
         """
         segment_bytes = self._geometry.segment_bytes
         self.reserve = self.reserve or min(segment_bytes, max(LEAST_RESERVE, 4 * self._geometry.slot_bytes))
+        # A full directory has room for a small trial only, which shows a disk that takes nothing.
         room = self.capacity - used_bytes(self._directory)
         size = self.reserve if relapsed else min(self.reserve, room)
-        if PAGE <= size <= room and self._has_space(size):
+        if size >= PAGE and self._has_space(size):
             return True
         for _ in range(max(1, len(self._segments.existing()) // _GIVEN_UP_AT_ONCE)):
             if not self.give_up_one(worst):
@@ -128,6 +129,9 @@ class Room:
         return False
 
     def _has_space(self, size: int) -> bool:
+        """Return True if the capacity and the disk have space for ``size`` more bytes."""
+        if used_bytes(self._directory) + size > self.capacity:
+            return False
         try:
             self.try_space(size)
         except OSError as error:
@@ -149,8 +153,9 @@ class Room:
         except OSError as error:
             if error.errno not in UNRESERVED:
                 raise
-            zeros = memoryview(mmap.mmap(-1, size))
-            self._files.write_all(fd, zeros, 0)
+            zeros = memoryview(mmap.mmap(-1, min(size, LEAST_RESERVE)))
+            for offset in range(0, size, len(zeros)):
+                self._files.write_all(fd, zeros[: size - offset], offset)
             self._files.fdatasync(fd)
         finally:
             self._files.close(fd)

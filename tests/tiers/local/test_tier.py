@@ -216,8 +216,8 @@ class Quota(FaultyDevice):
         super().allocate(fd, length)
 
     def _charge(self, operation: str, path: Path) -> None:
-        # The first write into reserved space takes none.
-        if operation == "write" and path.name.startswith("slots-") and path.suffix != ".new":
+        # The first write into a segment takes no space beyond its own.
+        if operation == "write" and (path.name == "trial.new" or (path.name.startswith("slots-") and not path.suffix)):
             self._require(SLOT_BYTES)
 
     def _require(self, length: int) -> None:
