@@ -32,7 +32,8 @@ def etag(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-_BEGINNING = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+BEGINNING = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+"""Time of the last write of objects for which the server has recorded none."""
 
 
 class Trouble(enum.Enum):
@@ -329,7 +330,7 @@ class FakeHandler(BaseHTTPRequestHandler):
     def get(self, name: str, fault: Trouble | None) -> None:
         with self.fake.lock:
             data = self.fake.objects.get(name)
-            modified = self.fake.modified.get(name, _BEGINNING)
+            modified = self.fake.modified.get(name, BEGINNING)
         if data is None:
             self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
@@ -346,7 +347,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
         with self.fake.lock:
             chosen = sorted(
-                (name, len(data), self.fake.modified.get(name, _BEGINNING))
+                (name, len(data), self.fake.modified.get(name, BEGINNING))
                 for name, data in self.fake.objects.items()
                 if name.startswith(prefix) and name > after
             )

@@ -37,6 +37,9 @@ VERIFIED_SHARE = 1 / 16
 A directory that denies a block which is there loses its completeness, and is filled again.
 """
 
+IDENTITY_SECONDS = 300.0
+"""Seconds between two reads of the medium's identifier, which changes if the medium is restored."""
+
 START_RETRY_SECONDS = 15.0
 """Seconds after a failure to start a thread until the next try."""
 
@@ -49,7 +52,7 @@ class ValkeyCoordination(Coordination):
     Args:
         name: name of the tier.
         address: the server.
-        location: the medium, the same text on all machines.
+        identify: returns the identifier of the medium, equal on all machines; blocks, and raises StoreError.
         listing: lists the places of all blocks below a prefix, in batches; blocks, and raises StoreError.
         ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
         announce: wakes up callers that wait for news; any thread calls it.
@@ -64,7 +67,7 @@ class ValkeyCoordination(Coordination):
         self,
         name: str,
         address: ServerAddress,
-        location: str,
+        identify: Callable[[], bytes],
         listing: Callable[[str], Iterator[Sequence[Place]]],
         *,
         ca_file: Path | None = None,
@@ -72,7 +75,10 @@ class ValkeyCoordination(Coordination):
         on_absent: Callable[[Sequence[Place]], object] = lambda places: None,
     ) -> None:
         self._name = name
-        self._location = location
+        self._identify = identify
+        self._medium = b""
+        """Identifier of the medium, which the speaking thread finds before the server counts as ready."""
+        self._identify_due = 0.0
         self._announce = announce
         self._on_absent = on_absent
         self._client = ValkeyClient(
@@ -92,7 +98,7 @@ class ValkeyCoordination(Coordination):
         self._failures = 0
         self._due = 0.0
         self._connections = 0
-        """Number of times that the server was reached; the listening thread subscribes anew each time."""
+        """Number of connections and names so far; the listening thread subscribes anew after each change."""
         self._wake = Flag()
         self._stop = threading.Event()
         self._threads: list[Launch] = []
@@ -112,7 +118,7 @@ class ValkeyCoordination(Coordination):
         return directory.LEASE_MS / 1000
 
     def enter(self, place_prefix: str) -> None:
-        self._scope = Scope(Directory(self._client, self._location, place_prefix), self._announce, self._on_absent)
+        self._scope = Scope(Directory(self._client, self._medium, place_prefix), self._announce, self._on_absent)
         self._wake.set()
         self._start()
 
@@ -241,6 +247,8 @@ class ValkeyCoordination(Coordination):
             try:
                 if not self._ready and not self._connect():
                     continue
+                self._look_at_medium()
+                self._use_medium(scope)
                 self._send(scope)
             except StoreError as error:
                 self._lost(error)
@@ -270,10 +278,13 @@ class ValkeyCoordination(Coordination):
         for reply in self._client.call_all(load_scripts()):
             if isinstance(reply, StoreError):
                 raise reply
+        self._identify_due = 0.0
+        self._look_at_medium()
         scope = self._scope
         if scope is not None:
             scope.queue.drop_late()
             scope.incomplete = True
+            self._use_medium(scope)
         self._failures = 0
         self._connections += 1
         self._ready = True
@@ -281,6 +292,30 @@ class ValkeyCoordination(Coordination):
             logger.warning("tier %s: coordination is back", self._name)
             self._told = False
         return True
+
+    def _look_at_medium(self) -> None:
+        """Read the identifier of the medium if it is time; a known one stays if there is no answer.
+
+        Raises:
+            StoreError: no identifier is known yet, and there is no answer.
+        """
+        now = time.monotonic()
+        if now < self._identify_due:
+            return
+        try:
+            self._medium = self._identify()
+        except StoreError as error:
+            if not self._medium:
+                raise
+            logger.debug("tier %s: the identifier of the medium cannot be read: %s", self._name, error)
+        self._identify_due = now + IDENTITY_SECONDS
+
+    def _use_medium(self, scope: Scope) -> None:
+        """Let a scope use the directory of the present medium."""
+        if scope.directory.medium != self._medium:
+            scope.directory.identify(self._medium)
+            scope.incomplete = True
+            self._connections += 1
 
     def _lost(self, error: StoreError) -> None:
         """Do without the server until it answers again. Any thread may call."""
@@ -302,7 +337,7 @@ class ValkeyCoordination(Coordination):
             self._client.call(*directory.distrust())
             scope.overflowed = False
             self._want_fill(scope)
-        if scope.incomplete:
+        if scope.incomplete and not self._filling.running:
             scope.incomplete = False
             complete, _ = directory.answers(b"")
             if not complete and self._client.call(*directory.claim_fill()) is not None:

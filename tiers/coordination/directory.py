@@ -46,21 +46,30 @@ class Directory:
 
     Args:
         client: connections to the server.
-        location: the medium, so that two media never share a directory.
+        medium: identifier of the medium, equal on all machines, so that two media never share a directory.
         place_prefix: prefix of the places of a namespace and epoch.
     """
 
-    def __init__(self, client: ValkeyClient, location: str, place_prefix: str) -> None:
+    def __init__(self, client: ValkeyClient, medium: bytes, place_prefix: str) -> None:
         self.place_prefix = place_prefix
-        """Prefix of the places that this directory speaks of."""
-        scope = hashlib.sha256(f"{location}\n{place_prefix}".encode()).hexdigest()[:32]
-        self.name = f"{_FORMAT}:{{{scope}}}"
+        """Prefix of the places in this directory."""
+        self.medium = medium
+        """Identifier of the medium."""
+        self.name = _name(medium, place_prefix)
         """Name of the directory in the server."""
-        self.channel = f"{self.name}:stored"
-        """Channel of the notices about stored blocks."""
         self.owner = secrets.token_bytes(DIGEST_BYTES)
         """Identifier of this process in claims and notices."""
         self._client = client
+
+    @property
+    def channel(self) -> str:
+        """Channel of the notices about stored blocks."""
+        return f"{self.name}:stored"
+
+    def identify(self, medium: bytes) -> None:
+        """Use the directory of ``medium`` from now on."""
+        self.medium = medium
+        self.name = _name(medium, self.place_prefix)
 
     # --------------------------------------------------------------------------------------------------------- commands
 
@@ -127,6 +136,11 @@ class Directory:
     def finish(self, generation: bytes) -> bool:
         """Record that the directory has all blocks of the medium; return False if it is another one by now."""
         return bool(self._client.call(*self._run(scripts.COMPLETE, generation)))
+
+
+def _name(medium: bytes, place_prefix: str) -> str:
+    scope = hashlib.sha256(medium + f"\n{place_prefix}".encode()).hexdigest()[:32]
+    return f"{_FORMAT}:{{{scope}}}"
 
 
 _SHAS = {script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest() for script in scripts.ALL}

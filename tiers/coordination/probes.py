@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tiering.api.units import format_bytes
@@ -26,6 +26,8 @@ VERSION = "coordination version"
 """Subject of the findings about the server's version and role."""
 MEMORY = "coordination memory"
 """Subject of the findings about the server's memory and eviction."""
+MACHINES = "coordination machines"
+"""Subject of the finding about the engines that coordinate on the medium."""
 PERMISSIONS = "coordination permissions"
 """Subject of the findings about the commands that coordination runs."""
 
@@ -46,12 +48,16 @@ PROBE_SECONDS = 5.0
 _WITHOUT = "the tier works without it, with more requests"
 
 
-def probe_coordination(address: ServerAddress, ca_file: Path | None = None) -> Iterator[Finding]:
+def probe_coordination(
+    address: ServerAddress, ca_file: Path | None = None, medium: bytes = b"", place_prefixes: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Yield findings about the server that coordinates a tier.
 
     Args:
         address: the server.
         ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
+        medium: identifier of the medium; default: unknown, so no engines are counted.
+        place_prefixes: the epochs on the medium, each by the prefix of its places; default: none.
     """
     try:
         client = ValkeyClient(
@@ -72,6 +78,8 @@ def probe_coordination(address: ServerAddress, ca_file: Path | None = None) -> I
         yield _latency(address, took)
         yield from _probe_settings(client)
         yield from _probe_commands(client)
+        if medium:
+            yield _engines(client, [Directory(client, medium, prefix) for prefix in place_prefixes])
 
 
 def _remedy(address: ServerAddress, error: StoreError) -> str:
@@ -93,6 +101,19 @@ def _latency(address: ServerAddress, took: float) -> Finding:
         f"{text}, and engines wait for {1e3 * coordination.TIMEOUT_SECONDS:.0f} ms at most",
         "move the server nearer to the engines, or relieve it",
     )
+
+
+def _engines(client: ValkeyClient, directories: Sequence[Directory]) -> Finding:
+    """Return the finding about the engines that listen on the channels of ``directories``."""
+    try:
+        answer = client.call("PUBSUB", "NUMSUB", *[directory.channel for directory in directories])
+        engines = sum(map(int, answer[1::2]))
+    except (StoreError, TypeError, ValueError) as error:
+        return Finding(
+            Severity.INFO, MACHINES, f"engines cannot be counted: {error}", "allow the user the command PUBSUB"
+        )
+    compare = "compare the number with the engines that run: the others use another server, bucket, prefix or version"
+    return Finding(Severity.INFO, MACHINES, f"{engines} engines coordinate on this bucket here", compare)
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -182,7 +203,7 @@ def memory_findings(facts: dict[str, str]) -> Iterator[Finding]:
 
 def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
     """Run each command of coordination on a directory that no engine knows."""
-    directory = Directory(client, f"check-{secrets.token_hex(16)}", "")
+    directory = Directory(client, f"check-{secrets.token_hex(16)}".encode(), "")
     failed: list[str] = []
     reason: StoreError | None = None
     try:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 import obstore
 
 from tiering.errors import ConfigError, PermanentStoreError, StoreError
-from tiering.secondary.admin.contract import Collected, Finding, KnownNamespace, Limits, StoredBlock, TierAdmin
+from tiering.secondary.admin.contract import (
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    StoredBlock,
+    TierAdmin,
+)
 from tiering.secondary.admin.namespaces import known_namespaces
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
@@ -26,6 +34,7 @@ from tiers.object.cloud import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES
+from tiers.object.identity import probe_identity
 from tiers.object.names import BLOCKS, DOCUMENTS, SUSPECTS
 from tiers.object.options import BucketOptions, without_ttl
 from tiers.object.permissions import probe_bucket
@@ -80,9 +89,23 @@ class ObjectAdmin(TierAdmin):
     def check(self, block_bytes: int) -> Iterator[Finding]:
         yield from probe_bucket(self.options, block_bytes)
         if self.options.coordination is not None:
-            yield from probe_coordination(
-                ServerAddress.parse(self.options.coordination), self.options.coordination_ca_file
-            )
+            medium, prefixes = b"", list[str]()
+            with contextlib.suppress(StoreError), self:  # The probe of the bucket has found the same error.
+                found, medium = probe_identity(self._store)
+                yield found
+                if medium:
+                    prefixes = asyncio.run(self._place_prefixes())
+            address = ServerAddress.parse(self.options.coordination)
+            yield from probe_coordination(address, self.options.coordination_ca_file, medium, prefixes)
+
+    async def _place_prefixes(self) -> list[str]:
+        """Return the prefix of the places of each epoch that engines may be in."""
+        return [
+            f"{namespace.name}/{fingerprint}/"
+            for namespace in await self.namespaces()
+            for fingerprint, state in namespace.epochs.items()
+            if state is not EpochState.ABANDONED
+        ]
 
     @contextlib.contextmanager
     def scratch(self, capacity: int) -> Iterator[TierOptions | None]:

@@ -21,6 +21,7 @@ from tiering.secondary.index.places import place_prefix
 from tiering.secondary.index.shared import SharedIndex, object_name
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.stats import TierStats
+from tiers.object.identity import BucketIdentity
 from tiers.object.options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.verbs import Verb
 from tiers.valkey.client import ServerAddress
@@ -154,7 +155,7 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
     return ValkeyCoordination(
         context.name,
         ServerAddress.parse(options.coordination),
-        options.location,
+        BucketIdentity(store, writes=options.admission != "none").medium,
         store.list_places,
         ca_file=options.coordination_ca_file,
         announce=context.news.announce,

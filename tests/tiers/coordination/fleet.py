@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Self
 
 from examples.valkey_server import ValkeyServer
-from tests.fake_s3 import FakeS3
+from tests.fake_s3 import BEGINNING, FakeS3
 from tests.tiers.object.rigs import make_rig
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.until import until
+from tiers.object.identity import Identity, parse
+from tiers.object.names import IDENTITY
 
 
 class Fleet:
@@ -70,6 +72,15 @@ class Fleet:
     def uploads(self) -> int:
         """Return the number of uploads of blocks so far."""
         return len(self.bucket.asked("PUT", "/blocks/"))
+
+
+def medium_of(bucket: FakeS3) -> bytes:
+    """Return the identifier that lies in the bucket."""
+    number = parse(bucket.objects[f"prod/documents/{IDENTITY}"])
+    if number is None:
+        raise ValueError("the bucket's identifier is damaged")
+    written = bucket.modified.get(f"prod/documents/{IDENTITY}", BEGINNING)
+    return Identity(number, written.timestamp()).medium
 
 
 def ready(rig: TierRig) -> bool:

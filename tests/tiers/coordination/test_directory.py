@@ -12,7 +12,7 @@ from tiers.valkey.client import ValkeyClient
 def directory(client: ValkeyClient) -> Directory:
     for reply in client.call_all(load_scripts()):
         assert isinstance(reply, bytes)
-    return Directory(client, "s3://bucket", "namespace/epoch/")
+    return Directory(client, b"bucket", "namespace/epoch/")
 
 
 def names(count: int, prefix: str = "held") -> list[str]:
@@ -101,7 +101,7 @@ def test_a_directory_that_lost_a_slice_begins_again_with_keys_that_expire(
 
 
 def test_a_claim_is_granted_to_one_machine_until_it_is_released(directory: Directory, client: ValkeyClient) -> None:
-    other = Directory(client, "s3://bucket", "namespace/epoch/")
+    other = Directory(client, b"bucket", "namespace/epoch/")
     assert client.call(*directory.claim(digests_of(["a", "b"]))) == b"11"
     assert client.call(*other.claim(digests_of(["b", "c"]))) == b"01"
     client.call(*directory.release(digests_of(["b"])))
@@ -109,7 +109,7 @@ def test_a_claim_is_granted_to_one_machine_until_it_is_released(directory: Direc
 
 
 def test_a_machine_releases_no_claim_of_another_one(directory: Directory, client: ValkeyClient) -> None:
-    other = Directory(client, "s3://bucket", "namespace/epoch/")
+    other = Directory(client, b"bucket", "namespace/epoch/")
     assert client.call(*directory.claim(digests_of(["a", "b"]))) == b"11"
     lapsed = f"{directory.name}:lease:".encode() + digests_of(["a"])
     client.call("DEL", lapsed)
@@ -128,7 +128,7 @@ def test_the_release_of_a_claim_passes_over_strange_keys(directory: Directory, c
 
 
 def test_a_claim_without_an_end_gets_one_when_it_refuses_another(directory: Directory, client: ValkeyClient) -> None:
-    other = Directory(client, "s3://bucket", "namespace/epoch/")
+    other = Directory(client, b"bucket", "namespace/epoch/")
     digest = digests_of(["a"])
     client.call(*other.claim(digest))
     lease = f"{directory.name}:lease:".encode() + digest
@@ -152,8 +152,8 @@ def test_a_touch_is_remembered_over_the_turn_of_the_hour(directory: Directory, c
 
 def test_media_and_epochs_have_directories_of_their_own(client: ValkeyClient) -> None:
     names = {
-        Directory(client, location, prefix).name
-        for location in ("s3://a", "s3://b")
+        Directory(client, medium, prefix).name
+        for medium in (b"a", b"b")
         for prefix in ("namespace/one/", "namespace/two/")
     }
     assert len(names) == 4

@@ -12,7 +12,7 @@ import yaml
 
 from tests.fake_s3 import Trouble
 from tests.tiers import pool_machine
-from tests.tiers.coordination.fleet import Fleet, find, ready
+from tests.tiers.coordination.fleet import Fleet, find, medium_of, ready
 from tests.tiers.machines import ROOT
 from tiering import load_stack, open_manager
 from tiering.secondary import claims
@@ -38,10 +38,7 @@ def trust(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
 def directory_of(fleet: Fleet, rig: object, client: ValkeyClient) -> Directory:
     """Return a machine's directory, as another machine sees it."""
     namespace = rig.tier.namespace  # type: ignore[attr-defined]
-    options = S3Options.model_validate(
-        {"bucket": fleet.bucket.bucket, "endpoint_url": fleet.bucket.endpoint, "prefix": "prod"}
-    )
-    return Directory(client, options.location, place_prefix(namespace))
+    return Directory(client, medium_of(fleet.bucket), place_prefix(namespace))
 
 
 class TestGains:
@@ -199,7 +196,7 @@ class TestWrongHints:
     def test_a_block_that_is_uploaded_before_it_is_told_does_not_end_the_trust(
         self, fleet: Fleet, client: ValkeyClient
     ) -> None:
-        shared = Directory(client, "s3://bucket", "namespace/epoch/")
+        shared = Directory(client, b"bucket", "namespace/epoch/")
         shared.finish(shared.fill(b""))
         clock = FakeClock()
         seen = scope.Scope(shared, lambda: None, lambda places: None, clock=clock)
@@ -267,7 +264,7 @@ class TestWrongHints:
 
     def test_the_claims_of_blocks_that_are_dropped_are_not_kept(self, fleet: Fleet, client: ValkeyClient) -> None:
         """A block may be dropped before its claim is sent, or before the answer is processed."""
-        shared = Directory(client, "s3://bucket", "namespace/epoch/")
+        shared = Directory(client, b"bucket", "namespace/epoch/")
         client.call_all(directory.load_scripts())
         seen = scope.Scope(shared, lambda: None, lambda places: None)
         unsent, sent = Claim(["a", "b"]), Claim(["c", "d"])

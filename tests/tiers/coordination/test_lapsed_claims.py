@@ -19,7 +19,7 @@ def loaded(client: ValkeyClient) -> ValkeyClient:
 
 def machine(client: ValkeyClient) -> Scope:
     """Return what a machine says about one epoch of a bucket."""
-    return Scope(Directory(client, "s3://bucket", "namespace/epoch/"), lambda: None, lambda places: None)
+    return Scope(Directory(client, b"bucket", "namespace/epoch/"), lambda: None, lambda places: None)
 
 
 def claim(client: ValkeyClient, scope: Scope, *places: str) -> list[bool]:
