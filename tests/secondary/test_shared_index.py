@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from tiering.block_store import Place
+from tiering.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index import shared
 from tiering.secondary.index.contract import Probe
+from tiering.secondary.index.prober import held_prefix
 from tiering.secondary.index.shared import MAX_PROBES, REFUSED_SECONDS, SharedIndex
 from tiering.testing.keys import keys_of
 
@@ -99,6 +102,26 @@ def test_a_lookup_that_was_too_late_is_counted_once() -> None:
     index.end_probe(probe, 3, NOW + 1)
     index.lookup_prefix(K[:3], NOW + 1)
     assert index.late_lookups == 1
+
+
+def test_a_lookup_finds_at_its_deadline_the_head_that_the_probe_has_found() -> None:
+    """A chain that is held in part takes three rounds of requests, and its head is known after the first one."""
+    index = make_index()
+    rounds: list[int] = []
+    probe = ask(index, K)
+
+    def late(places: Sequence[Place]) -> StoreProbe:
+        rounds.append(len(places))
+        if len(rounds) == 2:
+            assert index.lookup_prefix(K, NOW + 0.25) == PrefixAnswer(4, False)
+            assert index.lookup_prefix(K, NOW + 0.26) == PrefixAnswer(4, False), "and does not wait again"
+        return StoreProbe(tuple(place in held for place in places))
+
+    held = set(map(probe.place_of, K[:13]))
+    assert held_prefix(late, probe) == 13
+    index.end_probe(probe, 13, NOW + 0.3)
+    assert index.lookup_prefix(K, NOW + 0.31) == PrefixAnswer(13, False)
+    assert index.late_lookups == 0
 
 
 def test_more_blocks_at_stake_are_worth_a_longer_wait_up_to_a_bound() -> None:
@@ -251,3 +274,46 @@ def test_a_late_write_of_an_earlier_epoch_does_not_end_one_of_this_epoch() -> No
     index.plan_store(K[:1], NOW)
     index.end_store(K[:1], late.places, [False], NOW)
     assert index.plan_store(K[:1], NOW).positions == []
+
+
+class TestBlocksBehindAnAbsentOne:
+    """A prompt whose blocks have left the medium is stored again as a whole, at once."""
+
+    def lost(self, index: SharedIndex, now: float) -> None:
+        """Let a load of the first eight blocks find nothing."""
+        index.end_load(K[:8], [place for place in index.begin_load(K[:8]) if place], [True] * 8, now)
+
+    def test_a_store_of_the_chain_writes_all_of_them(self) -> None:
+        index = make_index()
+        store(index, K)
+        self.lost(index, NOW + 10)
+        assert index.plan_store(K, NOW + 11).positions == list(range(32))
+
+    def test_a_lookup_of_the_chain_drops_what_was_known_so_that_stores_in_parts_write_them(self) -> None:
+        index = make_index()
+        store(index, K)
+        self.lost(index, NOW + 10)
+        assert index.lookup_prefix(K, NOW + 11) == PrefixAnswer(0, False)
+        assert index.plan_store(K[8:20], NOW + 11).positions == list(range(12))
+
+    def test_a_use_of_the_chain_offers_all_of_them_also_after_a_probe(self) -> None:
+        index = make_index()
+        store(index, K)
+        probe = ask(index, K, NOW + 61)
+        index.end_probe(probe, 0, NOW + 62)
+        assert index.lacking(K, NOW + 63) == K
+
+    def test_blocks_in_front_of_it_and_blocks_stored_since_stay(self) -> None:
+        index = make_index()
+        store(index, K)
+        index.end_load(K[4:8], [place for place in index.begin_load(K[4:8]) if place], [True] * 4, NOW + 10)
+        index.learn(K[20:24], NOW + 11)
+        plan = index.plan_store(K, NOW + 12)
+        assert plan.positions == [position for position in range(4, 32) if position not in range(20, 24)]
+
+    def test_a_probe_without_an_answer_drops_nothing(self) -> None:
+        index = make_index()
+        store(index, K)
+        index.end_probe(ask(index, K, NOW + 61), None, NOW + 62)
+        assert index.lookup_prefix(K, NOW + 62) == PrefixAnswer(0, False)
+        assert index.lacking(K, NOW + 62) == K[:1]

@@ -42,6 +42,12 @@ from tiering.secondary.options import BlockTierOptions
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.stats import TierStats
 
+SHARED_LOAD_PART = 8
+"""Largest number of blocks of one load job from a shared medium, where a single block takes long.
+
+A larger number of transfers at a time does not make the parts longer.
+"""
+
 LOAD_PART = 256
 """Largest number of blocks of one load job from a medium of this process or machine.
 
@@ -113,7 +119,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self.name = context.name
         self.medium = store.traits.medium
         self.load_deadline, self.store_deadline = options.longest_load, options.deadline
-        self.max_load_blocks = options.depth.start if index.shared else LOAD_PART
+        self.max_load_blocks = min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART
         self.primary_share = options.primary_share
         self.min_prefix_blocks = options.min_prefix_blocks
         self.fill = options.admission != "none"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
-from tests.tiers.object.rigs import BLOCK_BYTES, Make, lines, tier_of
+from tests.tiers.object.rigs import BLOCK_BYTES, Make, block_names, lines, tier_of
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import KVLayout, ModelIdentity, Namespace
 from tiering.testing.keys import keys_of
@@ -244,3 +244,22 @@ class TestAccounting:
         assert isinstance(rig.tier, ObjectTier)
         assert rig.tier.medium == "OBJECT"
         assert fake.seen == []
+
+
+def test_a_prompt_whose_objects_have_vanished_is_uploaded_again_at_once(fake: FakeS3, make: Make) -> None:
+    rig = make()
+    rig.open()
+    prompt = keys_of(*range(32))
+    assert rig.store(prompt) == prompt
+    with fake.lock:
+        for name in [name for name in fake.objects if "/blocks/" in name]:
+            del fake.objects[name]
+    assert rig.load(prompt[:8]) == []
+    assert rig.store(prompt) == prompt
+    assert len(block_names(fake)) == 32
+
+
+def test_a_load_is_cut_into_parts_that_count_one_by_one_at_its_deadline(make: Make) -> None:
+    """The number of transfers at a time must not be the number of blocks that a deadline costs."""
+    assert make(max_inflight=64).tier.max_load_blocks == 8
+    assert make().tier.max_load_blocks == 8

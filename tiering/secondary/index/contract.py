@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from tiering.api.keys import OffloadKey
@@ -37,6 +37,14 @@ class StorePlan(NamedTuple):
     """Keys that were evicted to make room."""
 
 
+@dataclass(slots=True)
+class Progress:
+    """Progress of a probe that runs. The I/O side writes, and the scheduler's thread reads."""
+
+    held: int = 0
+    """Number of leading keys found so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """A probe of a shared medium: the request to find out how many leading keys of a chain it holds."""
@@ -54,6 +62,8 @@ class Probe:
     """Time in monotonic seconds after which nothing waits for the result; default: none."""
     cautious: bool = False
     """True if the first key is asked for alone, because a miss is likely; default False."""
+    progress: Progress = field(default_factory=Progress)
+    """Progress, which a lookup takes at its deadline."""
 
 
 class TierIndex(ABC):

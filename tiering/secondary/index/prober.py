@@ -35,7 +35,7 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
         (first,) = ask([probe.place_of(probe.keys[0])]).held
         if not first:
             return None if first is None else 0
-        held = 1
+        held = probe.progress.held = 1
     while held < missing:
         positions = _narrow(held, missing, width) if bounded else _reach(held, missing, width)
         answers = ask([probe.place_of(probe.keys[position]) for position in positions]).held
@@ -46,6 +46,7 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
                 missing, bounded = position, True
                 break
             held = position + 1
+        probe.progress.held = held
     return held
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
-from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
+from tiering.secondary.index.contract import Probe, Progress, StorePlan, TierIndex
 
 MAX_ENTRIES = 1 << 20
 """Maximum number of entries in each of the two tables, present and absent."""
@@ -28,6 +28,7 @@ MAX_REFUSED = 1 << 16
 """Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
 
 _MISSED = float("-inf")
+_NEVER = float("inf")
 
 REFUSED_SECONDS = 3600.0
 """Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
@@ -51,7 +52,7 @@ class SharedIndex(TierIndex):
         present_ttl: seconds for which a block counts as present after it was found or stored; default 300.
         absent_ttl: seconds for which a block counts as absent after a probe or load missed it; default 10.
         lookup_deadline: seconds for which a lookup stays undecided while a probe is under way; default 0.25. After that
-            the lookup is a miss until the probe ends.
+            the lookup finds the head that the probe has found so far.
         wait_per_block: seconds by which each block that the lookup may find extends its deadline; default 0.
         longest_wait: longest extended deadline of a lookup in seconds; default 5.
         max_entries: maximum number of entries in each of the two tables, present and absent.
@@ -85,10 +86,14 @@ class SharedIndex(TierIndex):
         self._on_absent = on_absent
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._unanswered: OrderedDict[OffloadKey, float] = OrderedDict()
+        """Keys whose probe found out nothing, with the time until which lookups miss them."""
         self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
         self._writing: set[Place] = set()
         self._asked: dict[OffloadKey, float] = {}
         """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
+        self._progress: dict[OffloadKey, Progress] = {}
+        """Progress of the probes that lookups have raised, by first key."""
         self._late = 0
         self._misses_in_a_row = 0
         self._raised: list[Probe] = []
@@ -110,7 +115,8 @@ class SharedIndex(TierIndex):
                 return PrefixAnswer(len(known), False)
             held = len(list(takewhile(partial(lt, now), known)))
         first = keys[held]
-        if self._absent.get(first, 0.0) > now or first in self._refused:
+        if self._misses(first, now) or first in self._refused:
+            self._drop_behind(keys[held:] if held else keys, now)
             return PrefixAnswer(held, False)
         open_until = self._asked.get(first)
         if open_until is not None:
@@ -118,7 +124,7 @@ class SharedIndex(TierIndex):
                 return PrefixAnswer(held, True)
             if open_until > _MISSED:
                 self._asked[first] = _MISSED
-                self._late += 1
+                held += self._take_progress(first, keys[held:], now)
             return PrefixAnswer(held, False)
         if len(self._asked) >= MAX_PROBES or self._place_of(first) in self._writing:
             return PrefixAnswer(held, False)
@@ -126,8 +132,23 @@ class SharedIndex(TierIndex):
         until = now + min(wait, self._longest_wait)
         self._asked[first] = until
         cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
-        self._raised.append(Probe(keys[held:], self._place_of, expires=until, cautious=cautious))
+        probe = Probe(keys[held:], self._place_of, expires=until, cautious=cautious)
+        self._progress[first] = probe.progress
+        self._raised.append(probe)
         return PrefixAnswer(held, True)
+
+    def _take_progress(self, first: OffloadKey, keys: Sequence[OffloadKey], now: float) -> int:
+        """Return how many leading blocks a probe has found at the deadline of its lookups; the next one is a miss."""
+        progress = self._progress.get(first)
+        found = 0 if progress is None else min(progress.held, len(keys))
+        if not found:
+            self._late += 1
+            return 0
+        self._learn_present(keys[:found], now + self._present_ttl)
+        if found < len(keys):
+            self._unanswered[keys[found]] = now + min(self._lookup_deadline, self._absent_ttl)
+            self._trim(self._unanswered)
+        return found
 
     def take_probes(self, now: float) -> Sequence[Probe]:
         if not self._raised:
@@ -139,9 +160,12 @@ class SharedIndex(TierIndex):
         if probe.place_of is not self._place_of:
             return ()
         self._asked.pop(probe.keys[0], None)
+        self._progress.pop(probe.keys[0], None)
         self._forgive(now)
         if held is None:
-            self._learn_absent(probe.keys[:1], now + min(self._lookup_deadline, self._absent_ttl))
+            self._unanswered[probe.keys[0]] = now + min(self._lookup_deadline, self._absent_ttl)
+            self._present.pop(probe.keys[0], None)
+            self._trim(self._unanswered)
             return ()
         self._misses_in_a_row = 0 if held else self._misses_in_a_row + 1
         self._learn_present(probe.keys[:held], now + self._present_ttl)
@@ -160,8 +184,8 @@ class SharedIndex(TierIndex):
         """Return the keys known to be absent, and the unknown ones after them.
 
         Prefixes are stored from their head. A block that was present once is assumed to be present still, however long
-        ago. Offering a block that other processes hold costs a request and its bytes, and a lookup finds out if the
-        block is gone.
+        ago, unless a block in front of it was found absent later. Offering a block that other processes hold costs a
+        request and its bytes, and a lookup finds out if the block is gone.
 
         Keys without any record (after a restart, or dropped in an outage) are probed first. That is one probe for a
         chain instead of a write for each of its blocks.
@@ -173,7 +197,8 @@ class SharedIndex(TierIndex):
             return ()
         unheld = keys[len(list(takewhile(present.__contains__, keys))) :]
         first = unheld[0]
-        if self._absent.get(first, 0.0) > now:
+        if self._misses(first, now):
+            self._drop_behind(unheld, now)
             return self._unheld(unheld)
         if first not in self._asked and len(self._asked) < MAX_PROBES and self._place_of(first) not in self._writing:
             until = now + self._longest_wait
@@ -189,12 +214,16 @@ class SharedIndex(TierIndex):
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         places = object_names(self._prefix, keys)
+        self._drop_behind(keys, now)
         unknown = not self._refused and self._writing.isdisjoint(places)
         if unknown and self._present.keys().isdisjoint(keys):
             return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
         known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
         if unknown and True not in known:
             return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
+        if False in known and known[0]:
+            self._drop_behind(keys[known.index(False) :], now)
+            known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
         named, places = places, []
         positions: list[int] = []
         already_held: list[int] = []
@@ -263,8 +292,10 @@ class SharedIndex(TierIndex):
         held = list(self._present)
         self._present.clear()
         self._absent.clear()
+        self._unanswered.clear()
         self._refused.clear()
         self._asked.clear()
+        self._progress.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
         self._place_of = partial(object_name, self._prefix)
@@ -282,14 +313,30 @@ class SharedIndex(TierIndex):
         while refused and (len(refused) > MAX_REFUSED or next(iter(refused.values())) <= now):
             refused.popitem(last=False)
 
+    def _misses(self, key: OffloadKey, now: float) -> bool:
+        """Return True if ``key`` was found absent, or its probe found out nothing, a short while ago."""
+        return self._absent.get(key, 0.0) > now or self._unanswered.get(key, 0.0) > now
+
+    def _drop_behind(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Drop what is known of ``keys``, a chain, from before its first key was found absent."""
+        present = self._present
+        until = self._absent.get(keys[0], 0.0) if keys else 0.0
+        if until <= now or present.keys().isdisjoint(keys):
+            return
+        latest = until - self._absent_ttl + self._present_ttl
+        for key in keys:
+            if present.get(key, _NEVER) < latest:
+                del present[key]
+
     def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
         if not keys:
             return
         if self._refused:
             keys = [key for key in keys if key not in self._refused]
         self._present.update(dict.fromkeys(keys, until))
-        if not self._absent.keys().isdisjoint(keys):
-            deque(map(self._absent.pop, keys, repeat(None)), maxlen=0)
+        for missed in (self._absent, self._unanswered):
+            if missed and not missed.keys().isdisjoint(keys):
+                deque(map(missed.pop, keys, repeat(None)), maxlen=0)
         self._trim(self._present)
 
     def _learn_absent(self, keys: Sequence[OffloadKey], until: float) -> None:
