@@ -105,7 +105,7 @@ def test_a_lookup_that_was_too_late_is_counted_once() -> None:
 
 
 def test_a_lookup_finds_at_its_deadline_the_head_that_the_probe_has_found() -> None:
-    """A chain that is held in part takes three rounds of requests, and its head is known after the first one."""
+    """A chain that is held in part takes three rounds of requests; the first finds its head."""
     index = make_index()
     rounds: list[int] = []
     probe = ask(index, K)

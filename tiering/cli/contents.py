@@ -34,6 +34,8 @@ class EpochContent:
     """Time of the earliest write, in seconds since 1970."""
     newest: float | None = None
     """Time of the latest write, in seconds since 1970."""
+    holder: str = ""
+    """Process that wrote the epoch's lease last; empty (default): no lease, as for the common epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str
     found = known.get(namespace)
     label = "unknown model" if found is None else found.label
     state = EpochState.ABANDONED if found is None else found.epochs.get(fingerprint, EpochState.ABANDONED)
-    return EpochContent(namespace, label, fingerprint, str(state))
+    holder = "" if found is None else found.holders.get(fingerprint, "")
+    return EpochContent(namespace, label, fingerprint, str(state), holder=holder)
 
 
 def print_contents(contents: Mapping[str, TierContent]) -> None:
@@ -113,6 +116,8 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
                 click.echo(f"{tier}\tunreadable\t{_unreadable(content)}")
             if content.suspects:
                 click.echo(f"{tier}\tsuspects\t{_suspects(content)}")
+            for line in _holders(content):
+                click.echo(f"{tier}\tlease\t{line}")
             continue
         table = Table(title=f"{tier}: {content.place}", title_justify="left", caption_justify="left")
         for heading in ("namespace", "model", "epoch", "state", "blocks", "bytes", "oldest", "newest"):
@@ -122,8 +127,12 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
         owner = [] if content.owner is None else [f"in use by {content.owner}"]
         unreadable = [_unreadable(content)] if content.unreadable else []
         suspects = [_suspects(content)] if content.suspects else []
-        table.caption = "\n".join([*owner, *unreadable, *suspects]) or None
+        table.caption = "\n".join([*owner, *unreadable, *suspects, *_holders(content)]) or None
         console.print(table)
+
+
+def _holders(content: TierContent) -> list[str]:
+    return [f"{found.fingerprint[:8]} is the epoch of {found.holder}" for found in content.epochs if found.holder]
 
 
 def _unreadable(content: TierContent) -> str:

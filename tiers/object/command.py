@@ -149,7 +149,7 @@ class ObjectAdmin(TierAdmin):
                 data = await self._get(f"{self._documents}{name}")
             return None if data is None else (name, bytes(data))
 
-        found = await asyncio.gather(*map(fetch, names))
+        found = await asyncio.gather(*map(fetch, [*names, *fresh]))
         return known_namespaces(dict(item for item in found if item is not None), fresh)
 
     async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:

@@ -40,6 +40,13 @@ logger = logging.getLogger("kv_tiering.object")
 PROBE_THREADS = 32
 """Maximum number of threads for probes, besides the threads that call :meth:`ObjectStore.probe`."""
 
+LOOKS_AFTER_REFUSAL = 12
+"""Number of puts after a refused one that look first, although their places are expected to be empty.
+
+A refused put costs as much as 12 HEADs, and has sent its whole body. Where one was refused, another machine stores the
+same prompt, and is likely to have stored its next blocks too.
+"""
+
 _LIST_CHUNK = 1000
 _MAX_ABSENT = 1 << 16
 _LAST = "~"
@@ -85,6 +92,8 @@ class ObjectStore(BlockStore):
         self._renewal: Renewal | None = None
         self._absent: dict[Place, None] = {}
         """Places that hold no block as far as is known, so that a put need not look."""
+        self._looks_left = 0
+        """Number of further puts that look first; threads that change it at once cost a request."""
         self._second_names = SecondNames()
         self._suspects = Suspects(self, self._delete_version)
 
@@ -132,8 +141,11 @@ class ObjectStore(BlockStore):
 
     def put_one(self, block: BlockIO) -> None:
         name = self._name(block.place)
-        if self._options.check_existing and not self._take_absent(block.place) and self._is_there(name):
-            return
+        if self._options.check_existing and self._has_to_look(block.place):
+            if self._is_there(name):
+                self._looks_left = LOOKS_AFTER_REFUSAL
+                return
+            self._looks_left = max(self._looks_left - 1, 0)
         # Two buffers, one request: neither this module nor obstore copies the row.
         parts = (block.header, block.payload)
         mode: Literal["create", "overwrite"] = "create" if self._options.conditional_put else "overwrite"
@@ -144,6 +156,7 @@ class ObjectStore(BlockStore):
                 size=len(block.header) + len(block.payload),
             )
         except AlreadyExistsError as error:
+            self._looks_left = LOOKS_AFTER_REFUSAL
             if not self._cloud.dialect.is_present(error) and not self._is_there(name):
                 raise self._translate(error, f"put {name}") from error
         except STORE_FAILURES as error:
@@ -415,6 +428,10 @@ class ObjectStore(BlockStore):
 
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}{self._second_names.suffix(place)}"
+
+    def _has_to_look(self, place: Place) -> bool:
+        """Return True if a put of ``place`` looks first, for lack of knowledge or after a refused put."""
+        return not self._take_absent(place) or self._looks_left > 0
 
     def _take_absent(self, place: Place) -> bool:
         """Return True if the place is expected to hold no block, once; a retry looks."""

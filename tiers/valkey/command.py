@@ -113,7 +113,7 @@ class ValkeyAdmin(TierAdmin):
         # The server drops a lease that is not renewed: all that are there are fresh.
         leases = self._store.list_documents(LEASES)
         names = [name for name in self._store.list_documents("") if name.startswith(DOCUMENTS)]
-        found = {name: self._store.read_document(name) for name in names if not name.startswith(LEASES)}
+        found = {name: self._store.read_document(name) for name in names}
         return known_namespaces({name: data for name, data in found.items() if data is not None}, list(leases))
 
     async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:

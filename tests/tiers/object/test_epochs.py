@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, Trouble
 from tests.patience import PATIENT
 from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
@@ -308,3 +314,29 @@ def test_a_damaged_newest_document_does_not_bring_an_older_epoch_back(
     name = max(fake.names("documents/epoch-"))
     fake.objects[name] = bytes(len(fake.objects[name]))
     assert make().load(OBJECTS[:4]) == []
+
+
+def test_inspect_names_the_process_of_each_epoch_that_is_not_the_common_one(
+    fake: FakeS3, make: Make, tmp_path: Path
+) -> None:
+    fake.now = datetime.datetime.now(datetime.UTC)
+    one, two = make(), make()
+    one.store(K[:2])
+    reset(two)
+    two.store(K[:2])
+    two.wait(lambda: bool(leases(fake)))
+    path = tmp_path / "stack.yaml"
+    tier = {"type": "s3", "bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod"}
+    path.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [tier]}))
+    mine = namespace_of(two).fingerprint.hex()
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    (found,) = json.loads(kv_tiering("inspect", path, "--json").out).values()
+    assert {epoch["fingerprint"]: epoch["holder"] for epoch in found["epochs"]} == {
+        mine: holder,
+        namespace_of(one).fingerprint.hex(): "",
+    }
+    assert f"lease\t{mine[:8]} is the epoch of {holder}" in kv_tiering("inspect", path).out
+    (name,) = leases(fake)
+    fake.objects[name] = b"\x1b[31mprocess 1 on evil\n"
+    (found,) = json.loads(kv_tiering("inspect", path, "--json").out).values()
+    assert {epoch["holder"] for epoch in found["epochs"]} == {""}

@@ -86,6 +86,8 @@ class KnownNamespace:
     """Readable parameters; empty (default) if their document is missing."""
     epochs: Mapping[str, EpochState] = field(default_factory=dict)
     """State of each epoch that a document or lease names, by fingerprint in hexadecimal."""
+    holders: Mapping[str, str] = field(default_factory=dict)
+    """Process that wrote the lease of each leased epoch last, by fingerprint in hexadecimal."""
 
     @property
     def label(self) -> str:

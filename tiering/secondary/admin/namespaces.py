@@ -14,6 +14,7 @@ from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS, EpochDoc
 _EPOCH = re.compile(rf"{EPOCHS}([0-9a-f]{{32}})(?:-([0-9]+))?")
 _PARAMETERS = re.compile(rf"{PARAMETERS}([0-9a-f]{{32}})\.json")
 _LEASE = re.compile(rf"{LEASES}([0-9a-f]{{32}})-([0-9a-f]{{32}})")
+_HOLDER = re.compile(rb"(process \d{1,10} on [!-~]{1,64})\n")
 
 DOCUMENTS = (PARAMETERS, EPOCHS, LEASES)
 """Prefixes of the names of the documents that :func:`known_namespaces` reads."""
@@ -34,12 +35,13 @@ def known_namespaces(documents: Mapping[str, bytes], fresh_leases: Collection[st
     by a reset is abandoned, unless a lease names it.
 
     Args:
-        documents: content of the documents of the medium, by name; leases may be left out.
+        documents: content of the documents of the medium, by name; without that of a lease, its holder is not known.
         fresh_leases: names of the leases that are young enough.
     """
     parameters: dict[str, Mapping[str, Any]] = {}
     epochs: dict[str, dict[str, EpochState]] = {}
     newest: dict[str, int] = {}
+    holders: dict[str, dict[str, str]] = {}
     for name, content in documents.items():
         if match := _PARAMETERS.fullmatch(name):
             parameters[match[1]] = _parsed(content)
@@ -58,10 +60,17 @@ def known_namespaces(documents: Mapping[str, bytes], fresh_leases: Collection[st
     for name in fresh_leases:
         if match := _LEASE.fullmatch(name):
             epochs.setdefault(match[1], {}).setdefault(match[2], EpochState.LEASED)
+            holders.setdefault(match[1], {})[match[2]] = _holder(documents.get(name, b""))
     return [
-        KnownNamespace(name, parameters.get(name, {}), epochs.get(name, {}))
+        KnownNamespace(name, parameters.get(name, {}), epochs.get(name, {}), holders.get(name, {}))
         for name in sorted(parameters.keys() | epochs.keys())
     ]
+
+
+def _holder(content: bytes) -> str:
+    """Return the text of a lease; empty if it is none that an engine has written."""
+    match = _HOLDER.fullmatch(content)
+    return "" if match is None else match[1].decode()
 
 
 def _parsed(content: bytes) -> Mapping[str, Any]:

@@ -138,7 +138,7 @@ class SharedIndex(TierIndex):
         return PrefixAnswer(held, True)
 
     def _take_progress(self, first: OffloadKey, keys: Sequence[OffloadKey], now: float) -> int:
-        """Return how many leading blocks a probe has found at the deadline of its lookups; the next one is a miss."""
+        """Return the number of leading blocks that a probe has found so far; the next one is a miss."""
         progress = self._progress.get(first)
         found = 0 if progress is None else min(progress.held, len(keys))
         if not found:
