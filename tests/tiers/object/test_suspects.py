@@ -240,7 +240,7 @@ def test_machines_that_may_not_delete_or_write_use_a_second_name_and_do_not_ask_
     assert len(fake.asked("DELETE")) == deletions
     reader = machine(make, 2, admission="none")
     written = len(fake.asked("PUT"))
-    read_corrupt(reader, caplog, "second name")
+    read_corrupt(reader, caplog, "second name for the block")
     assert reader.lookup(K[:1]) == 1
     assert len(fake.asked("PUT")) == written
 
