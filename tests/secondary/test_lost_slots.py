@@ -82,7 +82,7 @@ def walk(dice: random.Random, eviction: str) -> None:
                 lost.difference_update(back)
             case 7:
                 index.touch(keys)
-        assert lost.isdisjoint(index.states.foreign_queue.tolist())
+        assert lost.isdisjoint(np.flatnonzero(index.states.is_foreign).tolist())
         for key in index.held:
             places = begin_load(index, [key])
             assert lost.isdisjoint(places)

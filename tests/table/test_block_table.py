@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tiering.errors import ConfigError
-from tiering.table.block_table import MAX_ROWS, BlockTable
+from tiering.table import block_table, key_rows
+from tiering.table.block_table import FREE, MAX_ROWS, UNSEEN, BlockTable
 from tiering.testing.keys import keys_of
 
 ROWS = 8
@@ -22,14 +23,58 @@ Batch = tuple[list[bytes], list[int]]
 
 
 class TableMachine(RuleBasedStateMachine):
-    """A table, and the writers and readers of its rows."""
+    """A table in many dictionaries, swept by a few rows at a time, and the writers and readers of its rows."""
+
+    undivided, sweep = 0, 3
 
     @initialize(policy=st.sampled_from(["lru", "arc"]))
     def start(self, policy: str) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(key_rows, "UNDIVIDED_ROWS", self.undivided)
+        self.patch.setattr(block_table, "SWEEP_ROWS", self.sweep)
         self.table = BlockTable(ROWS, policy)
+        self.withdrawn: list[int] = []
+        self.unseen: list[int] = []
         self.writing: list[Batch] = []
         self.late: list[Batch] = []
         self.reading: list[list[int]] = []
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @rule(rows=st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=3))
+    def withdraw(self, rows: set[int]) -> None:
+        before = self.table.free
+        taken = self.table.withdraw(np.array(sorted(rows))).tolist()
+        assert self.table.free == before - len(taken)
+        self.withdrawn += taken
+
+    @rule(count=st.integers(1, 3))
+    def take_free(self, count: int) -> None:
+        before = self.table.free
+        taken = self.table.take_free(count).tolist()
+        assert len(taken) == min(count, before)
+        self.withdrawn += taken
+
+    @rule()
+    def end_withdrawal(self) -> None:
+        if self.withdrawn:
+            self.table.end_writing(np.array([self.withdrawn.pop()]))
+
+    @rule()
+    def forget(self) -> None:
+        if self.withdrawn:
+            self.unseen.append(self.withdrawn.pop())
+            self.table.forget(np.array(self.unseen[-1:]))
+
+    @rule(keys=chosen)
+    def find(self, keys: list[bytes]) -> None:
+        """Insert a block in an unseen row, or free the row."""
+        new = self.table.unknown(keys)[:1]
+        if self.unseen and new:
+            self.table.insert(new, np.array([self.unseen.pop()]))
+        elif self.unseen:
+            self.table.add_free(np.array([self.unseen.pop()]))
 
     def _end(self, batches: list[Batch], choice: int) -> tuple[list[bytes], np.ndarray]:
         keys, rows = batches.pop(choice % len(batches))
@@ -103,7 +148,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         held = set(self.table.readable)
-        assert set(self.table.clear()) == held
+        assert set().union(*self.table.clear()) == held
         assert not self.table.readable
         assert not self.table.pending
         self.late += self.writing
@@ -114,22 +159,37 @@ class TableMachine(RuleBasedStateMachine):
         table = self.table
         rows = [*table.readable.values(), *table.pending.values()]
         assert len(set(rows)) == len(rows)
-        assert table.free + len(rows) + table.quarantined == ROWS
+        assert table.free + len(rows) + table.quarantined + len(self.unseen) == ROWS
+        assert set(self.withdrawn).isdisjoint(rows)
+        assert set(self.unseen).isdisjoint(rows)
+        assert np.flatnonzero(table.has_block(0, ROWS)).tolist() == sorted(rows)
+        assert np.flatnonzero(table.has_block(2, 5)).tolist() == [row - 2 for row in sorted(rows) if 2 <= row < 5]
         assert not table.any_quarantined(rows)
         assert table.room == table.free + table.evictable
 
     @invariant()
     def references_are_those_of_the_readers_and_writers(self) -> None:
         readers = Counter(row for rows in self.reading for row in rows)
-        writers = {row for _, rows in [*self.writing, *self.late] for row in rows}
+        writers = {row for _, rows in [*self.writing, *self.late] for row in rows}.union(self.withdrawn)
         for row in range(ROWS):
-            assert self.table.refs[row] == (-1 if row in writers else readers[row])
+            busy = -1 if row in writers else readers[row]
+            assert self.table.refs[row] in ([busy] if busy else [0, FREE, UNSEEN])
         assert self.table.evictable == sum(not readers[row] for row in self.table.readable.values())
         assert all(self.table.keys[row] == key for key, row in self.table.readable.items())
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTableMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+
+
+class UndividedMachine(TableMachine):
+    """The same in one dictionary, swept at once."""
+
+    undivided, sweep = ROWS, ROWS
+
+
+TestUndividedMachine = UndividedMachine.TestCase
+TestUndividedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("rows", [0, -1, MAX_ROWS + 1])

@@ -220,7 +220,7 @@ class TierJobs:
         """Offer those of ``keys`` that are readable to tiers, as :meth:`cascade` does."""
         held = [key for key in dict.fromkeys(keys) if key in self._readable]
         if held:
-            rows = np.fromiter(map(self._readable.__getitem__, held), np.int64, len(held))
+            rows = np.fromiter(self._readable.rows(held), np.int64, len(held))
             self.cascade(states, held, rows, ctx)
 
     def submit_promotions(self) -> None:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -169,7 +168,7 @@ class TieringOffloadingManager(OffloadingManager):
         if position is not None:
             self._open_lookups.note(req_context.req_id)
             return PrefixMatch(position, True)
-        hits = len(list(takewhile(self._readable.__contains__, keys)))
+        hits = self._readable.leading(keys)
         if hits == len(keys):
             if request in self._waits:
                 self._waiters.settle(request, keys)

@@ -7,7 +7,7 @@ of a prefix with many holes grows by a small amount per hole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count, takewhile
 
@@ -31,10 +31,8 @@ UNDECIDED_PATIENCE = 10.0
 _NONE: frozenset[OffloadKey] = frozenset()
 
 
-def _leading(keys: Sequence[OffloadKey], others: Set[OffloadKey]) -> int:
+def _leading(keys: Sequence[OffloadKey], others: Container[OffloadKey]) -> int:
     """Return the number of leading ``keys`` that are not among ``others``."""
-    if others.isdisjoint(keys):
-        return len(keys)
     return next(compress(count(), map(others.__contains__, keys)), len(keys))
 
 
@@ -108,7 +106,7 @@ class PrefixSearch:
         while position < len(keys):
             key = keys[position]
             if key in self._readable:
-                position += len(list(takewhile(self._readable.__contains__, keys[position:])))
+                position += self._readable.leading(keys[position:])
             elif key in request.refused:
                 break
             elif key in self._pending:
@@ -184,17 +182,17 @@ class PrefixSearch:
         """
         keys = walk.keys[position:end]
         for excluded in (request.refused, request.failed.get(state.rank, _NONE)):
-            if excluded:
+            if excluded and not excluded.isdisjoint(keys):
                 keys = keys[: _leading(keys, excluded)]
         if len(keys) < state.min_prefix_blocks:
             return ()
         readable, pending = self._readable, self._pending
         if end < walk.at_least and not all(key in readable or key in pending for key in walk.keys[end : walk.at_least]):
             return ()
-        if not readable.keys().isdisjoint(keys):
-            keys = keys[: _leading(keys, readable.keys())]
+        if not readable.disjoint(keys):
+            keys = keys[: _leading(keys, readable)]
         if pending and not pending.keys().isdisjoint(keys):
-            keys = keys[: _leading(keys, pending.keys())]
+            keys = keys[: _leading(keys, pending)]
         return keys
 
     def _pin_head(self, walk: _Walk, position: int) -> None:
@@ -204,7 +202,7 @@ class PrefixSearch:
         """
         head = walk.keys[walk.pinned_until : position]
         walk.pinned_until = position
-        rows = np.array([row for row in map(self._readable.get, head) if row is not None], np.int64)
+        rows = np.array([row for row in self._readable.rows_or_none(head) if row is not None], np.int64)
         if len(rows):
             self._primary.pin(rows)
             walk.pinned.append(rows)

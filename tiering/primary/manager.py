@@ -20,6 +20,9 @@ from tiering.errors import ConfigError, NotReadableError
 from tiering.primary.memory.region import SharedRegion
 from tiering.runtime.forks import inert_in_children
 from tiering.table.block_table import BlockTable
+from tiering.table.disposal import DISPOSAL
+from tiering.table.events import EventQueue
+from tiering.table.key_rows import KeyRows
 from tiering.table.policies.policy import EvictionPolicy, RefCounts
 
 _log = logging.getLogger("kv_tiering.primary")
@@ -149,7 +152,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._table = table
         self.num_rows = table.num_rows
         """Number of rows in the buffer."""
-        self.readable: Mapping[OffloadKey, int] = table.readable
+        self.readable: KeyRows = table.readable
         """Key → row of the blocks that may be read; a live view."""
         self.pending: Mapping[OffloadKey, int] = table.pending
         """Key → row of the blocks that are being written; a live view."""
@@ -174,7 +177,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Number of completed keys that were unknown, for example after a reset."""
         self.before_reset: Callable[[], None] | None = None
         """Function that :meth:`reset_cache` calls first; a tiering manager ends its promotions in it."""
-        self._events: list[OffloadingEvent] = []
+        self._events = EventQueue()
         self._enable_events = enable_events
         self._loads = Claims()
         self._stores = Claims()
@@ -211,7 +214,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         readable, pending = self.readable, self.pending
-        hits = len(list(takewhile(readable.__contains__, keys)))
+        hits = readable.leading(keys)
         if hits == len(keys) or keys[hits] not in pending:
             return PrefixMatch(hits, False)
         held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
@@ -243,7 +246,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         readable = self.readable
         try:
-            rows = np.fromiter(map(readable.__getitem__, keys), np.int64, len(keys))
+            rows = np.fromiter(readable.rows(keys), np.int64, len(keys))
         except KeyError:
             raise NotReadableError([key for key in keys if key not in readable]) from None
         once, claimed = keys, rows
@@ -336,20 +339,20 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         taken = self._table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:
-            self._events.append(_event(taken[1], removed=True))
+            self._events.add(_event(taken[1], removed=True))
         return taken
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make pending ``keys`` readable, because their rows are written."""
         self._table.commit(keys, rows)
         if self._enable_events:
-            self._events.append(_event(list(keys), removed=False))
+            self._events.add(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make blocks readable that arrived in quarantined rows after all requests stopped waiting."""
         self._table.adopt(keys, rows)
         if self._enable_events:
-            self._events.append(_event(list(keys), removed=False))
+            self._events.add(_event(list(keys), removed=False))
 
     # --------------------------------------------------------------------------------------------------------- the rest
 
@@ -361,15 +364,16 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return req_id in self._stores
 
     def take_events(self) -> list[OffloadingEvent]:
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def reset_cache(self, revision: str | None = None) -> bool:
         if self.before_reset is not None:
             self.before_reset()
         forgotten = self._table.clear()
-        if forgotten and self._enable_events:
-            self._events.append(_event(forgotten, removed=True))
+        if self._enable_events:
+            self._events.clear(_event([], removed=True), forgotten)
+        else:
+            DISPOSAL.add(forgotten)
         return True
 
     def shutdown(self) -> None:

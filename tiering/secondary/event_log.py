@@ -9,6 +9,8 @@ from itertools import repeat
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.secondary.contract import MAX_EVENTS, Distance
+from tiering.table.disposal import DISPOSAL, Table
+from tiering.table.events import EventQueue
 
 MAX_ANNOUNCED = 1 << 20
 """Largest number of keys on a shared medium that this process remembers having announced."""
@@ -40,7 +42,7 @@ class EventLog:
         self._enabled = enabled
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._max_announced = max_announced
-        self._events: list[OffloadingEvent] = []
+        self._events = EventQueue()
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are readable on the medium."""
@@ -72,16 +74,22 @@ class EventLog:
                 del self._announced[key]
         self._add(gone, removed=True)
 
-    def cleared(self, keys: Sequence[OffloadKey]) -> None:
-        """Announce that no block is held any more; ``keys`` are all keys that the index held."""
-        self.removed(keys if self._announced is None else list(self._announced))
+    def cleared(self, tables: Iterable[Table]) -> None:
+        """Announce that no block is held any more; ``tables``, with all keys that the index held, are not used again.
+
+        The cost does not depend on the number of keys.
+        """
+        if self._enabled and self._announced is not None:
+            DISPOSAL.add(tables)
+            tables, self._announced = [self._announced], OrderedDict()
+        if self._enabled:
+            self._events.clear(self._event([], removed=True), tables)
+        else:
+            DISPOSAL.add(tables)
 
     def take(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call, :data:`~tiering.secondary.contract.MAX_EVENTS` at most."""
-        if not self._events:
-            return ()
-        events, self._events = self._events[:MAX_EVENTS], self._events[MAX_EVENTS:]
-        return events
+        return self._events.take(MAX_EVENTS)
 
     def _announce(self, announced: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
         """Announce those of ``keys`` that are not announced, and withdraw the oldest beyond the bound.
@@ -97,4 +105,7 @@ class EventLog:
 
     def _add(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys:
-            self._events.append(OffloadingEvent(keys, self._medium, self._locality, self._tier, removed))
+            self._events.add(self._event(keys, removed=removed))
+
+    def _event(self, keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:
+        return OffloadingEvent(keys, self._medium, self._locality, self._tier, removed)

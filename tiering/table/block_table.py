@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
+from tiering.table.disposal import DISPOSAL
+from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.arc import ARCEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 from tiering.table.policies.recency import LRUEvictionPolicy
@@ -32,6 +33,16 @@ The data of this many blocks takes about 100 GB of memory when the table is full
 WRITING = -1
 """Reference count of a row that is being written. Such a row is neither readable nor evictable."""
 
+FREE = -2
+"""Reference count of a free row."""
+
+UNSEEN = -3
+"""Reference count of a row in no list of the table."""
+
+SWEEP_ROWS = 4096
+"""Rows that are examined together for free ones after :meth:`BlockTable.clear`."""
+
+_FEW_PINS = 16384
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
 
@@ -64,6 +75,11 @@ class BlockTable:
     Rows that are being read or written during :meth:`clear` are *quarantined*. No key leads to such a row, and the row
     becomes free when its last reader or its writer is done.
 
+    No method takes long with millions of rows. :meth:`clear` gives the dictionaries away. The free rows of a new or
+    cleared table are in no list: they are found by their reference counts, in pieces, when they are needed (the
+    *sweep*). A row ahead of the sweep is free if its count is 0 or :data:`FREE`, unless a block was inserted there
+    since.
+
     Args:
         num_rows: number of rows.
         eviction: an eviction policy's name or class; default "lru".
@@ -76,7 +92,15 @@ class BlockTable:
     __slots__ = (
         "_free",
         "_free_count",
+        "_inserted",
+        "_many_pins",
+        "_pinned",
+        "_pins",
+        "_policy",
         "_quarantined",
+        "_swept",
+        "_unswept",
+        "_withdrawn",
         "evictable",
         "keys",
         "num_rows",
@@ -96,26 +120,37 @@ class BlockTable:
             )
         self.num_rows = num_rows
         """Number of rows."""
-        self.readable: dict[bytes, int] = {}
+        self.readable = KeyRows(num_rows)
         """Key → row of the blocks that may be read.
 
         Only the table's methods change it; the owner's hot paths read it.
         """
         self.pending: dict[bytes, int] = {}
         """Key → row of the blocks that are being written. Only the table's methods change it."""
-        self.refs: RefCounts = np.zeros(num_rows, np.int32)
-        """Reference count of each row: -1 being written, 0 evictable or free, n > 0 for n readers."""
+        self.refs: RefCounts = np.full(num_rows, FREE if rows_free else UNSEEN, np.int32)
+        """Reference count of each row: 0 evictable, n > 0 for n readers, -1 being written, -2 free, -3 unseen."""
         self.keys: RowKeys = np.empty(num_rows, object)
-        """Key of each row; None for a free row."""
-        policy = load_policy(eviction) if isinstance(eviction, str) else eviction
-        self.policy: EvictionPolicy = policy(num_rows, self.refs, self.keys)
+        """Key of each row; meaningless where no block is."""
+        self._policy = load_policy(eviction) if isinstance(eviction, str) else eviction
+        self.policy: EvictionPolicy = self._policy(num_rows, self.refs, self.keys)
         """The eviction policy."""
         self.evictable = 0
         """Number of rows that could be evicted now."""
-        self._free: NDArray[np.int32] = (
-            np.arange(num_rows - 1, -1, -1, dtype=np.int32) if rows_free else np.empty(num_rows, np.int32)
-        )
-        self._free_count = num_rows if rows_free else 0
+        self._free: NDArray[np.int32] = np.empty(num_rows, np.int32)
+        self._free_count = 0
+        self._withdrawn: set[int] = set()
+        """Rows in the list of free rows that are not free any more."""
+        self._swept = 0 if rows_free else num_rows
+        """First row ahead of the sweep."""
+        self._unswept = num_rows if rows_free else 0
+        """Number of free rows ahead of the sweep."""
+        self._inserted: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        """Mask of the rows ahead of the sweep in which a block was inserted."""
+        self._pins: list[Rows] = []
+        """All pinned rows, and others that were pinned lately."""
+        self._pinned = 0
+        """Number of entries in the list of pinned rows."""
+        self._many_pins = _FEW_PINS
         self._quarantined: set[int] = set()
 
     # ---------------------------------------------------------------------------------------------------------- writing
@@ -123,12 +158,12 @@ class BlockTable:
     @property
     def free(self) -> int:
         """Number of free rows."""
-        return self._free_count
+        return self._free_count - len(self._withdrawn) + self._unswept
 
     @property
     def room(self) -> int:
         """Number of rows that :meth:`allocate` could reserve now."""
-        return max(0, self._free_count + self.evictable)
+        return max(0, self.free + self.evictable)
 
     def allocate(self, keys: Sequence[bytes]) -> tuple[Rows, list[bytes]] | None:
         """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
@@ -138,18 +173,21 @@ class BlockTable:
             there is no room for all.
         """
         count = len(keys)
-        if count > self._free_count + self.evictable:
+        free = self._free_count - len(self._withdrawn) + self._unswept
+        if count > free + self.evictable:
             return None
         evicted: list[bytes] = []
-        take = min(count, self._free_count)
+        take = min(count, free)
         rows = _NO_ROWS
+        if take > self._free_count or self._withdrawn:
+            self._list_free(take)
         if take:
             rows = self._free[self._free_count - take : self._free_count][::-1].astype(np.int64)
             self._free_count -= take
         if take < count:
             victims = self.policy.evict(count - take)
             evicted = self.keys[victims].tolist()
-            deque(map(self.readable.__delitem__, evicted), maxlen=0)
+            self.readable.remove(evicted)
             self.evictable -= count - take
             rows = np.concatenate((rows, victims)) if take else victims
         self.refs[rows] = WRITING
@@ -175,7 +213,7 @@ class BlockTable:
         They become the most recent blocks, the first of ``keys`` above all others.
         """
         deque(map(self.pending.__delitem__, keys), maxlen=0)
-        self.readable.update(zip(keys, rows.tolist(), strict=True))
+        self.readable.put(keys, rows.tolist())
         self.refs[rows] = 0
         self.evictable += len(rows)
         self.policy.insert(rows)
@@ -201,6 +239,19 @@ class BlockTable:
         """Return True if ``row`` becomes free only when its last reader or writer is done."""
         return row in self._quarantined
 
+    def has_block(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return a mask of the rows [start, stop) whose blocks are readable or being written."""
+        refs = self.refs[start:stop]
+        mask: NDArray[np.bool_] = refs >= WRITING
+        if self._swept < stop:
+            ahead = max(start, self._swept) - start
+            mask[ahead:] &= (refs[ahead:] != 0) | self._inserted[start + ahead : stop]
+        if self._quarantined:
+            for row in np.flatnonzero(mask & (refs != 0)).tolist():
+                if start + row in self._quarantined:
+                    mask[row] = False
+        return mask
+
     def any_quarantined(self, rows: Iterable[object]) -> bool:
         """Return True if one of ``rows`` is in quarantine."""
         return bool(self._quarantined) and not self._quarantined.isdisjoint(rows)
@@ -212,21 +263,66 @@ class BlockTable:
 
     def withdraw(self, rows: Rows) -> Rows:
         """Move the free ones among ``rows`` into quarantine until :meth:`end_writing`, and return them."""
-        free = self._free[: self._free_count]
-        chosen = np.isin(free, rows)
-        taken: Rows = free[chosen].astype(np.int64)
-        kept = free[~chosen]
-        self._free[: len(kept)] = kept
-        self._free_count = len(kept)
+        rows = np.unique(rows)
+        refs = self.refs[rows]
+        ahead = rows >= self._swept
+        free = (refs == FREE) | (ahead & (refs == 0) & ~self._inserted[rows])
+        taken: Rows = rows[free]
+        listed = rows[free & ~ahead]
+        self._withdrawn.update(listed.tolist())
+        self._unswept -= len(taken) - len(listed)
         self.withhold(taken)
         return taken
 
     def take_free(self, count: int) -> Rows:
         """Move up to ``count`` free rows into quarantine and return them.
 
-        The chosen rows are those that :meth:`allocate` would reserve last.
+        The chosen rows are among the last that :meth:`allocate` would reserve.
         """
-        return self.withdraw(self._free[: min(count, self._free_count)].astype(np.int64))
+        while self._free_count - len(self._withdrawn) < count and self._unswept:
+            self._sweep()
+        chosen: list[int] = []
+        for start in range(0, self._free_count, SWEEP_ROWS):
+            listed = self._free[start : min(start + SWEEP_ROWS, self._free_count)]
+            chosen += listed[self.refs[listed] == FREE].tolist()
+            if len(chosen) >= count:
+                break
+        rows = np.array(chosen[:count], np.int64)
+        self.withdraw(rows)
+        return rows
+
+    def _list_free(self, count: int) -> None:
+        """Make the last ``count`` entries of the list of free rows free rows; there are as many."""
+        while self._free_count - len(self._withdrawn) < count:
+            self._sweep()
+        if not self._withdrawn:
+            return
+        parts: list[NDArray[np.int32]] = []
+        missing, end = count, self._free_count
+        while missing:
+            listed = self._free[max(0, end - missing) : end]
+            live = self.refs[listed] == FREE
+            end -= len(listed)
+            self._withdrawn.difference_update(listed[~live].tolist())
+            parts.append(listed[live])
+            missing -= len(parts[-1])
+        for part in reversed(parts):
+            self._free[end : end + len(part)] = part
+            end += len(part)
+        self._free_count = end
+
+    def _sweep(self) -> None:
+        """List the free rows among the next ones. They are reserved after all that are listed."""
+        start, stop = self._swept, min(self._swept + SWEEP_ROWS, self.num_rows)
+        refs = self.refs[start:stop]
+        found = np.flatnonzero(((refs == 0) | (refs == FREE)) & ~self._inserted[start:stop])[::-1] + start
+        self.refs[found] = FREE
+        self._inserted[start:stop] = False
+        end = self._free_count + len(found)
+        self._free[len(found) : end] = self._free[: self._free_count].copy()
+        self._free[: len(found)] = found
+        self._free_count, self._swept = end, stop
+        self._unswept -= len(found)
 
     def withhold(self, rows: Rows) -> None:
         """Put rows that are in no list of this table into quarantine until :meth:`end_writing`."""
@@ -236,7 +332,7 @@ class BlockTable:
     def forget(self, rows: Rows) -> None:
         """Remove quarantined ``rows`` without reader or writer from every list of this table."""
         self._quarantined.difference_update(rows.tolist())
-        self.refs[rows] = 0
+        self.refs[rows] = UNSEEN
         self.keys[rows] = None
 
     def end_writing(self, rows: Rows) -> None:
@@ -261,17 +357,28 @@ class BlockTable:
             keys: key of each row.
             rows: rows that are in no list of this table and contain the blocks already.
         """
+        if self._swept < self.num_rows:
+            self._inserted[rows] = True
         self.keys[rows] = keys
-        self.readable.update(zip(keys, rows.tolist(), strict=True))
+        self.readable.put(keys, rows.tolist())
         self.refs[rows] = 0
         self.evictable += len(rows)
         self.policy.insert(rows)
 
     def add_free(self, rows: Rows) -> None:
         """Free rows that are in no list of this table; the first is reserved first."""
-        count = len(rows)
-        self.refs[rows] = 0
+        self.refs[rows] = FREE
         self.keys[rows] = None
+        if self._swept < self.num_rows:
+            ahead = rows >= self._swept
+            self._inserted[rows[ahead]] = False
+            self._unswept += int(np.count_nonzero(ahead))
+            rows = rows[~ahead]
+        if self._withdrawn:
+            listed = self._withdrawn.intersection(rows.tolist())
+            self._withdrawn -= listed
+            rows = rows[np.fromiter((row not in listed for row in rows.tolist()), np.bool_, len(rows))]
+        count = len(rows)
         self._free[self._free_count : self._free_count + count] = rows[::-1]
         self._free_count += count
 
@@ -287,6 +394,19 @@ class BlockTable:
         refs = self.refs[rows]
         self.evictable -= len(rows) - int(np.count_nonzero(refs))
         self.refs[rows] = refs + times
+        self._pins.append(rows)
+        self._pinned += len(rows)
+        if self._pinned > self._many_pins:
+            self._list_pinned()
+
+    def _list_pinned(self) -> Rows:
+        """Return all pinned rows, each once, and forget the others."""
+        rows = np.concatenate([_NO_ROWS, *self._pins])
+        rows = np.unique(rows[self.refs[rows] > 0])
+        self._pins = [rows]
+        self._pinned = len(rows)
+        self._many_pins = max(_FEW_PINS, 2 * len(rows))
+        return rows
 
     def unpin(self, rows: Rows) -> None:
         """Remove one reader from each of ``rows``, which are pinned and distinct."""
@@ -322,17 +442,17 @@ class BlockTable:
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
         """Return those of ``keys`` that are readable, each once, and their rows."""
         readable = self.readable
-        if readable.keys().isdisjoint(keys):  # most prompts are new
+        if readable.disjoint(keys):  # most prompts are new
             return (), _NO_ROWS
-        known = list(filter(readable.__contains__, keys))
+        known = readable.known(keys)
         if len(set(known)) < len(known):  # policies count the rows that change their lists
             known = list(dict.fromkeys(known))
-        return known, np.fromiter(map(readable.__getitem__, known), np.int64, len(known))
+        return known, np.fromiter(readable.rows(known), np.int64, len(known))
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""
         readable, pending = self.readable, self.pending
-        if readable.keys().isdisjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
+        if readable.disjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
             return list(keys)
         return [key for key in keys if key not in readable and key not in pending]
 
@@ -346,9 +466,10 @@ class BlockTable:
         Returns:
             The keys that were readable.
         """
-        known = [key for key in keys if key in self.readable]
+        known = self.readable.known(list(dict.fromkeys(keys)))
         if known:
-            rows = np.fromiter(map(self.readable.pop, known), np.int64, len(known))
+            rows = np.fromiter(self.readable.rows(known), np.int64, len(known))
+            self.readable.remove(known)
             self.policy.remove(rows)
             busy = self.refs[rows] != 0
             self._quarantined.update(rows[busy].tolist())
@@ -364,32 +485,32 @@ class BlockTable:
             return []
         rows = self.policy.evict(count)
         evicted: list[bytes] = self.keys[rows].tolist()
-        deque(map(self.readable.__delitem__, evicted), maxlen=0)
+        self.readable.remove(evicted)
         self.evictable -= count
         self.add_free(np.sort(rows))
         return evicted
 
-    def clear(self) -> list[bytes]:
+    def clear(self) -> list[Keys]:
         """Drop every block, and quarantine the rows that are being read or written.
 
         Returns:
-            The keys that were readable.
+            The dictionaries of the keys that were readable. The caller passes them on or has them freed
+            (:data:`tiering.table.disposal.DISPOSAL`), because dropping them takes long.
         """
-        forgotten = list(self.readable)
-        rows = np.fromiter(self.readable.values(), np.int64, len(forgotten))
-        busy = self.refs[rows] != 0
-        self._quarantined.update(rows[busy].tolist())
+        self._quarantined.update(self._list_pinned().tolist())
         self._quarantined.update(self.pending.values())
-        self.readable.clear()
         self.pending.clear()
-        self.policy.clear()
-        self.evictable = 0
-        self.add_free(rows[~busy])
-        return forgotten
+        self._unswept = self.free + self.evictable
+        self._swept = self._free_count = self.evictable = 0
+        self._withdrawn.clear()
+        self._inserted = np.zeros(self.num_rows, np.bool_)
+        DISPOSAL.add(self.policy.ghosts())
+        self.policy = self._policy(self.num_rows, self.refs, self.keys)
+        return self.readable.take()
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the row of each readable key, and None for each other key."""
-        return list(map(self.readable.get, keys, repeat(None)))
+        return self.readable.rows_or_none(keys)
 
     def _leave_quarantine(self, rows: Rows) -> Rows:
         """Free those of ``rows`` that are quarantined, and return the others."""

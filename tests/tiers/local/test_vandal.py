@@ -13,6 +13,7 @@ from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
 from tiering.secondary.index.slots import SlotIndex
+from tiering.table.block_table import FREE
 from tiering.testing.frames import key_of
 from tiers.local import new_segments
 
@@ -22,14 +23,18 @@ KEYS = [key_of(number) for number in range(240)]
 def assert_consistent(index: SlotIndex, note: str) -> None:
     """Raise unless every slot is in at most one state and every key leads to the slot that holds it."""
     table = index._table
-    free = table._free[: table.free].tolist()
+    while table._unswept:
+        table._sweep()
+    free = [row for row in table._free[: table._free_count].tolist() if table.refs[row] == FREE]
+    assert len(free) == table.free, note
     held, written = list(table.readable.values()), list(table.pending.values())
     quarantined = list(table._quarantined)
-    foreign = index.states.foreign_queue.tolist()
+    foreign = np.flatnonzero(index.states.is_foreign).tolist()
+    assert len(foreign) == index.states.foreign, note
     states = free + held + written + quarantined + foreign
     assert len(states) == len(set(states)), note
     assert all(0 <= slot < index.num_slots for slot in states), note
-    assert all(table.keys[slot] == key for key, slot in (table.readable | table.pending).items()), note
+    assert all(table.keys[slot] == key for key, slot in {**table.readable, **table.pending}.items()), note
     assert index.slots <= index.num_slots, note
     assert table.evictable == int(np.count_nonzero(table.refs[held] == 0)) if held else table.evictable == 0, note
 

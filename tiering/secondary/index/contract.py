@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
+from tiering.table.disposal import Table
 
 
 class StorePlan(NamedTuple):
@@ -225,8 +226,10 @@ class TierIndex(ABC):
         """
 
     @abstractmethod
-    def clear(self) -> list[OffloadKey]:
-        """Forget every block (a reset), and return the keys that were held.
+    def clear(self) -> Sequence[Table]:
+        """Forget every block (a reset), and return the dictionaries of the keys that were held.
+
+        The caller may change them. The cost must not depend on the number of blocks.
 
         Places that are being read or written stay reserved until their I/O ends. Then they are free, not held.
         """

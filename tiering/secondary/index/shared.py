@@ -17,6 +17,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index.contract import Probe, Progress, StorePlan, TierIndex
+from tiering.table.disposal import DISPOSAL, Table
 
 MAX_ENTRIES = 1 << 20
 """Maximum number of entries in each of the two tables, present and absent."""
@@ -101,7 +102,7 @@ class SharedIndex(TierIndex):
         self._place_of = partial(object_name, "")
 
     def enter(self, place_prefix: str) -> None:
-        self.clear()
+        DISPOSAL.add(self.clear())
         self._prefix = place_prefix
         self._place_of = partial(object_name, place_prefix)
 
@@ -288,18 +289,17 @@ class SharedIndex(TierIndex):
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
         return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
 
-    def clear(self) -> list[OffloadKey]:
-        held = list(self._present)
-        self._present.clear()
-        self._absent.clear()
+    def clear(self) -> Sequence[Table]:
+        held = self._present
+        DISPOSAL.add((self._absent, self._refused))
+        self._present, self._absent, self._refused = OrderedDict(), OrderedDict(), OrderedDict()
         self._unanswered.clear()
-        self._refused.clear()
         self._asked.clear()
         self._progress.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
         self._place_of = partial(object_name, self._prefix)
-        return held
+        return (held,)
 
     @property
     def blocks(self) -> int:

@@ -7,6 +7,7 @@ and slots that the medium has lost.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -36,8 +37,10 @@ class SlotStates:
         """
         self._table = table
         self._num_slots = num_slots
-        self.foreign_queue: Rows = np.empty(0, np.int64)
-        """Foreign slots, in the order of their use."""
+        self.foreign = 0
+        """Number of foreign slots."""
+        self._foreign_queue: deque[Rows] = deque()
+        """Foreign slots in the order of their use, and slots that are not foreign any more."""
         self.is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Mask of the foreign slots."""
         self._retired: set[int] = set()
@@ -61,7 +64,9 @@ class SlotStates:
         slots = slots[self.usable(slots)]
         self.in_use += len(slots)
         self.is_foreign[slots] = True
-        self.foreign_queue = np.concatenate((self.foreign_queue, slots))
+        self.foreign += len(slots)
+        if len(slots):
+            self._foreign_queue.append(slots)
 
     def usable(self, slots: Rows) -> NDArray[np.bool_]:
         """Return a mask of the unseen ``slots`` that are not bad; the bad ones become retired."""
@@ -74,9 +79,16 @@ class SlotStates:
 
     def use_foreign(self, count: int) -> None:
         """Free the first ``count`` foreign slots, or all if there are fewer."""
-        rows, self.foreign_queue = self.foreign_queue[:count], self.foreign_queue[count:]
-        self.is_foreign[rows] = False
-        self._table.add_free(rows)
+        while count > 0 and self.foreign:
+            queued = self._foreign_queue.popleft()
+            rows = queued[self.is_foreign[queued]]
+            if len(rows) > count:
+                self._foreign_queue.appendleft(rows[count:])
+                rows = rows[:count]
+            self.is_foreign[rows] = False
+            self.foreign -= len(rows)
+            count -= len(rows)
+            self._table.add_free(rows)
 
     # ---------------------------------------------------------------------------------------------------- retired slots
 
@@ -133,8 +145,8 @@ class SlotStates:
                 continue
             key = table.keys[slot]
             if self.is_foreign[slot]:
-                self.foreign_queue = self.foreign_queue[self.foreign_queue != slot]
                 self.is_foreign[slot] = False
+                self.foreign -= 1
                 table.withhold(np.array([slot]))
                 self._count_out(slot)
             elif key is not None and table.pending.get(key) == slot:
@@ -231,12 +243,12 @@ class SlotStates:
         self.bad.difference_update(range(start, stop))
         busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
         self.leaving |= busy
-        is_foreign = (self.foreign_queue >= start) & (self.foreign_queue < stop)
-        self.foreign_queue = self.foreign_queue[~is_foreign]
+        foreign = int(np.count_nonzero(self.is_foreign[start:stop]))
         self.is_foreign[start:stop] = False
+        self.foreign -= foreign
         free = table.withdraw(np.arange(start, stop))
         table.forget(free)
-        self.in_use -= len(free) + int(np.count_nonzero(is_foreign)) + len(busy - self._borrowed.keys())
+        self.in_use -= len(free) + foreign + len(busy - self._borrowed.keys())
         return held
 
     def end_io(self, places: Sequence[Place]) -> None:

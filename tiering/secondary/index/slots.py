@@ -19,9 +19,9 @@ their content. Slots that hold no block of this tier are in :mod:`tiering.second
 from __future__ import annotations
 
 import random
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import compress, islice, takewhile
+from itertools import compress, islice
 from operator import not_
 
 import numpy as np
@@ -32,7 +32,8 @@ from tiering.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.index.contract import StorePlan, TierIndex
 from tiering.secondary.index.slot_states import SlotStates
-from tiering.table.block_table import BlockTable
+from tiering.table.block_table import WRITING, BlockTable
+from tiering.table.disposal import Table
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 Sequences = NDArray[np.uint64]
@@ -87,7 +88,7 @@ class SlotIndex(TierIndex):
         """Number of slots that the medium can ever have."""
         self._table = BlockTable(num_slots, eviction, rows_free=False)
         self._readable = self._table.readable
-        self.held: KeysView[OffloadKey] = self._readable.keys()
+        self.held: Set[OffloadKey] = self._readable.keys()
         """Keys of the blocks held; a view that follows the index."""
         self.states = SlotStates(self._table, num_slots)
         """Slots that hold no block of this tier."""
@@ -107,7 +108,7 @@ class SlotIndex(TierIndex):
 
         During recovery, the result is None unless all keys are held, because unseen slots may hold the others.
         """
-        if all(map(self._readable.__contains__, keys)):
+        if self._readable.leading(keys) == len(keys):
             return ()
         return None if self._sequences is not None else self._table.unknown(keys)
 
@@ -119,7 +120,7 @@ class SlotIndex(TierIndex):
         readable = self._readable
         if not keys or keys[0] not in readable:
             return _NONE_HELD
-        return PrefixAnswer(len(list(takewhile(readable.__contains__, keys))), False)
+        return PrefixAnswer(readable.leading(keys), False)
 
     @property
     def blocks(self) -> int:
@@ -134,7 +135,7 @@ class SlotIndex(TierIndex):
     @property
     def free(self) -> int:
         """Number of slots that can be written without evicting a block of this tier."""
-        return self._table.free + len(self.states.foreign_queue)
+        return self._table.free + self.states.foreign
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._stamp(self._table.touch(keys)[1])
@@ -154,7 +155,7 @@ class SlotIndex(TierIndex):
         readable, pending = self._readable, table.pending
         already_held: list[int] = []
         held: Rows | None = None
-        if self.held.isdisjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
+        if readable.disjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
             positions = list(range(len(keys)))
         else:
             already_held = [position for position, key in enumerate(keys) if key in readable]
@@ -162,7 +163,7 @@ class SlotIndex(TierIndex):
             if already_held:
                 held = np.array([readable[keys[position]] for position in already_held], np.int64)
                 table.pin(held)
-        del positions[self.free if self.growing else table.room + len(self.states.foreign_queue) :]
+        del positions[self.free if self.growing else table.room + self.states.foreign :]
         evicted = self._make_room(len(positions))
         chosen = [keys[position] for position in positions] if len(positions) < len(keys) else keys
         allocated = table.allocate(chosen)
@@ -200,7 +201,7 @@ class SlotIndex(TierIndex):
     def _make_room(self, count: int) -> list[OffloadKey]:
         """Free ``count`` slots as far as possible, keep the high watermark, and return the evicted keys."""
         table = self._table
-        foreign = len(self.states.foreign_queue)
+        foreign = self.states.foreign
         occupied = self.states.in_use - table.free - foreign
         # The watermarks are shares of all slots that the medium will have.
         slots = self.num_slots if self.growing else self.states.in_use
@@ -251,7 +252,7 @@ class SlotIndex(TierIndex):
 
     # --------------------------------------------------------------------------------------------- content of the slots
 
-    def clear(self) -> list[OffloadKey]:
+    def clear(self) -> Sequence[Table]:
         return self._table.clear()
 
     def add_free(self, slots: Rows) -> None:
@@ -284,7 +285,7 @@ class SlotIndex(TierIndex):
             slots, sequences = slots[usable], sequences[usable]
         self.states.in_use += len(slots)
         stored = self._sequences
-        if stored is None or (self._readable.keys().isdisjoint(keys) and table.pending.keys().isdisjoint(keys)):
+        if stored is None or (self._readable.disjoint(keys) and table.pending.keys().isdisjoint(keys)):
             self._insert(keys, slots, sequences)
             return list(keys)
         winners: list[int] = []
@@ -344,11 +345,8 @@ class SlotIndex(TierIndex):
     def slice(self, start: int, stop: int) -> SlotsSlice:
         """Return a copy of the records of slots [start, stop), at the cost of a few array copies."""
         table = self._table
-        keys = table.keys[start:stop].copy()
         refs: RefCounts = table.refs[start:stop]
-        if table.quarantined:
-            for slot in np.flatnonzero(refs > 0).tolist():
-                if table.is_quarantined(start + slot):
-                    keys[slot] = None
+        keys = table.keys[start:stop].copy()
+        keys[~table.has_block(start, stop)] = None
         foreign = self.states.is_foreign[start:stop].copy()
-        return SlotsSlice(start, keys, refs < 0, self._used[start:stop].copy(), foreign)
+        return SlotsSlice(start, keys, refs == WRITING, self._used[start:stop].copy(), foreign)

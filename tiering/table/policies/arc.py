@@ -92,14 +92,8 @@ class ARCEvictionPolicy(EvictionPolicy):
             parts.append(rows[np.argsort(-stamps)])
         return np.concatenate(parts)
 
-    def clear(self) -> None:
-        self._clock.stamps[:] = 0
-        self._in_t2[:] = False
-        self._t1.clear()
-        self._t2.clear()
-        self._b1.clear()
-        self._b2.clear()
-        self.target = 0.0
+    def ghosts(self) -> tuple[OrderedDict[bytes, None], ...]:
+        return self._b1, self._b2
 
     @staticmethod
     def _add(log: RecencyLog, rows: Rows) -> None:

@@ -8,6 +8,8 @@ names a custom policy as ``module:Class``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +81,9 @@ class EvictionPolicy(ABC):
         For checkpoints and tests; may be slow.
         """
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget all rows and ghosts."""
+    def ghosts(self) -> Sequence[MutableMapping[bytes, Any]]:
+        """Return the dictionaries of keys, for a policy that is not used any more: a cleared table has a new one.
+
+        The default returns none. Large dictionaries are freed in slices, away from the scheduler's thread.
+        """
+        return ()

@@ -86,15 +86,10 @@ class RecencyLog:
         self._clock = clock
         self._refs = refs
         self._parked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every row. The caller resets the stamps."""
         self._chunks: list[_Chunk] = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0
         self._parked_rows = 0
-        self._parked[:] = False
         self._returned: list[tuple[Rows, Stamps]] = []
         self.size = 0
 
@@ -289,7 +284,3 @@ class LRUEvictionPolicy(EvictionPolicy):
     def order(self) -> Rows:
         rows, stamps = self._log.live()
         return rows[np.argsort(-stamps)]
-
-    def clear(self) -> None:
-        self._clock.stamps[:] = 0
-        self._log.clear()
