@@ -108,7 +108,7 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
         builder.add(index.slice(builder.position, min(builder.position + 32768, count)))
         longest = max(longest, time.perf_counter() - step)
     copied = time.perf_counter()
-    write_checkpoint(bench.directory, builder.finish(), files)
+    write_checkpoint(bench.directory, builder, files)
     written = time.perf_counter()
     bench.table(
         "writing a checkpoint",

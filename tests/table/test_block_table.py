@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -215,3 +217,33 @@ def test_free_rows_can_be_withdrawn_and_return() -> None:
     table.end_writing(np.array([0, 2]))
     table.forget(np.array([3]))
     assert (table.free, table.quarantined) == (3, 0)
+
+
+def test_nothing_is_imported_in_the_middle_of_a_step() -> None:
+    """Run what is rare in a fresh process: the first call of some functions of numpy imports for up to 18 ms."""
+    code = """
+import sys
+import numpy as np
+from tiering.table.block_table import BlockTable
+from tiering.testing.keys import keys_of
+
+table = BlockTable(8)
+before = set(sys.modules)
+rows, _ = table.allocate(keys_of(0, 1, 0))
+table.commit(keys_of(0, 1), rows)
+table.pin(rows, 2)
+more = table.allocate(keys_of(*range(2, 8)))[0]
+assert table.allocate(keys_of(9)) is None
+table.commit(keys_of(*range(2, 8)), more)
+table.evict(6)
+table.unpin(rows)
+table.unpin(rows)
+table.policy.release(np.array([0, 0]))
+table.withdraw(np.array([5, 5, 6]))
+table.take_free(1)
+table.clear()
+assert table.allocate(keys_of(1)) is not None
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiering.errors import (
@@ -200,7 +200,14 @@ class Files:
         finally:
             os.close(fd)
 
-    def replace(self, path: Path, parts: Sequence[bytes | memoryview], *, durable: bool = True) -> None:
+    def replace(
+        self,
+        path: Path,
+        parts: Iterable[bytes | memoryview],
+        *,
+        durable: bool = True,
+        start: Callable[[], bytes] | None = None,
+    ) -> None:
         """Replace the content of ``path`` atomically: readers see all of the old or all of the new content.
 
         This also holds after a crash, if ``durable``.
@@ -209,6 +216,7 @@ class Files:
             path: file to replace or create.
             parts: new content, in order.
             durable: wait until the content is on the device; default True.
+            start: returns, once all parts are written, bytes that replace the beginning; default: none.
         """
         fresh = path.with_name(path.name + ".new")
         self.unlink(fresh)
@@ -219,6 +227,8 @@ class Files:
                 view = memoryview(part).cast("B")
                 self.write_all(fd, view, offset)
                 offset += len(view)
+            if start is not None:
+                self.write_all(fd, memoryview(start()), 0)
             if durable:
                 self.fdatasync(fd)
         finally:

@@ -18,7 +18,7 @@ from tiering.errors import ConfigError
 from tiering.table.disposal import DISPOSAL
 from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.arc import ARCEvictionPolicy
-from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
 from tiering.table.policies.recency import LRUEvictionPolicy
 
 BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUEvictionPolicy, "arc": ARCEvictionPolicy}
@@ -201,10 +201,10 @@ class BlockTable:
 
     def _keep_first_rows(self, keys: Sequence[bytes], rows: Rows) -> Rows:
         """Free all rows but the first of each key, and return the rows that are kept."""
-        _, first = np.unique(np.fromiter(keys, object, len(keys)), return_index=True)
-        kept = rows[np.sort(first)]
-        self.pending.update(zip(dict.fromkeys(keys), kept.tolist(), strict=True))
-        self.add_free(np.setdiff1d(rows, kept))
+        first = dict(zip(reversed(keys), reversed(rows.tolist()), strict=True))
+        kept = np.fromiter(map(first.__getitem__, dict.fromkeys(keys)), np.int64, len(first))
+        self.pending.update(first)
+        self.add_free(rows[np.fromiter(map(first.__getitem__, keys), np.int64, len(keys)) != rows])
         return kept
 
     def commit(self, keys: Sequence[bytes], rows: Rows) -> None:
@@ -263,7 +263,7 @@ class BlockTable:
 
     def withdraw(self, rows: Rows) -> Rows:
         """Move the free ones among ``rows`` into quarantine until :meth:`end_writing`, and return them."""
-        rows = np.unique(rows)
+        rows = distinct(rows)
         refs = self.refs[rows]
         ahead = rows >= self._swept
         free = (refs == FREE) | (ahead & (refs == 0) & ~self._inserted[rows])
@@ -402,7 +402,7 @@ class BlockTable:
     def _list_pinned(self) -> Rows:
         """Return all pinned rows, each once, and forget the others."""
         rows = np.concatenate([_NO_ROWS, *self._pins])
-        rows = np.unique(rows[self.refs[rows] > 0])
+        rows = distinct(rows[self.refs[rows] > 0])
         self._pins = [rows]
         self._pinned = len(rows)
         self._many_pins = max(_FEW_PINS, 2 * len(rows))

@@ -16,6 +16,8 @@ xxh3-128 of everything. A file that is not entirely valid is not used.
 from __future__ import annotations
 
 import struct
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +28,13 @@ from xxhash import xxh3_128
 
 from tiering.secondary.files import Files
 from tiering.secondary.index.slots import SlotsSlice
+from tiering.table.policies.policy import RowKeys
 from tiers.local.segments import Geometry
 
 CHECKPOINT_NAME = "checkpoint"
+
+PIECE_BLOCKS = 1 << 15
+"""Blocks that are written together. Their keys take a few megabytes."""
 
 _MAGIC = b"KVTCKPT1"
 _HEADER = struct.Struct("<8sIQIQ16sQQQQQ")
@@ -40,6 +46,7 @@ It leaves room for checkpoints that were written with a far larger capacity.
 """
 _MOST_BESIDE = 16 << 20
 _VERSION = 2
+_SLOT_BITS = 29
 
 Slots = NDArray[np.int32]
 FileState = tuple[int, int]
@@ -94,115 +101,140 @@ class Checkpoint:
             )
 
 
-@dataclass(slots=True)
 class CheckpointBuilder:
-    """A copy of the index in progress. Its result is a :class:`Checkpoint`.
+    """A copy of the index in progress: for each slot a reference to the key, and 8 bytes for its place in the order.
 
-    The scheduler's thread adds slices; the I/O side calls :meth:`finish`.
+    The scheduler's thread adds slices. The I/O side then calls :func:`write_checkpoint`, which writes piece by piece:
+    it runs beside the scheduler, which needs the GIL, and its memory does not grow with the file.
+
+    Args:
+        geometry: shape of the segments.
+        fingerprint: fingerprint of the namespace and epoch.
+        generation: generation of marks that has begun.
+        sequence: sequence number of the checkpoint.
     """
 
-    geometry: Geometry
-    fingerprint: bytes
-    generation: int
-    sequence: int
-    position: int = 0
-    """First slot that is not copied yet."""
-    slices: list[SlotsSlice] = field(default_factory=list)
-    """The slices copied so far."""
+    def __init__(self, geometry: Geometry, fingerprint: bytes, generation: int, sequence: int) -> None:
+        self.geometry = geometry
+        self.fingerprint = fingerprint
+        self.generation = generation
+        self.sequence = sequence
+        self.position = 0
+        """First slot that is not copied yet."""
+        self._starts: list[int] = []
+        self._keys: deque[RowKeys] = deque()
+        """Key of each slot, by slices."""
+        self._uses: list[NDArray[np.int64]] = []
+        """Last use and slot of each held block in one number, by slices."""
+        self._written: list[NDArray[np.int64]] = []
+        self._foreign: list[NDArray[np.int64]] = []
 
     def add(self, part: SlotsSlice) -> None:
         """Add the next slice."""
-        self.slices.append(part)
+        held = np.flatnonzero(part.held)
+        # Uses beyond 2 ** 34 share a number with their neighbours, and the order is less exact.
+        self._uses.append((part.used[held] >> part.coarse << _SLOT_BITS) + (held + part.start))
+        self._starts.append(part.start)
+        self._keys.append(part.keys)
+        self._written.append(np.flatnonzero(part.written) + part.start)
+        self._foreign.append(np.flatnonzero(part.foreign) + part.start)
         self.position = part.start + len(part.keys)
 
-    def finish(self, modified: dict[int, FileState] | None = None) -> Checkpoint:
-        """Return the slices as a checkpoint, and drop them.
+    def finish(self) -> tuple[NDArray[np.int64], Slots, Slots]:
+        """Return the slots of the held blocks, the least recently used first, those being written, and the foreign."""
+        order = np.empty(sum(map(len, self._uses)), np.int64)
+        position = 0
+        for number, part in enumerate(self._uses):
+            order[position : position + len(part)] = part
+            position += len(part)
+            self._uses[number] = part[:0]
+        order.sort()
+        order &= (1 << _SLOT_BITS) - 1
+        return order, _join(self._written), _join(self._foreign)
 
-        The work is done in pieces, and in numpy where there are millions of items: it runs beside the scheduler, which
-        needs the GIL.
+    def keys_of(self, slots: NDArray[np.int64]) -> list[bytes]:
+        """Return the keys of held ``slots``."""
+        by_slot = np.argsort(slots)
+        sorted_slots = slots[by_slot]
+        bounds = [*np.searchsorted(sorted_slots, self._starts).tolist(), len(slots)]
+        found = np.empty(len(slots), object)
+        for keys, start, first, last in zip(self._keys, self._starts, bounds, bounds[1:], strict=False):
+            if first < last:
+                found[by_slot[first:last]] = keys[sorted_slots[first:last] - start]
+        names: list[bytes] = found.tolist()
+        return names
 
-        Args:
-            modified: state of each segment's file; default: none.
-        """
-        keys: list[NDArray[np.uint8]] = []
-        lengths: list[NDArray[np.uint16]] = []
-        slots: list[NDArray[np.int64]] = []
-        used: list[NDArray[np.int64]] = []
-        written: list[NDArray[np.int64]] = []
-        foreign: list[NDArray[np.int64]] = []
-        self.slices.reverse()
-        while self.slices:
-            part = self.slices.pop()
-            held = (part.keys != None) & ~part.written  # noqa: E711  # element by element
-            names = part.keys[held].tolist()
-            if names:
-                lengths.append(np.fromiter(map(len, names), np.uint16, len(names)))
-                keys.append(np.array(names, f"S{lengths[-1].max()}").view(np.uint8).reshape(len(names), -1))
-                slots.append(np.flatnonzero(held) + part.start)
-                used.append(part.used[held])
-            written.append(np.flatnonzero(part.written) + part.start)
-            foreign.append(np.flatnonzero(part.foreign) + part.start)
-        all_slots = _join(slots)
-        order = np.argsort(np.concatenate(used) if used else np.empty(0, np.int64))
-        ordered_lengths = (np.concatenate(lengths) if lengths else np.empty(0, np.uint16))[order]
-        matrix = _stack(keys)[order]
-        if len(matrix) and ordered_lengths.min() < matrix.shape[1]:
-            matrix = matrix[np.arange(matrix.shape[1]) < ordered_lengths[:, None]]
-        return Checkpoint(
-            self.geometry,
-            self.fingerprint,
-            self.generation,
-            self.sequence,
-            all_slots[order],
-            ordered_lengths,
-            np.ascontiguousarray(matrix).reshape(-1).data,
-            _join(written),
-            _join(foreign),
-            modified or {},
-        )
-
-
-def _stack(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Return the rows of ``parts`` in one array, padded to one width."""
-    if not parts:
-        return np.empty((0, 1), np.uint8)
-    width = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
+    def release(self) -> None:
+        """Drop the copy, a slice at a time."""
+        while self._keys:
+            self._keys.popleft()
+            time.sleep(0)
 
 
 def _join(parts: list[NDArray[np.int64]]) -> Slots:
     return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
 
 
-def write_checkpoint(directory: Path, checkpoint: Checkpoint, files: Files) -> None:
-    """Replace the checkpoint in ``directory`` by ``checkpoint``, atomically and durably.
+def write_checkpoint(
+    directory: Path, builder: CheckpointBuilder, files: Files, modified: dict[int, FileState] | None = None
+) -> int:
+    """Replace the checkpoint in ``directory`` by the copy in ``builder``, atomically and durably.
+
+    Args:
+        directory: the directory.
+        builder: the copy, which is empty afterwards.
+        files: file operations.
+        modified: state of each segment's file; default: none.
+
+    Returns:
+        The number of blocks in the checkpoint.
 
     Raises:
         OSError: the file cannot be written.
     """
-    geometry = checkpoint.geometry
+    geometry, modified = builder.geometry, modified or {}
+    slots, written, foreign = builder.finish()
     header = _HEADER.pack(
         _MAGIC,
         _VERSION,
         geometry.slot_bytes,
         geometry.slots_per_segment,
-        checkpoint.generation,
-        checkpoint.fingerprint,
-        checkpoint.sequence,
-        len(checkpoint),
-        len(checkpoint.written),
-        len(checkpoint.foreign),
-        len(checkpoint.modified),
+        builder.generation,
+        builder.fingerprint,
+        builder.sequence,
+        len(slots),
+        len(written),
+        len(foreign),
+        len(modified),
     )
-    numbers = np.fromiter(checkpoint.modified.keys(), np.int32, len(checkpoint.modified))
-    states = np.array(list(checkpoint.modified.values()), np.uint64).reshape(-1)
-    blocks = (checkpoint.slots.data, checkpoint.lengths.data, checkpoint.keys)
-    views = (*blocks, checkpoint.written.data, checkpoint.foreign.data, numbers.data, states.data)
-    body = [view.cast("B") for view in views if len(view)]
+    numbers = np.fromiter(modified.keys(), np.int32, len(modified))
+    states = np.array(list(modified.values()), np.uint64).reshape(-1)
     digest = xxh3_128(header)
-    for part in body:
-        digest.update(part)
-    files.replace(directory / CHECKPOINT_NAME, [header, digest.digest(), *body])
+
+    def content() -> Iterator[bytes | memoryview]:
+        for start in range(0, len(slots), PIECE_BLOCKS):
+            yield slots[start : start + PIECE_BLOCKS].astype(np.int32).data
+        # The keys are looked up twice, because all lengths come first.
+        for start in range(0, len(slots), PIECE_BLOCKS):
+            names = builder.keys_of(slots[start : start + PIECE_BLOCKS])
+            yield np.fromiter(map(len, names), np.uint16, len(names)).data
+        for start in range(0, len(slots), PIECE_BLOCKS):
+            yield b"".join(builder.keys_of(slots[start : start + PIECE_BLOCKS]))
+        for rest in (written, foreign, numbers, states):
+            if len(rest):
+                yield rest.data
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield header + bytes(_DIGEST_BYTES)
+        for part in content():
+            digest.update(part)
+            yield part
+
+    try:
+        files.replace(directory / CHECKPOINT_NAME, parts(), start=lambda: header + digest.digest())
+    finally:
+        builder.release()
+    return len(slots)
 
 
 def read_checkpoint(directory: Path, geometry: Geometry, files: Files | None = None) -> Checkpoint | str:

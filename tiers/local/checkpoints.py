@@ -16,7 +16,7 @@ from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
 
-SLICE_SLOTS = 32768
+SLICE_SLOTS = 8192
 """Slots copied for a checkpoint in one step."""
 
 RETRY_CHECKPOINT_SECONDS = 30.0
@@ -152,12 +152,11 @@ class Checkpoints:
 
         def write() -> int:
             try:
-                checkpoint = builder.finish(store.segments.modified())
-                write_checkpoint(store.directory, checkpoint, store.files)
-                store.marks.forget_before(checkpoint.generation)
+                blocks = write_checkpoint(store.directory, builder, store.files, store.segments.modified())
+                store.marks.forget_before(builder.generation)
             except OSError as error:
                 raise store_error(error, "cannot write a checkpoint") from error
-            return len(checkpoint)
+            return blocks
 
         self._io.run(IoTask("checkpoint", write, self._ended, background=True))
 

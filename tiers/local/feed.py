@@ -29,10 +29,10 @@ from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
 
-MERGE_BLOCKS = 4096
+MERGE_BLOCKS = 1024
 """Recovered blocks that are merged before the clock is read."""
 
-MERGE_SECONDS = 0.003
+MERGE_SECONDS = 0.002
 """Approximate limit of the time for merging in one step, in seconds."""
 
 _BATCHES_AHEAD = 2

@@ -33,13 +33,12 @@ from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")
 
-BATCH_BLOCKS = 16384
-"""Blocks in one batch at most."""
+BATCH_BLOCKS = 8192
+"""Slots in one batch at most. The scheduler's thread waits for the interpreter lock while one is put together."""
 SCAN_THREADS = 8
 """Threads that read headers at the same time."""
 
 _PIECE_SLOTS = 256
-_FREE_AT_ONCE = 65536
 _GROUP_SLOTS = 65536
 _LOG_PERIOD = 30.0
 _NO_SLOTS: Rows = np.empty(0, np.int64)
@@ -210,8 +209,8 @@ class _Recovery:
                 self._segments.directory,
                 len(changed),
             )
-        yield RecoveredBatch(foreign=foreign, seen=checkpoint.sequence, lost=lost)
-        yield from _in_pieces(np.flatnonzero(unclaimed))
+        yield RecoveredBatch(seen=checkpoint.sequence, lost=lost)
+        yield from _in_pieces(np.flatnonzero(unclaimed), foreign)
 
         found = _Found(checkpoint)
         for unsure in [
@@ -403,12 +402,8 @@ class _Found:
         """Yield all blocks that were added and not confirmed. The block written last comes last."""
         # Headers have the order of writes, not of uses. A later write stands for a more recent use.
         ordered = sorted(self._mine.items(), key=lambda item: item[1])
-        yield RecoveredBatch(
-            free=np.array(self._free, np.int64),
-            foreign=np.array(self._foreign, np.int64),
-            seen=self._seen,
-            scanned=True,
-        )
+        yield RecoveredBatch(seen=self._seen, scanned=True)
+        yield from _in_pieces(np.array(self._free, np.int64), np.array(self._foreign, np.int64))
         for start in range(0, len(ordered), BATCH_BLOCKS):
             batch = ordered[start : start + BATCH_BLOCKS][::-1]
             yield RecoveredBatch(
@@ -419,9 +414,11 @@ class _Found:
             )
 
 
-def _in_pieces(free: Rows) -> Iterator[RecoveredBatch]:
-    for start in range(0, len(free), _FREE_AT_ONCE):
-        yield RecoveredBatch(free=free[start : start + _FREE_AT_ONCE])
+def _in_pieces(free: Rows, foreign: Rows) -> Iterator[RecoveredBatch]:
+    for start in range(0, len(free), BATCH_BLOCKS):
+        yield RecoveredBatch(free=free[start : start + BATCH_BLOCKS])
+    for start in range(0, len(foreign), BATCH_BLOCKS):
+        yield RecoveredBatch(foreign=foreign[start : start + BATCH_BLOCKS])
 
 
 def _within(slots: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -492,7 +492,7 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
     for start in range(0, 16, 5):
         builder.add(index.slice(start, min(start + 5, 16)))
-    write_checkpoint(tmp_path, builder.finish(), Files())
+    write_checkpoint(tmp_path, builder, Files())
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     found = {
@@ -505,7 +505,7 @@ def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     geometry = Geometry(SLOT_BYTES, 16, 1)
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
     builder.add(SlotIndex(16).slice(0, 16))
-    write_checkpoint(tmp_path, builder.finish(), Files())
+    write_checkpoint(tmp_path, builder, Files())
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     assert len(checkpoint) == 0

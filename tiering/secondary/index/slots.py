@@ -56,10 +56,14 @@ class SlotsSlice:
     """Number of the first slot."""
     keys: RowKeys
     """Key of each slot; None where no block is held or written."""
+    held: NDArray[np.bool_]
+    """True where a block is held."""
     written: NDArray[np.bool_]
     """True where a write is under way, so that only the medium knows the content."""
     used: NDArray[np.int64]
     """Number that grows with the last use."""
+    coarse: int
+    """Bits of ``used`` to be left out, so that 34 are left."""
     foreign: NDArray[np.bool_]
     """True for foreign slots (see the module)."""
 
@@ -347,6 +351,10 @@ class SlotIndex(TierIndex):
         table = self._table
         refs: RefCounts = table.refs[start:stop]
         keys = table.keys[start:stop].copy()
-        keys[~table.has_block(start, stop)] = None
+        present = table.has_block(start, stop)
+        keys[~present] = None
+        coarse = max(0, self._tick.bit_length() - 34)
         foreign = self.states.is_foreign[start:stop].copy()
-        return SlotsSlice(start, keys, refs == WRITING, self._used[start:stop].copy(), foreign)
+        return SlotsSlice(
+            start, keys, present & (refs >= 0), refs == WRITING, self._used[start:stop].copy(), coarse, foreign
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
 
 _CHUNK = 4096
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -175,7 +175,7 @@ class RecencyLog:
         if self._parked_rows:
             rows = rows[self._parked[rows]]
             if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
-                rows = np.unique(rows)  # a row that returned twice would be taken twice
+                rows = distinct(rows)  # a row that returned twice would be taken twice
             if len(rows):
                 self._parked[rows] = False
                 self._parked_rows -= len(rows)

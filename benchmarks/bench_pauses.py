@@ -1,0 +1,154 @@
+"""The longest calls of the scheduler's thread into the index of a local tier with 1, 4 and 10 million blocks.
+
+Blocks are stored and looked up in batches of 64, a checkpoint is copied and written, the index is cleared as at a
+reset, blocks are stored while the old dictionaries are freed, and the checkpoint is read into another index. Writing,
+freeing and reading run on threads of their own meanwhile, and the garbage collector is on. The table has the longest
+call of each kind, in time and in CPU time. The time includes the wait for the interpreter lock and, on a busy machine,
+for a core. The checkpoint's memory is the growth of the resident size while it is copied and written.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from benchmarks.harness import Bench
+from tiering.secondary.files import Files
+from tiering.secondary.index.slots import SlotIndex
+from tiering.table.disposal import DISPOSAL
+from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.checkpoints import SLICE_SLOTS
+from tiers.local.feed import MERGE_BLOCKS
+from tiers.local.marks import WrittenMarks
+from tiers.local.recovery import RecoveredBatch, recover, remember
+from tiers.local.segments import Geometry, Segments
+
+BATCH = 64
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Longest:
+    """The longest calls of each kind, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[float, float, int]] = {}
+        """Longest time and CPU time, and number of calls."""
+
+    def call(
+        self, kind: str, function: Callable[Arguments, Result], *args: Arguments.args, **kw: Arguments.kwargs
+    ) -> Result:
+        """Call ``function``, and note how long it takes."""
+        cpu, begin = time.thread_time(), time.perf_counter()
+        result = function(*args, **kw)
+        wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+        longest = self.calls.get(kind, (0.0, 0.0, 0))
+        self.calls[kind] = max(longest[0], wall * 1e3), max(longest[1], cpu * 1e3), longest[2] + 1
+        return result
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(bench: Bench) -> None:
+    for count in (20_000,) if bench.quick else (1_000_000, 4_000_000, 10_000_000):
+        longest, memory = _measure(bench, count)
+        rows = [(kind, calls, wall, cpu) for kind, (wall, cpu, calls) in longest.calls.items()]
+        bench.table(f"longest calls, {count:,} blocks", ("call", "calls", "longest, ms", "longest CPU, ms"), rows)
+        most = max(cpu for kind, (_, cpu, _) in longest.calls.items() if kind != "create")
+        bench.target(f"longest call in CPU time, {count:,} blocks", most, 5.0, "max", "ms")
+        bench.target(f"memory of a checkpoint, {count:,} blocks", memory / 2**20, 64.0, "max", "MiB")
+
+
+def _measure(bench: Bench, count: int) -> tuple[Longest, int]:
+    longest = Longest()
+    geometry = Geometry(2 << 20, 512, -(-count // 512))
+    index = longest.call("create", SlotIndex, geometry.num_slots)
+    for start in range(0, geometry.num_slots, 8192):
+        slots = np.arange(start, min(start + 8192, geometry.num_slots))
+        longest.call("free slots", index.add_free, slots)
+    keys = _store(index, count, longest, "store")
+    for start in range(0, len(keys), 97 * BATCH):
+        longest.call("lookup", index.lookup_prefix, keys[start : start + BATCH], 0.0)
+    memory = _write(bench, index, geometry, longest)
+    tables = longest.call("reset", index.clear)
+    longest.call("reset", DISPOSAL.add, tables)
+    del tables, keys
+    _store(index, min(count, 2_000_000), longest, "store after a reset")
+    while DISPOSAL.busy:
+        time.sleep(0.01)
+    del index
+    _read(bench, geometry, longest, count)
+    return longest, memory
+
+
+def _store(index: SlotIndex, count: int, longest: Longest, kind: str) -> list[bytes]:
+    """Store blocks, and return some runs of neighbouring keys."""
+    sample: list[bytes] = []
+    for start in range(0, count, BATCH):
+        keys = [secrets.token_bytes(32) + b"\0\0\0\0" for _ in range(min(BATCH, count - start))]
+        plan = longest.call(kind, index.plan_store, keys, 0.0)
+        longest.call(kind, index.end_store, keys, plan.places, [True] * len(keys), 0.0)
+        if start < 1_000_000:
+            sample += keys
+    return sample
+
+
+def _write(bench: Bench, index: SlotIndex, geometry: Geometry, longest: Longest) -> int:
+    """Copy and write a checkpoint while blocks are looked up, and return the growth of the resident size."""
+    files = Files()
+    marks = WrittenMarks(bench.directory, geometry, files, durable=False)
+    before = most = _resident()
+    builder = CheckpointBuilder(geometry, bytes(16), marks.begin(), 1)
+    while builder.position < geometry.num_slots:
+        stop = min(builder.position + SLICE_SLOTS, geometry.num_slots)
+        part = longest.call("copy for a checkpoint", index.slice, builder.position, stop)
+        longest.call("copy for a checkpoint", builder.add, part)
+    writer = threading.Thread(target=write_checkpoint, args=(bench.directory, builder, files))
+    writer.start()
+    while writer.is_alive():
+        keys = [secrets.token_bytes(36) for _ in range(BATCH)]
+        longest.call("lookup while it is written", index.lookup_prefix, keys, 0.0)
+        most = max(most, _resident())
+        time.sleep(0.005)
+    marks.close()
+    return most - before
+
+
+def _read(bench: Bench, geometry: Geometry, longest: Longest, count: int) -> None:
+    index = SlotIndex(geometry.num_slots)
+    segments = Segments(bench.directory, geometry, Files())
+    marks = WrittenMarks(bench.directory, geometry, Files(), durable=False)
+    batches: queue.Queue[RecoveredBatch | None] = queue.Queue(2)
+    everything = tuple(range(geometry.max_segments))
+
+    def read() -> None:
+        remembered = replace(remember(segments, marks), segments=everything, changed=frozenset())
+        for batch in recover(segments, remembered, bytes(16), threading.Event()):
+            batches.put(batch)
+        batches.put(None)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    longest.call("begin a recovery", index.begin_recovery)
+    while (batch := batches.get()) is not None:
+        longest.call("merge", index.add_free, batch.free)
+        for start in range(0, len(batch.keys), MERGE_BLOCKS):
+            part = slice(start, start + MERGE_BLOCKS)
+            keys, slots, sequences = batch.keys[part], batch.slots[part], batch.sequences[part]
+            longest.call("merge", index.merge, keys, slots, sequences)
+    longest.call("end a recovery", index.end_recovery)
+    reader.join()
+    marks.close()
+    if index.blocks != count:
+        raise RuntimeError(f"the checkpoint brought {index.blocks} of {count} blocks back")
