@@ -78,7 +78,7 @@ def _measure(bench: Bench, count: int) -> tuple[Longest, int]:
         slots = np.arange(start, min(start + 8192, geometry.num_slots))
         longest.call("free slots", index.add_free, slots)
     keys = _store(index, count, longest, "store")
-    for start in range(0, len(keys), 97 * BATCH):
+    for start in range(0, len(keys), BATCH):
         longest.call("lookup", index.lookup_prefix, keys[start : start + BATCH], 0.0)
     memory = _write(bench, index, geometry, longest)
     tables = longest.call("reset", index.clear)
@@ -99,7 +99,7 @@ def _store(index: SlotIndex, count: int, longest: Longest, kind: str) -> list[by
         keys = [secrets.token_bytes(32) + b"\0\0\0\0" for _ in range(min(BATCH, count - start))]
         plan = longest.call(kind, index.plan_store, keys, 0.0)
         longest.call(kind, index.end_store, keys, plan.places, [True] * len(keys), 0.0)
-        if start < 1_000_000:
+        if start < 1 << 16:
             sample += keys
     return sample
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
-from tiering.table.disposal import DISPOSAL
 from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.arc import ARCEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
@@ -96,7 +95,6 @@ class BlockTable:
         "_many_pins",
         "_pinned",
         "_pins",
-        "_policy",
         "_quarantined",
         "_swept",
         "_unswept",
@@ -131,8 +129,8 @@ class BlockTable:
         """Reference count of each row: 0 evictable, n > 0 for n readers, -1 being written, -2 free, -3 unseen."""
         self.keys: RowKeys = np.empty(num_rows, object)
         """Key of each row; meaningless where no block is."""
-        self._policy = load_policy(eviction) if isinstance(eviction, str) else eviction
-        self.policy: EvictionPolicy = self._policy(num_rows, self.refs, self.keys)
+        policy = load_policy(eviction) if isinstance(eviction, str) else eviction
+        self.policy: EvictionPolicy = policy(num_rows, self.refs, self.keys)
         """The eviction policy."""
         self.evictable = 0
         """Number of rows that could be evicted now."""
@@ -504,8 +502,7 @@ class BlockTable:
         self._swept = self._free_count = self.evictable = 0
         self._withdrawn.clear()
         self._inserted = np.zeros(self.num_rows, np.bool_)
-        DISPOSAL.add(self.policy.ghosts())
-        self.policy = self._policy(self.num_rows, self.refs, self.keys)
+        self.policy.clear()
         return self.readable.take()
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:

@@ -56,7 +56,7 @@ class EventQueue:
                     if not table:
                         tables.popleft()
                 if keys:
-                    taken.append(replace(event, keys=keys))
+                    taken.append(replace(event, keys=keys[::-1]))
                 if tables:
                     break
             self._events.popleft()

@@ -124,8 +124,9 @@ class CheckpointBuilder:
         self._starts: list[int] = []
         self._keys: deque[RowKeys] = deque()
         """Key of each slot, by slices."""
-        self._uses: list[NDArray[np.int64]] = []
-        """Last use and slot of each held block in one number, by slices."""
+        self._order: NDArray[np.int64] = np.empty(geometry.num_slots, np.int64)
+        """Last use and slot of each held block in one number."""
+        self._held = 0
         self._written: list[NDArray[np.int64]] = []
         self._foreign: list[NDArray[np.int64]] = []
 
@@ -133,7 +134,8 @@ class CheckpointBuilder:
         """Add the next slice."""
         held = np.flatnonzero(part.held)
         # Uses beyond 2 ** 34 share a number with their neighbours, and the order is less exact.
-        self._uses.append((part.used[held] >> part.coarse << _SLOT_BITS) + (held + part.start))
+        first, self._held = self._held, self._held + len(held)
+        self._order[first : self._held] = (part.used[held] >> part.coarse << _SLOT_BITS) + (held + part.start)
         self._starts.append(part.start)
         self._keys.append(part.keys)
         self._written.append(np.flatnonzero(part.written) + part.start)
@@ -142,12 +144,7 @@ class CheckpointBuilder:
 
     def finish(self) -> tuple[NDArray[np.int64], Slots, Slots]:
         """Return the slots of the held blocks, the least recently used first, those being written, and the foreign."""
-        order = np.empty(sum(map(len, self._uses)), np.int64)
-        position = 0
-        for number, part in enumerate(self._uses):
-            order[position : position + len(part)] = part
-            position += len(part)
-            self._uses[number] = part[:0]
+        order = self._order[: self._held]
         order.sort()
         order &= (1 << _SLOT_BITS) - 1
         return order, _join(self._written), _join(self._foreign)

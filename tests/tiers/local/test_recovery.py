@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import struct
 import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128
 
 from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files
 from tiering.api.keys import OffloadKey
@@ -19,6 +22,7 @@ from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, FrameHeader, enco
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
+from tiers.local import checkpoint as checkpoint_module
 from tiers.local import checkpoints as checkpoints_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
@@ -499,6 +503,55 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
         key: slot for batch, slots in checkpoint.key_batches(2) for key, slot in zip(batch, slots.tolist(), strict=True)
     }
     assert found == dict(zip(keys, plan.places, strict=True))
+
+
+class _Pieces(Files):
+    """File operations that record the sizes of all writes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def write_all(self, fd: int, data: memoryview, offset: int) -> None:
+        self.sizes.append(len(data))
+        super().write_all(fd, data, offset)
+
+
+def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "PIECE_BLOCKS", 4)
+    rng = random.Random(5)
+    index = SlotIndex(64)
+    index.add_free(np.array(rng.sample(range(60), 60)))
+    index.states.add_foreign(np.array([62, 61]))
+    keys = [key_of(number) for number in range(40)]
+    plan = index.plan_store(keys, 0.0)
+    index.end_store(keys, plan.places, [True] * len(keys), 0.0)
+    for _ in range(20):
+        index.touch(rng.sample(keys, 3))
+    written = index.plan_store([key_of(number) for number in range(100, 103)], 0.0).places
+    geometry, files = Geometry(SLOT_BYTES, 16, 4), _Pieces()
+    modified = {number: (number + 7, 1_000_000_007 * number) for number in range(4)}
+    builder = CheckpointBuilder(geometry, bytes(range(16)), 3, 7)
+    for start in range(0, 64, 10):
+        builder.add(index.slice(start, min(start + 10, 64)))
+    assert write_checkpoint(tmp_path, builder, files, modified) == 40
+    order = sorted(zip(plan.places, keys, strict=True), key=lambda item: index._used[int(item[0])])
+    header = struct.pack(
+        "<8sIQIQ16sQQQQQ", b"KVTCKPT1", 2, SLOT_BYTES, 16, 3, bytes(range(16)), 7, 40, len(written), 2, 4
+    )
+    body = (
+        np.array([slot for slot, _ in order], np.int32).tobytes()
+        + np.array([len(key) for _, key in order], np.uint16).tobytes()
+        + b"".join(key for _, key in order)
+        + np.array(sorted(written), np.int32).tobytes()
+        + np.array([61, 62], np.int32).tobytes()
+        + np.array(list(modified), np.int32).tobytes()
+        + np.array(list(modified.values()), np.uint64).tobytes()
+    )
+    assert (tmp_path / CHECKPOINT_NAME).read_bytes() == header + xxh3_128(header + body).digest() + body
+    assert max(files.sizes) <= 4 * len(keys[0])
+    assert list(builder._keys) == [], "the copy is dropped"
 
 
 def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:

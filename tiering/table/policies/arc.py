@@ -13,6 +13,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.table.disposal import DISPOSAL
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 from tiering.table.policies.recency import RecencyLog, StampClock
 
@@ -92,8 +93,13 @@ class ARCEvictionPolicy(EvictionPolicy):
             parts.append(rows[np.argsort(-stamps)])
         return np.concatenate(parts)
 
-    def ghosts(self) -> tuple[OrderedDict[bytes, None], ...]:
-        return self._b1, self._b2
+    def clear(self) -> None:
+        self._in_t2 = np.zeros(self.num_rows, np.bool_)
+        self._t1.clear()
+        self._t2.clear()
+        DISPOSAL.add((self._b1, self._b2))
+        self._b1, self._b2 = OrderedDict(), OrderedDict()
+        self.target = 0.0
 
     @staticmethod
     def _add(log: RecencyLog, rows: Rows) -> None:

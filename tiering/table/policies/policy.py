@@ -8,8 +8,6 @@ names a custom policy as ``module:Class``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +17,7 @@ Rows = NDArray[np.int64]
 RefCounts = NDArray[np.int32]
 """The reference count of each row."""
 RowKeys = NDArray[np.object_]
-"""The key of each row; None for a free row."""
+"""The key of each row; meaningless where no block is."""
 
 
 def distinct(rows: Rows) -> Rows:
@@ -91,9 +89,6 @@ class EvictionPolicy(ABC):
         For checkpoints and tests; may be slow.
         """
 
-    def ghosts(self) -> Sequence[MutableMapping[bytes, Any]]:
-        """Return the dictionaries of keys, for a policy that is not used any more: a cleared table has a new one.
-
-        The default returns none. Large dictionaries are freed in slices, away from the scheduler's thread.
-        """
-        return ()
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all rows and ghosts. The cost must not depend on their numbers."""

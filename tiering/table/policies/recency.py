@@ -42,7 +42,7 @@ class StampClock:
 
     def __init__(self, num_rows: int) -> None:
         self.stamps: Stamps = np.zeros(num_rows, np.int64)
-        """Present stamp of each row; 0 for a row in no list."""
+        """Stamp of each row's last use; 0 for a row that has left its list."""
         self.now = 1
         """Next stamp."""
 
@@ -85,7 +85,11 @@ class RecencyLog:
     def __init__(self, clock: StampClock, refs: RefCounts) -> None:
         self._clock = clock
         self._refs = refs
-        self._parked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every row. Stamps need not be reset, because no entry has them."""
+        self._parked: NDArray[np.bool_] = np.zeros(len(self._refs), np.bool_)
         self._chunks: list[_Chunk] = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0
@@ -284,3 +288,6 @@ class LRUEvictionPolicy(EvictionPolicy):
     def order(self) -> Rows:
         rows, stamps = self._log.live()
         return rows[np.argsort(-stamps)]
+
+    def clear(self) -> None:
+        self._log.clear()

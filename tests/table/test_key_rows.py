@@ -1,0 +1,134 @@
+"""Keys and rows in several dictionaries: the answers of one, each grown alone, and the freeing of old ones."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.api.manager import OffloadingEvent
+from tiering.runtime.launch import Launch
+from tiering.table import disposal, events
+from tiering.table.block_table import BlockTable
+from tiering.table.disposal import AT_ONCE, SLICE, Disposal
+from tiering.table.events import EventQueue
+from tiering.table.key_rows import UNDIVIDED_ROWS, KeyRows
+from tiering.testing.clock import until
+from tiering.testing.keys import keys_of
+
+ALL = keys_of(*range(40))
+some = st.lists(st.sampled_from(ALL), max_size=12, unique=True)
+
+
+@given(held=some, asked=some, num_rows=st.sampled_from([UNDIVIDED_ROWS, UNDIVIDED_ROWS + 1]))
+def test_all_sizes_answer_as_one_dictionary(held: list[bytes], asked: list[bytes], num_rows: int) -> None:
+    table, model = KeyRows(num_rows), dict(zip(held, range(len(held)), strict=True))
+    table.put(held, list(range(len(held))))
+    assert (len(table), dict(table)) == (len(model), model)
+    assert [key in table for key in asked] == [key in model for key in asked]
+    assert [table.get(key) for key in asked] == [model.get(key) for key in asked] == table.rows_or_none(asked)
+    leading = next((position for position, key in enumerate(asked) if key not in model), len(asked))
+    assert table.leading(asked) == leading
+    assert list(table.rows(asked[:leading])) == [model[key] for key in asked[:leading]]
+    assert table.disjoint(asked) is model.keys().isdisjoint(asked)
+    known = table.known(asked)
+    assert known == [key for key in asked if key in model]
+    table.remove(known)
+    assert dict(table) == {key: row for key, row in model.items() if key not in known}
+    if leading < len(asked):
+        with pytest.raises(KeyError):
+            list(table.rows(asked))
+
+
+def test_a_large_table_grows_by_one_dictionary_of_many() -> None:
+    table = KeyRows(UNDIVIDED_ROWS + 1)
+    keys = [bytes([first]) + key for first in range(256) for key in ALL]
+    table.put(keys, range(len(keys)))
+    assert [(len(part), {key[0] for key in part}) for part in table.take()] == [(40, {first}) for first in range(256)]
+
+
+def test_a_cleared_table_gives_its_dictionaries_away_as_they_are() -> None:
+    table = BlockTable(UNDIVIDED_ROWS * 2)
+    taken = table.allocate(ALL)
+    assert taken is not None
+    table.commit(ALL, taken[0])
+    before = [id(part) for part in table.readable._tables]
+    table.pin(taken[0][:3])
+    tables = table.clear()
+    assert [id(part) for part in tables] == before
+    assert sorted(key for part in tables for key in part) == sorted(ALL)
+    assert (len(table.readable), table.quarantined, table.free) == (0, 3, table.num_rows - 3)
+    assert table._free_count == 0, "no free row is looked for before it is needed"
+    again = table.allocate(ALL)
+    assert again is not None
+    assert again[0].tolist() == list(range(3, 43))
+    assert table._swept < table.num_rows, "only the next rows are looked at"
+    table.unpin(taken[0][:3])
+    assert (table.quarantined, table.free) == (0, table.num_rows - 40)
+
+
+# ------------------------------------------------------------------------------------------------------------- disposal
+
+
+def _table(count: int) -> dict[bytes, int]:
+    return {number.to_bytes(4, "big"): number for number in range(count)}
+
+
+def test_large_dictionaries_are_freed_elsewhere_in_slices() -> None:
+    tables = [_table(3 * SLICE), _table(2 * SLICE + 1), {}]
+    sizes: list[int] = []
+    threads: set[threading.Thread] = set()
+
+    def rest(seconds: float) -> None:
+        sizes.append(sum(map(len, tables)))
+        threads.add(threading.current_thread())
+
+    freeing = Disposal(rest)
+    freeing.add(tables)
+    assert until(lambda: not freeing.busy)
+    assert sizes == [4 * SLICE + 1, 3 * SLICE + 1, 2 * SLICE + 1, SLICE + 1, 1, 0]
+    assert threading.current_thread() not in threads
+    assert len(threads) == 1
+    assert until(lambda: not any(thread.is_alive() for thread in threads)), "the thread ends when nothing is left"
+
+
+def test_small_dictionaries_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disposal, "Launch", None)
+    freeing = Disposal()
+    freeing.add([_table(AT_ONCE), {}])
+    freeing.add([])
+    assert not freeing.busy
+
+
+def test_dictionaries_wait_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "begin", lambda launch: launch.refuse(RuntimeError("no threads")))
+    freeing, first, second = Disposal(lambda seconds: None), _table(AT_ONCE + 1), _table(AT_ONCE + 1)
+    freeing.add([first])
+    assert (len(first), freeing.busy) == (AT_ONCE + 1, False)
+    monkeypatch.undo()
+    freeing.add([second])
+    assert until(lambda: not first and not second)
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def test_the_keys_of_a_reset_are_announced_in_pieces_and_before_later_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "CLEARED_AT_ONCE", 3)
+    queue = EventQueue()
+    stored, removed = (OffloadingEvent([], "CPU", "LOCAL", "cpu", gone) for gone in (False, True))
+    queue.add(stored)
+    queue.clear(removed, [dict.fromkeys(ALL[:2]), {}, dict.fromkeys(ALL[2:7])])
+    queue.clear(removed, [])
+    queue.add(stored)
+    pieces = [queue.take() for _ in range(4)]
+    assert [[(event.removed, len(event.keys)) for event in piece] for piece in pieces] == [
+        [(False, 0), (True, 3)],
+        [(True, 3)],
+        [(True, 1), (False, 0)],
+        [],
+    ]
+    assert {key for piece in pieces for event in piece for key in event.keys} == set(ALL[:7])
+    assert {event.order for piece in pieces for event in piece} == {stored.order, removed.order}
