@@ -33,6 +33,7 @@ class TableMachine(RuleBasedStateMachine):
     def start(self, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(key_rows, "UNDIVIDED_ROWS", self.undivided)
+        self.patch.setattr(key_rows, "_KEYS_PER_TABLE", 1)
         self.patch.setattr(block_table, "SWEEP_ROWS", self.sweep)
         self.table = BlockTable(ROWS, policy)
         self.withdrawn: list[int] = []
@@ -68,6 +69,15 @@ class TableMachine(RuleBasedStateMachine):
         if self.withdrawn:
             self.unseen.append(self.withdrawn.pop())
             self.table.forget(np.array(self.unseen[-1:]))
+
+    @rule(start=st.integers(0, ROWS), count=st.integers(0, 3))
+    def forget_free(self, start: int, count: int) -> None:
+        before = self.table.free
+        unseen = set(self.unseen)
+        forgotten = self.table.forget_free(start, start + count)
+        assert self.table.free == before - forgotten
+        self.unseen += [row for row in range(ROWS) if self.table.refs[row] == UNSEEN and row not in unseen]
+        assert len(self.unseen) == len(unseen) + forgotten
 
     @rule(keys=chosen)
     def find(self, keys: list[bytes]) -> None:
@@ -165,6 +175,8 @@ class TableMachine(RuleBasedStateMachine):
         assert set(self.withdrawn).isdisjoint(rows)
         assert set(self.unseen).isdisjoint(rows)
         assert np.flatnonzero(table.has_block(0, ROWS)).tolist() == sorted(rows)
+        readable = sorted(key for key, row in table.readable.items() if 2 <= row < 5)
+        assert sorted(table.readable_in(2, 5)) == readable
         assert np.flatnonzero(table.has_block(2, 5)).tolist() == [row - 2 for row in sorted(rows) if 2 <= row < 5]
         assert not table.any_quarantined(rows)
         assert table.room == table.free + table.evictable

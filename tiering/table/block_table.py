@@ -250,6 +250,16 @@ class BlockTable:
                     mask[row] = False
         return mask
 
+    def readable_in(self, start: int, stop: int) -> list[bytes]:
+        """Return the keys of the readable blocks in the rows [start, stop)."""
+        held = self.has_block(start, stop) & (self.refs[start:stop] >= 0)
+        keys: list[bytes] = self.keys[start:stop][held].tolist()
+        return keys
+
+    def quarantined_in(self, start: int, stop: int) -> set[int]:
+        """Return the rows in [start, stop) that are in quarantine."""
+        return {row for row in self._quarantined if start <= row < stop}
+
     def any_quarantined(self, rows: Iterable[object]) -> bool:
         """Return True if one of ``rows`` is in quarantine."""
         return bool(self._quarantined) and not self._quarantined.isdisjoint(rows)
@@ -332,6 +342,17 @@ class BlockTable:
         self._quarantined.difference_update(rows.tolist())
         self.refs[rows] = UNSEEN
         self.keys[rows] = None
+
+    def forget_free(self, start: int, stop: int) -> int:
+        """Remove the free rows in [start, stop) from every list of this table, and return how many there were."""
+        refs = self.refs[start:stop]
+        ahead = min(max(self._swept, start), stop) - start
+        free = refs == FREE
+        free[ahead:] |= (refs[ahead:] == 0) & ~self._inserted[start + ahead : stop]
+        self._unswept -= int(np.count_nonzero(free[ahead:]))
+        self._withdrawn.update((np.flatnonzero(free[:ahead]) + start).tolist())
+        refs[free] = UNSEEN
+        return int(np.count_nonzero(free))
 
     def end_writing(self, rows: Rows) -> None:
         """Free quarantined ``rows``, because their writers are done."""
@@ -439,13 +460,15 @@ class BlockTable:
 
     def _readable_of(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
         """Return those of ``keys`` that are readable, each once, and their rows."""
-        readable = self.readable
-        if readable.disjoint(keys):  # most prompts are new
-            return (), _NO_ROWS
-        known = readable.known(keys)
-        if len(set(known)) < len(known):  # policies count the rows that change their lists
-            known = list(dict.fromkeys(known))
-        return known, np.fromiter(readable.rows(known), np.int64, len(known))
+        found = self.readable.rows_or_none(keys)
+        if None in found:
+            keys = [key for key, row in zip(keys, found, strict=True) if row is not None]
+            if not keys:  # most prompts are new
+                return (), _NO_ROWS
+            found = [row for row in found if row is not None]
+        if len(set(found)) < len(found):  # policies count the rows that change their lists
+            keys, found = list(dict.fromkeys(keys)), list(dict.fromkeys(found))
+        return keys, np.fromiter(found, np.int64, len(found))
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""

@@ -1,10 +1,10 @@
 """The keys of a table with their rows, in several dictionaries.
 
 A dictionary that grows, or that has replaced most of its keys, is built anew in one go. With 10 million keys, that
-takes most of a second. Large tables therefore have one dictionary for each first byte of a key. Keys begin with a
-hash, so that the dictionaries have about the same size, and each is built anew at another time. A small table has one
-dictionary, because the search for the right one costs some nanoseconds for each key, and neighbours in time are
-neighbours in memory.
+takes most of a second. Large tables therefore have several dictionaries, chosen by the first byte of a key. Keys begin
+with a hash, so that the dictionaries have about the same size, and each is built anew at another time. There are no
+more dictionaries than needed, and a small table has one: the search for the right one costs some nanoseconds for each
+key, and neighbours in time are neighbours in memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, repeat, takewhile
 from operator import contains, delitem, getitem, itemgetter, not_, setitem
 
-UNDIVIDED_ROWS = 1 << 16
-"""Largest number of rows of a table with one dictionary, which is built anew in about 3 ms."""
+UNDIVIDED_ROWS = 1 << 17
+"""Largest number of rows of a table with one dictionary, which is built anew in less than 5 ms."""
+
+_KEYS_PER_TABLE = 1 << 16
+"""Largest number of keys in each of several dictionaries, with up to 16 million rows; built anew in about 2 ms."""
 
 Keys = dict[bytes, int]
 """Key → row."""
 
-_TABLES = 256
+_FIRST_BYTES = 256
 _first = itemgetter(0)
 
 
@@ -31,18 +34,24 @@ class KeyRows(Mapping[bytes, int]):
         num_rows: largest number of keys.
     """
 
-    __slots__ = ("_one", "_tables")
+    __slots__ = ("_different", "_one", "_tables")
 
     def __init__(self, num_rows: int) -> None:
-        self._tables: list[Keys] = [{} for _ in range(1 if num_rows <= UNDIVIDED_ROWS else _TABLES)]
-        self._one = self._tables[0] if len(self._tables) == 1 else None
+        count = 1
+        while num_rows > UNDIVIDED_ROWS and count < _FIRST_BYTES and num_rows > count * _KEYS_PER_TABLE:
+            count *= 2
+        self._create(count)
+
+    def _create(self, count: int) -> None:
+        self._different: list[Keys] = [{} for _ in range(count)]
+        self._tables = self._different * (_FIRST_BYTES // count)
+        """Dictionary of each first byte."""
+        self._one = self._different[0] if count == 1 else None
 
     def take(self) -> list[Keys]:
         """Remove all keys, and return the dictionaries that have them. The cost does not depend on their sizes."""
-        taken = self._tables
-        self._tables = [{} for _ in taken]
-        if self._one is not None:
-            self._one = self._tables[0]
+        taken = self._different
+        self._create(len(taken))
         return taken
 
     # --------------------------------------------------------------------------------------------------------- one key
@@ -56,10 +65,10 @@ class KeyRows(Mapping[bytes, int]):
         return self._tables[key[0]][key] if one is None else one[key]
 
     def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(self._tables)
+        return chain.from_iterable(self._different)
 
     def __len__(self) -> int:
-        return sum(map(len, self._tables))
+        return sum(map(len, self._different))
 
     # ------------------------------------------------------------------------------------------------------- many keys
 

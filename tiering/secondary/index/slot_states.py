@@ -231,24 +231,22 @@ class SlotStates:
         Slots that are read or written now are unseen once that I/O has ended; :attr:`leaving` lists them.
         """
         table = self._table
-        # A block that was lost while it was written, and stored again since, is named by two slots.
-        keys = [key for key in dict.fromkeys(table.keys[start:stop].tolist()) if key is not None]
-        held = table.drop([key for key in keys if start <= table.readable.get(key, -1) < stop])
-        written = [key for key in keys if start <= table.pending.get(key, -1) < stop]
+        written = [key for key, slot in table.pending.items() if start <= slot < stop]
+        held: list[OffloadKey] = []
+        if table.readable:  # not if the index was cleared, because the medium is another one
+            held = table.drop(table.readable_in(start, stop))
         table.disown(written, np.array([table.pending[key] for key in written], np.int64))
-        retired = self._retired.intersection(range(start, stop)) - self._borrowed.keys()
+        retired = _within(self._retired, start, stop) - self._borrowed.keys()
         self._retired -= retired
         table.forget(np.array(sorted(retired), np.int64))
-        self.condemned.difference_update(range(start, stop))
-        self.bad.difference_update(range(start, stop))
-        busy = {slot for slot in range(start, stop) if table.is_quarantined(slot)} - self.leaving
+        self.condemned -= _within(self.condemned, start, stop)
+        self.bad -= _within(self.bad, start, stop)
+        busy = table.quarantined_in(start, stop) - self.leaving
         self.leaving |= busy
         foreign = int(np.count_nonzero(self.is_foreign[start:stop]))
         self.is_foreign[start:stop] = False
         self.foreign -= foreign
-        free = table.withdraw(np.arange(start, stop))
-        table.forget(free)
-        self.in_use -= len(free) + foreign + len(busy - self._borrowed.keys())
+        self.in_use -= table.forget_free(start, stop) + foreign + len(busy - self._borrowed.keys())
         return held
 
     def end_io(self, places: Sequence[Place]) -> None:
@@ -264,3 +262,7 @@ class SlotStates:
             ended = [slot for slot in places if slot in self.leaving and not self._table.is_quarantined(int(slot))]
             self._table.forget(self._table.withdraw(np.array(ended, np.int64)))
             self.leaving.difference_update(ended)
+
+
+def _within(slots: set[int], start: int, stop: int) -> set[int]:
+    return {slot for slot in slots if start <= slot < stop}
