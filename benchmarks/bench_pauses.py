@@ -1,6 +1,6 @@
-"""The longest calls of the scheduler's thread into the index of a local tier with 1, 4 and 10 million blocks.
+"""The longest calls of the scheduler's thread into the index of a local tier.
 
-Blocks are stored and looked up in batches of 64, a checkpoint is copied and written, the index is cleared as at a
+The index has 1, 4 and 10 million blocks. Blocks are stored and looked up in batches of 64, a checkpoint is copied and written, the index is cleared as at a
 reset, blocks are stored while the old dictionaries are freed, and the checkpoint is read into another index. Writing,
 freeing and reading run on threads of their own meanwhile, and the garbage collector is on. The table has the longest
 call of each kind, in time and in CPU time. The time includes the wait for the interpreter lock and, on a busy machine,

@@ -25,7 +25,7 @@ Batch = tuple[list[bytes], list[int]]
 
 
 class TableMachine(RuleBasedStateMachine):
-    """A table in many dictionaries, swept by a few rows at a time, and the writers and readers of its rows."""
+    """A table in many dictionaries, swept in small pieces, with writers and readers of rows."""
 
     undivided, sweep = 0, 3
 
@@ -232,7 +232,7 @@ def test_free_rows_can_be_withdrawn_and_return() -> None:
 
 
 def test_nothing_is_imported_in_the_middle_of_a_step() -> None:
-    """Run what is rare in a fresh process: the first call of some functions of numpy imports for up to 18 ms."""
+    """Run rare operations in a fresh process, where some functions of numpy would import modules."""
     code = """
 import sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keys and rows in several dictionaries: the answers of one, each grown alone, and the freeing of old ones."""
+"""Keys and rows in several dictionaries, which answer as one, grow alone, and are freed in slices."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class EventLog:
         self._add(gone, removed=True)
 
     def cleared(self, tables: Iterable[Table]) -> None:
-        """Announce that no block is held any more; ``tables``, with all keys that the index held, are not used again.
+        """Announce that no block is held any more.
 
-        The cost does not depend on the number of keys.
+        ``tables`` have all keys that the index held, and are not used again. The cost does not depend on the number of keys.
         """
         if self._enabled and self._announced is not None:
             DISPOSAL.add(tables)

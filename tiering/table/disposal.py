@@ -1,7 +1,7 @@
 """The freeing of large dictionaries away from the scheduler's thread.
 
-A dictionary with millions of keys is freed in most of a second, and whoever frees it has the interpreter lock. The
-thread of this module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is
+A dictionary with millions of keys is freed in most of a second, with the interpreter lock held. The thread of this
+module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is
 left.
 """
 

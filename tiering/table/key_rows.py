@@ -18,7 +18,7 @@ UNDIVIDED_ROWS = 1 << 17
 """Largest number of rows of a table with one dictionary, which is built anew in less than 5 ms."""
 
 _KEYS_PER_TABLE = 1 << 16
-"""Largest number of keys in each of several dictionaries, with up to 16 million rows; built anew in about 2 ms."""
+"""Keys in each of several dictionaries, with up to 16 million rows; built anew in about 2 ms."""
 
 Keys = dict[bytes, int]
 """Key → row."""
@@ -49,7 +49,7 @@ class KeyRows(Mapping[bytes, int]):
         self._one = self._different[0] if count == 1 else None
 
     def take(self) -> list[Keys]:
-        """Remove all keys, and return the dictionaries that have them. The cost does not depend on their sizes."""
+        """Remove all keys, and return their dictionaries, at a cost that does not depend on the sizes."""
         taken = self._different
         self._create(len(taken))
         return taken

@@ -102,7 +102,9 @@ class Checkpoint:
 
 
 class CheckpointBuilder:
-    """A copy of the index in progress: for each slot a reference to the key, and 8 bytes for its place in the order.
+    """A copy of the index in progress.
+
+    For each slot, the copy has a reference to the key, and 8 bytes for the order.
 
     The scheduler's thread adds slices. The I/O side then calls :func:`write_checkpoint`, which writes piece by piece:
     it runs beside the scheduler, which needs the GIL, and its memory does not grow with the file.
@@ -143,7 +145,7 @@ class CheckpointBuilder:
         self.position = part.start + len(part.keys)
 
     def finish(self) -> tuple[NDArray[np.int64], Slots, Slots]:
-        """Return the slots of the held blocks, the least recently used first, those being written, and the foreign."""
+        """Return the held slots, the least recently used first, those being written, and the foreign."""
         order = self._order[: self._held]
         order.sort()
         order &= (1 << _SLOT_BITS) - 1

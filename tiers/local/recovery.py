@@ -34,7 +34,10 @@ from tiers.local.segments import Segments
 logger = logging.getLogger("kv_tiering.local")
 
 BATCH_BLOCKS = 8192
-"""Slots in one batch at most. The scheduler's thread waits for the interpreter lock while one is put together."""
+"""Slots in one batch at most.
+
+The scheduler's thread waits for the interpreter lock while a batch is put together.
+"""
 SCAN_THREADS = 8
 """Threads that read headers at the same time."""
 
