@@ -1,10 +1,11 @@
 """The longest calls of the scheduler's thread into the index of a local tier.
 
-The index has 1, 4 and 10 million blocks. Blocks are stored and looked up in batches of 64, a checkpoint is copied and written, the index is cleared as at a
-reset, blocks are stored while the old dictionaries are freed, and the checkpoint is read into another index. Writing,
-freeing and reading run on threads of their own meanwhile, and the garbage collector is on. The table has the longest
-call of each kind, in time and in CPU time. The time includes the wait for the interpreter lock and, on a busy machine,
-for a core. The checkpoint's memory is the growth of the resident size while it is copied and written.
+The index has 1, 4 and 10 million blocks. Blocks are stored and looked up in batches of 64, a checkpoint is copied and
+written, the index is cleared as at a reset, blocks are stored while the old dictionaries are freed, and the
+checkpoint is read into another index. Writing, freeing and reading run on threads of their own meanwhile, and the
+garbage collector is on. The table has the longest call of each kind, in time and in CPU time. The time includes the
+wait for the interpreter lock and, on a busy machine, for a core. The checkpoint's memory is the growth of the
+resident size while it is copied and written.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class EventLog:
     def cleared(self, tables: Iterable[Table]) -> None:
         """Announce that no block is held any more.
 
-        ``tables`` have all keys that the index held, and are not used again. The cost does not depend on the number of keys.
+        ``tables`` have all keys that the index held, and are not used again. The cost does not depend on their
+        number.
         """
         if self._enabled and self._announced is not None:
             DISPOSAL.add(tables)
