@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -28,14 +31,42 @@ def test_what_an_overdue_load_holds_does_not_keep_other_tiers_from_promoting() -
     assert rig.manager.match_prefix(keys_of(*range(20, 24)), third) == (4, True), "the share is whole again"
 
 
-def test_the_engine_need_not_step_for_a_job_that_hangs_beyond_its_deadline() -> None:
-    hung = FakeTier("hung", load_deadline=5.0)
-    rig = ManagerRig(8, [hung])
+@pytest.fixture
+def stored() -> tuple[ManagerRig, FakeTier]:
+    """A rig with a cascade of two blocks in flight, which is due after five seconds, and its tier."""
+    slow = FakeTier("slow", load_deadline=5.0)
+    rig = ManagerRig(8, [slow])
     output = rig.manager.prepare_store(keys_of(*range(2)), rig.ctx)
     assert output is not None
     rig.manager.complete_store(output.keys_to_store, rig.ctx)
     assert rig.manager.has_pending_work()
-    rig.clock.advance(5.0)
+    return rig, slow
+
+
+def test_an_idle_engine_steps_until_an_overdue_job_has_ended(stored: tuple[ManagerRig, FakeTier]) -> None:
+    rig, slow = stored
+    rig.clock.advance(5.0 + COUNTS_OVERDUE - 1.0)
+    rig.step()
+    assert rig.manager.has_pending_work()
+    slow.finish_all()
+    rig.step()
+    assert rig.stat("rows_evictable") == 2
+    assert not rig.manager.has_pending_work()
+
+
+def test_an_idle_engine_steps_for_the_overdue_job_of_a_tier_whose_reset_is_not_confirmed(
+    stored: tuple[ManagerRig, FakeTier],
+) -> None:
+    rig, slow = stored
+    slow.resets = False
+    assert not rig.manager.reset_cache()
+    rig.clock.advance(6.0)
+    assert rig.manager.has_pending_work()
+
+
+def test_the_engine_need_not_step_for_a_job_that_hangs_for_ever(stored: tuple[ManagerRig, FakeTier]) -> None:
+    rig, hung = stored
+    rig.clock.advance(5.0 + COUNTS_OVERDUE)
     assert not rig.manager.has_pending_work()
     hung.finish_all()
     rig.step()

@@ -248,7 +248,7 @@ class OffloadingManager(ABC):
         return 0
 
     def has_pending_work(self) -> bool:
-        """Return True while jobs are in flight; the engine must then keep stepping."""
+        """Return True while jobs are in flight whose end is expected; the engine must then keep stepping."""
         return False
 
     def reset_cache(self, revision: str | None = None) -> bool:

@@ -25,6 +25,12 @@ _NO_ROWS: Rows = as_rows(())
 _PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 
+COUNTS_OVERDUE = 60.0
+"""Seconds beyond its deadline for which a job keeps an idle engine stepping.
+
+The I/O of most overdue jobs ends within this time, because requests to shared media have time limits of their own.
+"""
+
 NOBODY = ReqContext("")
 """Context of cascades that belong to no request."""
 
@@ -372,10 +378,15 @@ class TierJobs:
         """Return the promotions whose tier has not reported the load."""
         return [job.promotion for job in self._jobs.values() if job.promotion is not None]
 
-    def in_time(self) -> bool:
-        """Return True if a tier in service has a job whose deadline has not passed."""
-        now = self._clock()
-        return any(job.state.in_service and now < job.deadline for job in self._jobs.values())
+    def expected(self) -> bool:
+        """Return True if a tier has a job whose end is expected: at most :data:`COUNTS_OVERDUE` seconds overdue.
+
+        Nothing is expected of a tier that is out of service until a restart.
+        """
+        latest = self._clock() - COUNTS_OVERDUE
+        return any(
+            latest < job.deadline and (job.state.in_service or job.state.resetting) for job in self._jobs.values()
+        )
 
     # --------------------------------------------------------------------------------------------------- awaited blocks
 

@@ -428,11 +428,13 @@ class TieringOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight or queued.
 
-        Jobs that hang beyond their tier's deadline do not count: an idle engine need not step for them.
+        An overdue job counts for :data:`~tiering.manager.jobs.COUNTS_OVERDUE` seconds beyond its deadline, so that the
+        steps of an idle engine collect its end and release its rows. A tier that hangs for longer lets the engine
+        sleep; the steps of the next request then collect.
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        return self._promotions.queued or self._jobs.in_time()
+        return self._promotions.queued or self._jobs.expected()
 
     def take_events(self) -> list[OffloadingEvent]:
         if get_ident() != self._owner.ident:
