@@ -96,6 +96,7 @@ class FakeIo:
         self.unbegun: set[int] = set()
         """Jobs that no thread has begun."""
         self.store_begun = 0.0
+        self.hanging_stores = 0
         self.refused: StoreError | None = None
         """Error with which background tasks end, as if no thread could be started."""
         self._ended: list[IoResult] = []

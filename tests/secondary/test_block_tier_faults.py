@@ -129,6 +129,58 @@ def test_a_medium_that_hangs_takes_the_tier_out_of_service_and_it_comes_back() -
         assert set(rig.reports().values()) == {1}
 
 
+def test_a_medium_whose_stores_hang_takes_the_tier_out_of_service_and_it_comes_back() -> None:
+    with Faulty(deadline="1h", breaker={"probe_after": "10ms"}) as faulty:
+        rig = faulty.rig
+        rig.store(K[:2])
+        faulty.store.inject(Fault.HANG, puts=64, gets=64)
+        hung = rig.submit_store(K[2:4])
+        rig.wait(lambda: faulty.store.hanging)
+        faulty.clock.advance(3599)
+        rig.wait(lambda: True)
+        assert rig.tier.get_stats().available == 1, "it may still end in time"
+        faulty.clock.advance(1)
+        rig.wait(lambda: rig.tier.get_stats().available == 0)
+        assert rig.tier.get_stats().breaker_opened == 2
+        assert rig.tier.get_stats().breaker_state > 0
+        assert rig.store(K[4:6]) == []
+        assert rig.tier.get_stats().stores_dropped == 2
+        faulty.store.release()
+        rig.result(hung)
+        rig.wait(lambda: rig.tier.get_stats().writable == 1)
+        assert rig.lookup(K[:2]) == 2
+        assert rig.store(K[4:6]) == K[4:6]
+        assert set(rig.reports().values()) == {1}
+
+
+def test_a_medium_whose_writes_alone_hang_goes_on_serving_its_blocks() -> None:
+    with Faulty(deadline="1h", breaker={"probe_after": "10ms"}) as faulty:
+        rig = faulty.rig
+        rig.store(K[:2])
+        faulty.store.inject(Fault.HANG, puts=64)
+        rig.submit_store(K[2:4])
+        rig.wait(lambda: faulty.store.hanging)
+        faulty.clock.advance(3600)
+        rig.wait(lambda: rig.tier.get_stats().breaker_opened == 2)
+        rig.wait(lambda: rig.tier.get_stats().available == 1)
+        assert rig.load(K[:2]) == K[:2]
+        assert rig.tier.get_stats().writable == 0
+
+
+def test_stores_that_are_slow_but_arrive_keep_the_tier_in_service() -> None:
+    with Faulty(deadline="1h") as faulty:
+        rig = faulty.rig
+        faulty.store.inject(Fault.HANG, puts=1)
+        rig.submit_store(K[:1])
+        rig.wait(lambda: faulty.store.hanging)
+        faulty.clock.advance(1800)
+        assert rig.store(K[1:3]) == K[1:3]
+        faulty.clock.advance(1800)
+        rig.wait(lambda: True)
+        stats = rig.tier.get_stats()
+        assert (stats.available, stats.writable, stats.breaker_opened) == (1, 1, 0)
+
+
 def test_a_medium_that_fails_all_the_time_is_left_alone_and_comes_back() -> None:
     with Faulty(retries={"attempts": 1}, breaker={"failures": 3, "probe_after": "10ms"}) as faulty:
         rig = faulty.rig

@@ -279,6 +279,11 @@ class SimulatedIo:
         """The present time: stores never stall."""
         return self._clock.now
 
+    @property
+    def hanging_stores(self) -> int:
+        """None: stores never stall."""
+        return 0
+
     def discard(self) -> None:
         """Do nothing: a replay ends no tier early."""
 

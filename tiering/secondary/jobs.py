@@ -77,6 +77,9 @@ class TierJobs:
 
         Its further parts are no further failures.
         """
+        self.stores_due = math.inf
+        """Time at which stores hang if none has ended and no byte was written until then."""
+        self._stores = self._written = 0
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
@@ -265,6 +268,9 @@ class TierJobs:
             deadline = job.submitted_at + self._load_deadline
         else:
             deadline = self._clock() + self._store_deadline
+            self._stores += 1
+            if self.stores_due == math.inf:
+                self._await_stores(deadline)
         io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
         self._running[job.job_id] = RunningJob(job, held, io_job, stored_bytes, self._epochs)
         self._io.submit(io_job)
@@ -317,6 +323,24 @@ class TierJobs:
                 reads.record_failure(overdue)
             if self.overdue.spent:
                 self._io.breakers.trip(f"{self.overdue.rows} primary rows are held by loads that do not end")
+
+    def _await_stores(self, due: float) -> None:
+        """Let stores count as hanging at ``due`` unless there is progress until then."""
+        self.stores_due, self._written = due, self._io.stats.written_bytes
+
+    def expire_stores(self, now: float) -> None:
+        """Take the tier out of service if the medium holds stores beyond their deadline and has written nothing.
+
+        Background probes find out when the medium answers: first for reads, which it may still serve.
+        """
+        if self._io.stats.written_bytes != self._written or not self._io.hanging_stores:
+            self._await_stores(now + self._store_deadline)
+        else:
+            self.stores_due = math.inf
+            self._io.breakers.trip(
+                f"{self._io.hanging_stores} store(s) did not end within {self._store_deadline:g} s, and no byte was "
+                "written meanwhile"
+            )
 
     def enter(self, namespace: Namespace) -> None:
         """Write and expect blocks of ``namespace`` from now on."""
@@ -388,6 +412,8 @@ class TierJobs:
         self, result: IoResult, running: RunningJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float
     ) -> None:
         io_job = result.job
+        self._stores -= 1
+        self._await_stores(now + self._store_deadline if self._stores else math.inf)
         self._budget.used -= running.stored_bytes
         self._index.end_store(io_job.keys, io_job.places, arrived, now)
         if self._coordination is not None and self._index.holds_epoch(io_job.places):

@@ -117,7 +117,7 @@ class TierLife:
         return self._service.failed_attempts
 
     def tick(self, now: float) -> None:
-        """Start the work that is due at ``now``, and count overdue loads.
+        """Start the work that is due at ``now``, and count overdue jobs.
 
         The tier calls this method several times per step. Where nothing is due, a comparison replaces the call.
         """
@@ -133,6 +133,8 @@ class TierLife:
             self._health.tick()
         if self._jobs.overdue.deadlines:
             self._jobs.expire(now)
+        if now >= self._jobs.stores_due:
+            self._jobs.expire_stores(now)
         self._refresh()
 
     @property

@@ -152,6 +152,11 @@ class IoHost:
         """Number of units of stores that may run at once now."""
         return self.lanes.stores.finder.depth
 
+    @property
+    def hanging_stores(self) -> int:
+        """Number of threads that run a part of a store after its deadline."""
+        return self.lanes.stores.stuck(self._clock())
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; returns at once."""
         self._submitted += 1

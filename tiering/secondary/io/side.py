@@ -65,6 +65,10 @@ class IoSide(Protocol):
     def store_begun(self) -> float:
         """Time at which a thread last began a part of a store, in monotonic seconds."""
 
+    @property
+    def hanging_stores(self) -> int:
+        """Number of threads that run a part of a store after its deadline."""
+
     def poll(self) -> Sequence[IoResult]:
         """Return the results of the jobs that have ended since the last call."""
 
