@@ -149,7 +149,10 @@ class StackConfig(Strict):
     The trace holds times, lengths and hashes of blocks, and no text.
     """
     events: bool = False
-    """True to announce stored and removed blocks; default False. An engine can also ask for events itself."""
+    """True to announce stored and removed blocks; default False.
+
+    vLLM refuses it: there, ``--kv-events-config`` decides in both modes.
+    """
     mode: Literal["tiering", "simple"] = "tiering"
     """"tiering" (default), or "simple": a CPU pool that mirrors the GPU's, without secondary tiers.
 

@@ -68,8 +68,11 @@ class LookupCheck:
             return
         try:
             check_role(configs[0])
-            if simple_options(extra) is None:
-                read_stack(extra)
+            simple = simple_options(extra)
+            if (read_stack(extra) if simple is None else simple).events:
+                raise ConfigError(
+                    "events: has no effect in vLLM, which publishes events if --kv-events-config says so; leave it out"
+                )
         except ConfigError as error:
             raise StartupError(str(error)) from None
         self._checked.add(known)
