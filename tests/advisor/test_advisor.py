@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tiering import ModelIdentity, ReqContext, load_stack, open_manager
-from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor
+from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor, small_tier
 from tiering.advisor.shards import HASH_BITS, HASHES, Shards
 from tiering.offload.metrics import METRICS
 from tiering.offload.stats import Increments
@@ -24,6 +24,21 @@ MODEL = ModelIdentity(name="m", weights="w", dtype="bfloat16", layout="test")
 def zipf(count: int, distinct: int, seed: int = 0) -> list[int]:
     chosen = (np.random.default_rng(seed).pareto(0.6, count) * 20).astype(np.uint64) % np.uint64(distinct)
     return [int(number) for number in mixed(chosen) >> np.uint64(32)]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "leads_on", "advice"),
+    [
+        (2 << 30, False, "brings nothing (2 GiB of CPU memory for 2 GiB of KV cache); raise primary.capacity"),
+        (1 << 30, True, "brings nothing by itself: it only leads to the secondary tiers (1 GiB of CPU memory"),
+        ((2 << 30) + 1, False, None),
+    ],
+)
+def test_a_cpu_tier_that_is_not_larger_than_the_engines_own_cache_gets_advice(
+    capacity: int, leads_on: bool, advice: str | None
+) -> None:
+    said = small_tier(capacity, 2 << 30, leads_on=leads_on)
+    assert said is None if advice is None else advice in str(said)
 
 
 def test_the_estimate_is_exact_while_every_key_is_sampled() -> None:

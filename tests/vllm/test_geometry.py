@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tiering.engines.vllm.geometry import Geometry, read_geometry, simple_cache
+from tiering.engines.vllm.geometry import Geometry, cache_bytes, read_geometry, simple_cache
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
@@ -60,6 +61,13 @@ def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context() -> None:
 
 def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_parallelism() -> None:
     assert read(configuration(sharded=False, decode_context_parallel_size=2)).engine.block_sizes == (32,)
+
+
+@pytest.mark.parametrize(("latent", "copies"), [(False, 2), (True, 1)])
+def test_the_engines_own_cache_is_that_of_all_workers_and_equal_copies_count_once(latent: bool, copies: int) -> None:
+    _, cache = config = configuration()
+    geometry = replace(read(config), replicated=latent)
+    assert cache_bytes(cache, geometry) == copies * 2 * PAGE * 10
 
 
 def test_the_simple_mode_refuses_context_parallelism() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.rig import transfer_config
+from tests.vllm.rig import engine, transfer_config
 from tiering.engines.vllm import interface as vllm_interface
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
 from tiering.engines.vllm.lookup import LookupCheck, StartupError
@@ -98,6 +98,20 @@ def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights: 
     assert KVConnectorFactory.get_connector_class_by_name("TieringConnector").__name__ == "TieringConnector"
 
 
+@pytest.mark.parametrize("mode", ["tiering", "simple"])
+@pytest.mark.parametrize("inline", [True, False])
+def test_events_that_nobody_would_take_are_refused_with_the_option_that_publishes_them(
+    mode: str, inline: bool, tmp_path: Path
+) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(f"mode: {mode}\nevents: true\nprimary: {{capacity: 8MiB}}\n")
+    extra = {"mode": mode, "events": True, **RIGHT} if inline else {"config": str(stack)}
+    kv_transfer_config = SimpleNamespace(**transfer_config(extra))
+    with pytest.raises(StartupError, match=r"^events: has no effect in vLLM.*--kv-events-config"):
+        LookupCheck().check(sys._getframe())
+    assert kv_transfer_config
+
+
 def test_each_configuration_is_checked_once(tmp_path: Path) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text("primary: {capacity: 8MiB}")
@@ -111,6 +125,14 @@ def test_each_configuration_is_checked_once(tmp_path: Path) -> None:
     look_up()
     stack.write_text("wrong")
     look_up()
+
+
+@pytest.mark.parametrize(("capacity", "told"), [("64KiB", True), ("64MiB", False)])
+def test_an_engine_whose_cpu_tier_is_not_larger_than_its_own_cache_says_at_the_start_that_it_brings_nothing(
+    llama: Path, capacity: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "kv_tiering.vllm"), engine(llama, {"primary": {"capacity": capacity}}):
+        assert ("brings nothing" in caplog.text) is told
 
 
 def test_a_second_connector_of_one_engine_is_refused_when_it_is_built(llama: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tiering.advisor.shards import HASHES, SAMPLE, Shards
 from tiering.api.keys import OffloadKey
+from tiering.api.units import format_bytes
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Capacities of the estimates, as multiples of a tier's capacity."""
@@ -27,10 +28,28 @@ FIELDS: Mapping[float, str] = {
 WINDOW = 1 << 24
 """Number of accesses after which all earlier ones count half."""
 
+BRINGS_NOTHING = "a CPU tier that is not larger than the GPU's own cache brings nothing"
+"""Why the estimates of such a tier stay near 0: the GPU serves the blocks itself."""
+
 _HASH_BYTES = 4
 
 _ARRAY_KEYS = 12
 """Number of keys from which numpy is faster than a loop."""
+
+
+def small_tier(capacity: int, own_bytes: int, *, leads_on: bool) -> str | None:
+    """Return the advice on a CPU tier that is not larger than the engine's own KV cache; None for a larger one.
+
+    Args:
+        capacity: bytes of the CPU tier.
+        own_bytes: bytes of the KV caches of all the engine's devices, equal copies counted once.
+        leads_on: True if there are secondary tiers.
+    """
+    if capacity > own_bytes:
+        return None
+    use = " by itself: it only leads to the secondary tiers" if leads_on else ""
+    sizes = f"{format_bytes(capacity)} of CPU memory for {format_bytes(own_bytes)} of KV cache"
+    return f"{BRINGS_NOTHING}{use} ({sizes}); raise primary.capacity"
 
 
 class SizeAdvisor:

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tiering.advisor.advisor import BRINGS_NOTHING
 from tiering.api.units import format_bytes
 from tiering.cli.metrics import Sample, fetch, metrics_url, parse, quantile
 from tiering.cli.output import duration, rate, stdout
@@ -41,7 +42,6 @@ _TROUBLES = (
 )
 _BAR_CELLS = 10
 _NO_HITS = "0%"
-_SMALL = ": a CPU tier that is not larger than the GPU's own cache brings nothing"
 
 WIDE = 100
 """Columns of a terminal from which on bars, latencies and active blocks are shown."""
@@ -162,7 +162,7 @@ def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]
         better = next((factor for factor, text in rates.items() if factor > 1 and text != now), None)
         if better is not None and (better == 2 or now == _NO_HITS):
             times = "twice" if better == 2 else f"{better:g} times"
-            why = _SMALL if name == CPU and now == _NO_HITS else ""
+            why = f": {BRINGS_NOTHING}" if name == CPU and now == _NO_HITS else ""
             yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}{why}"
         elif now == _NO_HITS:
             continue

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import vllm
 
+from tiering.advisor.advisor import small_tier
 from tiering.api.namespace import ModelIdentity
 from tiering.config.registry import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
@@ -36,6 +37,7 @@ from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.events import engine_events
 from tiering.engines.vllm.geometry import (
     Geometry,
+    cache_bytes,
     check_supported,
     layout_of,
     read_geometry,
@@ -134,6 +136,10 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             )
         else:
             self._start_scheduler(vllm_config, self._spec)
+            stack = self._spec.stack
+            own = cache_bytes(kv_cache_config, geometry)
+            if stack.advisor and (advice := small_tier(stack.primary.capacity, own, leads_on=bool(stack.secondary))):
+                logger.warning("%s", advice)
 
     def _watch_adapters(self, lora_config: Any) -> None:
         """Observe which adapters this worker loads, or log why requests with adapters use no tier."""

@@ -184,15 +184,23 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
         kv_cache_config: vLLM's KV-cache configuration.
         geometry: shape of the KV cache.
     """
-    tensors = kv_cache_config.kv_cache_tensors
-    if hasattr(tensors[0], "layers"):  # from vLLM 0.31: each tensor is a place in one allocation and names its size
-        layers = tuple(layer for tensor in tensors for layer in tensor.layers)
-        cache: tuple[KVCacheTensor, ...] = (KVCacheTensor(int(tensors[0].size), layers),)
-    else:
-        cache = tuple(KVCacheTensor(int(tensor.size), tuple(tensor.shared_by)) for tensor in tensors)
+    cache = _tensors(kv_cache_config)
     context = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
     engine = replace(geometry.engine, context_parallel_size=context)
     return engine, KVCacheConfig(int(kv_cache_config.num_blocks), cache, engine.groups)
+
+
+def cache_bytes(kv_cache_config: Any, geometry: Geometry) -> int:
+    """Return the bytes of the KV caches of all workers; equal copies count once."""
+    own = sum(tensor.size for tensor in _tensors(kv_cache_config))
+    return own if geometry.replicated else own * geometry.engine.world_size
+
+
+def _tensors(kv_cache_config: Any) -> tuple[KVCacheTensor, ...]:
+    tensors = kv_cache_config.kv_cache_tensors
+    if hasattr(tensors[0], "layers"):  # from vLLM 0.31: each tensor is a place in one allocation and names its size
+        return (KVCacheTensor(int(tensors[0].size), tuple(layer for tensor in tensors for layer in tensor.layers)),)
+    return tuple(KVCacheTensor(int(tensor.size), tuple(tensor.shared_by)) for tensor in tensors)
 
 
 def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
