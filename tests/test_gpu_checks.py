@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import signal
+import uuid
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.copy.fake_cuda import FakeCuda
 from tests.vllm.rig import Answer
 from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.host import Direction
+from tiering.primary.memory.region import shared_path
 
 ANSWERS = [Answer([1, 2, 3], [0.0] * 3)]
 
@@ -147,10 +150,42 @@ def test_every_feature_that_touches_kv_has_a_server() -> None:
         assert word in text
 
 
-def test_left_over_shared_memory_is_found() -> None:
-    path = Path(f"/dev/shm/kv-tiering.test-{id(ANSWERS)}")
-    path.touch()
+def test_left_over_shared_memory_is_found_and_that_of_other_servers_does_not_count() -> None:
+    engine_id = f"test-{uuid.uuid4()}"
+    own, others = shared_path(engine_id), shared_path(f"other-{engine_id}")
+    for path in (own, others):
+        path.touch()
     try:
-        assert path.name in servers.shared_files()
+        assert servers.shared_files(engine_id) == [own.name]
     finally:
-        path.unlink()
+        own.unlink()
+        others.unlink()
+
+
+class Killed:
+    """A server that is killed at its first token, while another server starts."""
+
+    def stream(self, prompts: Sequence[list[int]], max_tokens: int) -> Iterator[list[Answer]]:
+        return iter([ANSWERS])
+
+    def end(self, with_signal: signal.Signals) -> None:
+        assert with_signal is signal.SIGKILL
+
+
+def test_a_server_that_starts_beside_a_kill_does_not_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = shared_path(f"beside-{uuid.uuid4()}")
+    seconds = iter(range(0, 1_000_000, 100))
+    monkeypatch.setattr("tests.vllm.server.time.monotonic", lambda: float(next(seconds)))
+
+    @contextmanager
+    def serve(*_: object, **__: str) -> Iterator[Killed]:
+        beside.touch()
+        yield Killed()
+
+    monkeypatch.setattr(servers, "serve", serve)
+    monkeypatch.setattr(servers, "_needs_vllm", lambda machine: None)
+    monkeypatch.setattr(servers, "write_llama", lambda path: path)
+    try:
+        assert "no shared memory" in servers.kills(dry_machine())
+    finally:
+        beside.unlink()

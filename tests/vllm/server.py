@@ -145,9 +145,9 @@ class Server:
                 self.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(10)
+                self.process.wait(END_SECONDS)
                 raise
-        until(lambda: not _group_lives(self.process.pid), 30, "the end of the server's processes")
+        until(lambda: not _group_lives(self.process.pid), END_SECONDS, "the end of the server's processes")
 
 
 def _completion(prompts: Sequence[list[int]], max_tokens: int, extra: dict[str, Any]) -> dict[str, Any]:
