@@ -1,8 +1,9 @@
 """Contract of a medium: a :class:`BlockStore` moves framed blocks to and from given places.
 
-A store has no index and takes no decisions. Retries, checksums, compression and deadlines are layers with the same
-interface (:mod:`tiering.secondary.io.layers`), written once for all stores. A store runs on the I/O side, and several
-threads call it at once.
+A store has no index and takes no decisions. Retries, deadlines of attempts and circuit breakers are layers with the
+same interface (:mod:`tiering.secondary.io.layers`), written once for all stores. Checksums and compression belong to
+the frames that a store moves (:mod:`tiering.secondary.io.codec`). A store runs on the I/O side, and several threads
+call it at once.
 
 Every store must keep these guarantees, which the conformance suite (:mod:`tiering.testing`) tests:
 

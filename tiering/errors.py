@@ -16,7 +16,11 @@ class TieringError(Exception):
 
 
 class ConfigError(TieringError, ValueError):
-    """An invalid stack, engine configuration or argument. Raised before anything is opened."""
+    """An invalid stack, engine configuration or argument, or a KV cache that cannot be offloaded.
+
+    A stack is refused before anything is opened. The layout of a KV cache is known only to the workers, which refuse it
+    while the engine starts, after the model's weights were loaded.
+    """
 
 
 class NotReadableError(TieringError, KeyError):
