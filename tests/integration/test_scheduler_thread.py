@@ -242,3 +242,30 @@ def test_a_reset_waits_only_for_io_threads_and_until_its_deadline_when_all_share
             assert all(0 < seconds <= 0.05 for seconds in waits)
             ask_all(engine, PROMPTS, f"{down} {turn}", max_tokens=2)
     bucket.heal()
+
+
+def test_no_reset_waits_for_a_valkey_that_is_killed_in_its_calls_and_a_bucket_that_refuses(
+    engine: Engine, bucket: FakeS3, server: ValkeyServer
+) -> None:
+    assert engine.tiers is not None
+    half, over = engine.tiers.scheduler_half, threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.02):  # calls begin meanwhile, and are cut
+            server.restart()
+            bucket.fail(Trouble.RESET, times=8)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        for turn in range(20):
+            ask_all(engine, PROMPTS[:2], f"killed {turn}", max_tokens=2)
+            calls = Calls("reset_cache")
+            with profiled(calls):
+                half.reset_cache()
+            other = {call for call in calls.seen if not re.match("lock.* in threading.py:.*, from host.py:", call)}
+            assert {call for call in other if not call.startswith("urandom")} == set()
+    finally:
+        over.set()
+        killer.join()
+        bucket.heal()
