@@ -30,7 +30,10 @@ PROMPTS = 8
 PROMPT_TOKENS = 400
 NEW_TOKENS = 64
 PATIENCE_SECONDS = 600.0
-"""Longest wait for an event that must come, in seconds; on a machine that does other work, a step takes long."""
+"""Longest wait for an event that must come, in seconds.
+
+On a machine that does other work, a step takes long.
+"""
 MOST_SLOWDOWN = 1.1
 """Largest inter-token latency (p99) with tiers, as a multiple of the latency without."""
 
@@ -143,7 +146,10 @@ def kills(machine: Machine) -> str:
 
 
 def shared_files(engine_id: str) -> list[str]:
-    """Return the names of one engine's regions in /dev/shm; other servers that start at the same time have some too."""
+    """Return the names of one engine's regions in /dev/shm.
+
+    Other servers that start at the same time have some too.
+    """
     return sorted(path.name for path in SHM.glob(f"{FILE_PREFIX}{engine_id}*"))
 
 

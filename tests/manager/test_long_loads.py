@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.secondary.rig import Rig
+from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.secondary import block_tier
 from tiering.secondary.io.messages import IoKind
 from tiering.testing.fake_tier import FakeTier
@@ -78,7 +79,7 @@ def test_a_store_may_take_longer_than_a_load() -> None:
     output = rig.manager.prepare_store(K[:1], rig.ctx)
     assert output is not None
     rig.manager.complete_store(K[:1], rig.ctx)
-    rig.clock.advance(29.0)
+    rig.clock.advance(COUNTS_OVERDUE + 29.0)
     assert rig.manager.has_pending_work()
     rig.clock.advance(1.0)
     assert not rig.manager.has_pending_work()

@@ -38,7 +38,7 @@ _ARRAY_KEYS = 12
 
 
 def small_tier(capacity: int, own_bytes: int, *, leads_on: bool) -> str | None:
-    """Return the advice on a CPU tier that is not larger than the engine's own KV cache; None for a larger one.
+    """Return the advice on a CPU tier that is not larger than the engine's own cache; None otherwise.
 
     Args:
         capacity: bytes of the CPU tier.

@@ -379,9 +379,10 @@ class TierJobs:
         return [job.promotion for job in self._jobs.values() if job.promotion is not None]
 
     def expected(self) -> bool:
-        """Return True if a tier has a job whose end is expected: at most :data:`COUNTS_OVERDUE` seconds overdue.
+        """Return True if a tier has a job whose end is expected.
 
-        Nothing is expected of a tier that is out of service until a restart.
+        A job may be overdue by :data:`COUNTS_OVERDUE` seconds. Nothing is expected of a tier that is out of service
+        until a restart.
         """
         latest = self._clock() - COUNTS_OVERDUE
         return any(

@@ -271,8 +271,8 @@ _STATES = (
         "available",
         "flag",
         "1 if the tier is in service",
-        "0: the engine runs without the tier, which takes itself back. The log has the reason. A medium that hangs is out "
-        "of service once a store or load has passed its deadline without progress.",
+        "0: the engine runs without the tier, which takes itself back. The log has the reason. A medium that hangs is "
+        "out of service once a store or load has passed its deadline without progress.",
     ),
     _gauge(
         "writable",

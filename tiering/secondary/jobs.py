@@ -329,7 +329,7 @@ class TierJobs:
         self.stores_due, self._written = due, self._io.stats.written_bytes
 
     def expire_stores(self, now: float) -> None:
-        """Take the tier out of service if the medium holds stores beyond their deadline and has written nothing.
+        """Take the tier out of service if stores hang beyond their deadline and nothing was written.
 
         Background probes find out when the medium answers: first for reads, which it may still serve.
         """
