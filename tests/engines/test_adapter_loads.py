@@ -33,8 +33,8 @@ class Manager:
         self.meanwhile()
         return content
 
-    def load(self, path: object, name: str = "adapter") -> bytes:
-        return self._load_adapter(SimpleNamespace(lora_name=name, lora_path=str(path)))
+    def load(self, path: object, name: str = "adapter", number: int = 1) -> bytes:
+        return self._load_adapter(SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path)))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def write(directory: Path, weights: bytes, age: int = OLD) -> Path:
 
 def identity(loads: AdapterLoads, path: Path, manager: Manager | None = None) -> str:
     (manager or Manager()).load(path)
-    return loads.take_news()["adapter"]
+    return loads.take_news()["1 adapter"]
 
 
 def test_a_load_is_reported_once_with_the_content_of_the_files(loads: AdapterLoads, tmp_path: Path) -> None:
@@ -158,22 +158,32 @@ def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
 
 def test_blocks_of_another_adapter_than_the_held_one_are_stale(loads: AdapterLoads, tmp_path: Path) -> None:
     held = identity(loads, write(tmp_path / "adapter", b"first"))
-    assert loads.check([("adapter", held, {1, 2})]) == set()
-    assert loads.check([("adapter", "another", {1, 2}), ("absent", "any", {3})]) == {1, 2, 3}
+    assert loads.check([("1 adapter", held, {1, 2})]) == set()
+    assert loads.check([("1 adapter", "another", {1, 2}), ("2 absent", "any", {3})]) == {1, 2, 3}
     assert loads.take_news() == {}
 
 
 def test_an_identity_that_is_asked_for_is_reported_again(loads: AdapterLoads, tmp_path: Path) -> None:
     held = identity(loads, write(tmp_path / "adapter", b"first"))
-    assert loads.check([("adapter", "", set()), ("absent", "", set())]) == set()
-    assert loads.take_news() == {"adapter": held, "absent": ""}
+    assert loads.check([("1 adapter", "", set()), ("2 absent", "", set())]) == set()
+    assert loads.take_news() == {"1 adapter": held, "2 absent": ""}
 
 
 def test_two_loads_of_other_files_between_two_reports_have_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
     manager = Manager()
     for weights in (b"first", b"other"):
         manager.load(write(tmp_path / "adapter", weights))
-    assert loads.take_news() == {"adapter": ""}
+    assert loads.take_news() == {"1 adapter": ""}
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_numbers(loads: AdapterLoads, tmp_path: Path) -> None:
+    manager = Manager()
+    for number, weights in [(1, b"first"), (2, b"other")]:
+        manager.load(write(tmp_path / str(number), weights), number=number)
+    news = loads.take_news()
+    assert news.keys() == {"1 adapter", "2 adapter"}
+    assert news["1 adapter"] != news["2 adapter"]
+    assert loads.check([("1 adapter", news["2 adapter"], {1}), ("2 adapter", news["2 adapter"], {2})]) == {1}
 
 
 @pytest.mark.parametrize("kind", [object, type("Other", (), {"_load_adapter": lambda self: None})])

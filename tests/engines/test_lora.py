@@ -18,6 +18,8 @@ from tiering.engines.vllm.lora import AdapterGuard
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 NOTHING = {"load": False, "store": False}
+NUMBERS = {"adapter": 1, "another": 3}
+"""Names of adapters, with their numbers."""
 
 
 def request(lora_id: int | None, path: str = "/a", name: str = "adapter", params: Any = None, **more: Any) -> Any:
@@ -28,7 +30,7 @@ def request(lora_id: int | None, path: str = "/a", name: str = "adapter", params
 def guard_of(*local_tiers: str, **held: str) -> AdapterGuard:
     """Return a guard to which the workers have reported ``held``; default: the one name "adapter"."""
     guard = AdapterGuard(local_tiers)
-    guard.report(held or {"adapter": "A"})
+    guard.report({f"{NUMBERS[name]} {name}": identity for name, identity in (held or {"adapter": "A"}).items()})
     return guard
 
 
@@ -80,9 +82,9 @@ def test_a_name_uses_no_tier_before_the_workers_have_reported_it() -> None:
     guard = AdapterGuard(["memory"])
     assert policy(guard, request(1)) == NOTHING
     assert checks(guard) == []  # the request is not computed in this step
-    assert checks(guard, "r") == [("adapter", "", set())]
+    assert checks(guard, "r") == [("1 adapter", "", set())]
     assert checks(guard, "r") == []
-    guard.report({"adapter": "A"})
+    guard.report({"1 adapter": "A"})
     assert policy(guard, request(1)) == {"tiers": ["memory"]}
 
 
@@ -99,15 +101,22 @@ def test_a_name_that_was_reported_with_other_files_uses_no_tier_until_a_reset(
     assert policy(guard, request(1)) == {"tiers": ["memory"]}
     assert guard.may_load("r")
     for identity in ("B", "A"):
-        guard.report({"adapter": identity})
+        guard.report({"1 adapter": identity})
         assert not guard.may_load("r")
         assert policy(guard, request(1)) == NOTHING
     assert len(caplog.records) == 1
     guard.reset()
     assert policy(guard, request(1)) == NOTHING
-    assert checks(guard, "r") == [("adapter", "", set())]
-    guard.report({"adapter": "B"})
+    assert checks(guard, "r") == [("1 adapter", "", set())]
+    guard.report({"1 adapter": "B"})
     assert policy(guard, request(1)) == {"tiers": ["memory"]}
+
+
+def test_an_adapter_is_not_taken_for_another_one_of_its_name_that_the_workers_hold() -> None:
+    guard = AdapterGuard(["memory"])
+    guard.report({"2 adapter": "B"})
+    assert policy(guard, request(1)) == NOTHING
+    assert checks(guard, "r") == [("1 adapter", "", set())]
 
 
 def test_a_request_that_goes_on_after_a_reset_loads_nothing_and_asks_what_it_stores() -> None:
@@ -115,9 +124,9 @@ def test_a_request_that_goes_on_after_a_reset_loads_nothing_and_asks_what_it_sto
     guard.admit(request(1))
     guard.reset()
     assert not guard.may_load("r")
-    assert checks(guard, "r") == [("adapter", "", set())]
-    guard.report({"adapter": "B"})
-    guard.report({"adapter": "C"})  # its blocks may belong to the adapter before
+    assert checks(guard, "r") == [("1 adapter", "", set())]
+    guard.report({"1 adapter": "B"})
+    guard.report({"1 adapter": "C"})  # its blocks may belong to the adapter before
     assert policy(guard, request(1)) == NOTHING
 
 
@@ -138,7 +147,7 @@ def test_blocks_that_were_loaded_are_checked_in_the_first_step_that_computes_wit
     guard.admit(request(1))
     order = LOADS[mode]
     assert checks(guard, metadata=order) == []  # the request waits for its load
-    assert checks(guard, "r") == [("adapter", "A", {4, 5})]
+    assert checks(guard, "r") == [("1 adapter", "A", {4, 5})]
     assert checks(guard, "r") == []
     assert order.adapter_checks == []
 

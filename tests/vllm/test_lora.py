@@ -191,3 +191,21 @@ def test_files_that_are_replaced_before_a_reset_need_no_second_one(
         answers, found = tiered.loaded(lambda: ask(tiered, adapter))
         assert (wrong(answers, expected["two"]), found) == ([], loaded)
         tiered.evict()
+
+
+def test_an_adapter_is_not_taken_for_another_one_of_its_name_that_the_worker_holds_too(
+    tiered: Engine, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    first = Asked("twice", 8, write_adapter(tmp_path / "first", 1))
+    for adapter in (first, Asked("twice", 9, write_adapter(tmp_path / "second", 2))):
+        hold(tiered, adapter)
+    tiered.evict()
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    hold(tiered, first)
+    assert wrong(ask(tiered, first), expected["one"]) == []
+    tiered.evict()
+    write_adapter(first.path, 2)
+    assert tiered.llm.llm_engine.remove_lora(first.number)
+    for _ in range(2):
+        assert wrong(ask(tiered, first), expected["two"]) == []
+        tiered.evict()

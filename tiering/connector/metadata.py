@@ -43,7 +43,7 @@ class OffloadingConnectorMetadata:
     rest of the hit, the report comes with the end of that load, else in this step.
     """
     adapter_checks: list[tuple[str, str, set[int]]] = field(default_factory=list)
-    """Adapters that the step computes with: name, assumed identity, and GPU blocks loaded for it.
+    """Adapters that the step computes with: key, assumed identity, and GPU blocks loaded for it.
 
     The identity "" asks the worker for the adapter's.
     """
@@ -62,7 +62,7 @@ class OffloadingWorkerMetadata:
     failed: set[int] = field(default_factory=set)
     """Ids of the jobs that failed on any worker."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
+    """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""

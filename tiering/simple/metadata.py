@@ -40,7 +40,7 @@ class SimpleCPUOffloadMetadata:
     load_ends: list[int] = field(default_factory=list)
     """Per request of the load event, the index in ``load_gpu_blocks`` behind its last block."""
     adapter_checks: list[tuple[str, str, set[int]]] = field(default_factory=list)
-    """Adapters that the step computes with: name, assumed identity, and GPU blocks loaded for it.
+    """Adapters that the step computes with: key, assumed identity, and GPU blocks loaded for it.
 
     The identity "" asks the worker for the adapter's.
     """
@@ -66,7 +66,7 @@ class SimpleCPUOffloadWorkerMetadata:
     for that worker, and its blocks never become visible.
     """
     adapters: dict[str, str] = field(default_factory=dict)
-    """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
+    """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""

@@ -28,10 +28,23 @@ _YOUNG_SECONDS = 2.0
 _observers: list[AdapterLoads] = []
 
 AdapterCheck = tuple[str, str, set[int]]
-"""Name of an adapter, its identity when KV was loaded for it ("": not known), and the GPU blocks."""
+"""Key of an adapter, its identity when KV was loaded for it ("": not known), and the GPU blocks."""
 
 Recorded = tuple[tuple[object, ...], ...]
 """Records of the file system about an adapter's files; empty: there are none."""
+
+
+def key_of(lora_request: Any) -> str:
+    """Return the key of an adapter: the number by which vLLM's workers know the adapter, and its name.
+
+    Workers may hold several adapters of one name.
+    """
+    return f"{lora_request.lora_int_id} {lora_request.lora_name}"
+
+
+def name_of(key: str) -> str:
+    """Return the name in an adapter's key."""
+    return key.partition(" ")[2]
 
 
 class AdapterLoads:
@@ -73,22 +86,22 @@ class AdapterLoads:
         """Return True if ``manager`` is this engine's."""
         return getattr(manager, "lora_config", None) is self._config
 
-    def record(self, name: str, identity: str) -> None:
+    def record(self, key: str, identity: str) -> None:
         """Record a load.
 
         Args:
-            name: name of the adapter.
+            key: key of the adapter.
             identity: its identity; "" if that is not known.
         """
         if not identity:
             logger.warning(
                 "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use no "
                 "tier until it is loaded again",
-                name,
+                name_of(key),
             )
-        if self._news.get(name, identity) != identity:
+        if self._news.get(key, identity) != identity:
             identity = ""  # two loads since the last report
-        self._held[name] = self._news[name] = identity
+        self._held[key] = self._news[key] = identity
 
     def check(self, checks: Iterable[AdapterCheck]) -> set[int]:
         """Return the blocks whose KV belongs to other adapters than this worker computes with.
@@ -96,16 +109,16 @@ class AdapterLoads:
         The identities that the checks ask for are reported.
         """
         stale: set[int] = set()
-        for name, identity, blocks in checks:
-            held = self._held.get(name, "")
+        for key, identity, blocks in checks:
+            held = self._held.get(key, "")
             if not identity:
-                self._news.setdefault(name, held)
+                self._news.setdefault(key, held)
             elif held != identity:
                 stale |= blocks
         return stale
 
     def take_news(self) -> dict[str, str]:
-        """Return the identities to report, by name, and forget that they are to be reported."""
+        """Return the identities to report, by key, and forget that they are to be reported."""
         news, self._news = self._news, {}
         return news
 
@@ -120,7 +133,7 @@ def _observed(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         loaded = load(self, lora_request)
         identity = adapter.identity()
         for one in observers:
-            one.record(str(lora_request.lora_name), identity)
+            one.record(key_of(lora_request), identity)
         return loaded
 
     _load_adapter.kv_tiering = True  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiering.api.request_policy import parse_request_policy
 from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.engines.vllm.adapter_loads import key_of, name_of
 from tiering.engines.vllm.loads import ordered_loads
 from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
@@ -40,12 +41,12 @@ class AdapterGuard:
         self._local_tiers = tuple(local_tiers)
         self._known: dict[str, tuple[Any, Any]] = {}
         self._held: dict[str, str] = {}
-        """Identity of each adapter as the workers reported it last, by name; "": no tier may be used."""
+        """Identity of each adapter as the workers reported it last, by key; "": no tier may be used."""
         self._ambiguous: set[str] = set()
         self._unknown: dict[str, str] = {}
-        """Names of adapters to ask the workers for, by the id of a request."""
+        """Keys of adapters to ask the workers for, by the id of a request."""
         self._assumed: dict[str, tuple[str, str]] = {}
-        """Name and identity of the adapter of each open request that may use tiers, by request id."""
+        """Key and identity of the adapter of each open request that may use tiers, by request id."""
         self._loaded: dict[str, set[int]] = {}
         """GPU blocks that loads fill, of requests in ``_assumed`` that have not been computed since."""
 
@@ -57,36 +58,36 @@ class AdapterGuard:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return request
-        name = str(lora.lora_name)
+        key, name = key_of(lora), str(lora.lora_name)
         adapter = (lora.lora_int_id, getattr(lora, "lora_path", None))
         if getattr(lora, "load_inplace", False) or self._known.setdefault(name, adapter) != adapter:
             self._confused(name)
-        identity = self._held.get(name)
+        identity = self._held.get(key)
         if identity is None:
-            self._unknown[request.request_id] = name
+            self._unknown[request.request_id] = key
         if name in self._ambiguous or not identity:
             return _without_tiers(request)
-        self._assumed[request.request_id] = (name, identity)
+        self._assumed[request.request_id] = (key, identity)
         return RequestWithParams(request, without_persistent(request.kv_transfer_params, self._local_tiers))
 
     def may_load(self, request_id: str) -> bool:
         """Return False if the adapter of a request is no longer the one that was assumed when it was admitted."""
         if (assumed := self._assumed.get(request_id)) is None:
             return True
-        name, identity = assumed
-        return name not in self._ambiguous and self._held.get(name) == identity
+        key, identity = assumed
+        return name_of(key) not in self._ambiguous and self._held.get(key) == identity
 
     def report(self, adapters: Mapping[str, str]) -> None:
         """Process the workers' report.
 
         Args:
-            adapters: identity of each adapter that was loaded or asked for, by name; "": not known, or not equal on all
+            adapters: identity of each adapter that was loaded or asked for, by key; "": not known, or not equal on all
                 workers.
         """
-        for name, identity in adapters.items():
-            if self._held.setdefault(name, identity) != identity:
-                self._held[name] = identity
-                self._confused(name)
+        for key, identity in adapters.items():
+            if self._held.setdefault(key, identity) != identity:
+                self._held[key] = identity
+                self._confused(name_of(key))
 
     def with_checks(self, metadata: Metadata, scheduled: Container[str]) -> Metadata:
         """Return a step's message with the adapters that the workers must check in this step.
@@ -123,7 +124,7 @@ class AdapterGuard:
         self._ambiguous.clear()
         self._held.clear()
         self._loaded.clear()
-        self._unknown.update((req_id, name) for req_id, (name, _) in self._assumed.items())
+        self._unknown.update((req_id, key) for req_id, (key, _) in self._assumed.items())
 
     def _confused(self, name: str) -> None:
         if name not in self._ambiguous:
