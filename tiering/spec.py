@@ -76,6 +76,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         """Identity of the model."""
         self.identify: Callable[[], ModelIdentity] | None = None
         """Returns the identity for tiers that outlive the process; None: :attr:`model`. See ``open_manager``."""
+        self.mark: bytes | None = None
+        """Digest of what this worker computes with, for the scheduler's side; None: this side has none."""
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self.recording = _recording(self.stack, self.group_bytes)
@@ -134,6 +136,14 @@ class TieringOffloadingSpec(OffloadingSpec):
         region = self._open_region(share_of(kv_caches, layout))
         yield from make_handlers(kv_caches, region.view, layout, pageable=region.pageable)
 
+    def worker_marks(self) -> list[bytes]:
+        """Return the different marks of the workers that have mapped the rows: two at most.
+
+        Raises:
+            TieringError: the rows cannot be opened.
+        """
+        return self._open_region().marks
+
     @property
     def rows_are_shared(self) -> bool:
         """True if the scheduler and all workers have mapped the rows and see each other's writes."""
@@ -161,7 +171,9 @@ class TieringOffloadingSpec(OffloadingSpec):
                 )
             engine = self.engine
             self._region = (
-                SharedRegion.open_shared(engine.engine_id, rows, row_bytes, sides=engine.world_size + 1, share=share)
+                SharedRegion.open_shared(
+                    engine.engine_id, rows, row_bytes, sides=engine.world_size + 1, mark=self.mark, share=share
+                )
                 if engine.engine_id
                 else SharedRegion.create(rows, row_bytes, share=share)
             )

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from tests.test_documents import ROOT
+from tests.thread_limit import ThreadLimit
 from tiering.api.namespace import ModelIdentity
+from tiering.engines.vllm.built import UNKNOWN, settings_mark
 from tiering.engines.vllm.hub_cache import is_as_downloaded
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.identity import overrides
@@ -374,6 +376,11 @@ def looks_up(vllm_config: Any) -> None:
     note_files(sys._getframe())
 
 
+def identification_of(vllm_config: Any) -> Identification:
+    """Return an identification for workers that compute with what the scheduler's side knows."""
+    return Identification(IDENTITY, vllm_config, [settings_mark(IDENTITY)])
+
+
 def found(identification: Identification) -> ModelIdentity:
     """Return the identity, whose determination takes much less than a minute."""
     try:
@@ -388,7 +395,7 @@ def found(identification: Identification) -> ModelIdentity:
 def test_the_weights_are_identified_beside_the_start_of_the_engine(tmp_path: Path) -> None:
     config = configuration(write_model(tmp_path / "model"))
     looks_up(config)
-    identification = Identification(IDENTITY, config)
+    identification = identification_of(config)
     identification.start()
     assert found(identification).weights == weights_identity(config.model_config, AUTO)
 
@@ -402,7 +409,7 @@ def test_weights_that_changed_while_the_engine_read_them_have_no_identity(
     looks_up(config)
     changes(path, how)
     looks_up(config)  # later look-ups come after the engine has read the files
-    identification = Identification(IDENTITY, config)
+    identification = identification_of(config)
     identification.start()
     with pytest.raises(PermanentStoreError, match="changed while the engine started"):
         found(identification)
@@ -412,12 +419,12 @@ def test_weights_that_changed_while_the_engine_read_them_have_no_identity(
 def test_without_a_look_up_files_older_than_the_process_are_proven(tmp_path: Path) -> None:
     program = (
         "import sys; from types import SimpleNamespace as S; from tests.engines.test_identity import *;"
-        "one = Identification(IDENTITY, configuration(Path(sys.argv[1]))); one.start();"
+        "one = identification_of(configuration(Path(sys.argv[1]))); one.start();"
         "print('proven' if found(one).weights else '')"
     )
     path = write_model(tmp_path / "model")
     os.utime(path / "model.safetensors")
-    young = Identification(IDENTITY, configuration(path))
+    young = identification_of(configuration(path))
     young.start()
     with pytest.raises(PermanentStoreError):
         found(young)
@@ -428,9 +435,59 @@ def test_without_a_look_up_files_older_than_the_process_are_proven(tmp_path: Pat
     assert done.stdout == "proven\n", done.stderr
 
 
+@pytest.mark.parametrize("thread", ["kv-tiering-identity", "kv-tiering-digest"])
+def test_without_threads_a_model_has_no_identity(tmp_path: Path, thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(write_model(tmp_path / "model"))
+    looks_up(config)
+    ThreadLimit(monkeypatch).reach(thread)
+    identification = identification_of(config)
+    identification.start()
+    with pytest.raises(PermanentStoreError, match="thread"):
+        found(identification)
+
+
 def test_a_model_that_cannot_be_identified_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be identified"):
-        Identification(IDENTITY, configuration(tmp_path / "org" / "model")).start()
+        identification_of(configuration(tmp_path / "org" / "model")).start()
+
+
+def test_workers_that_compute_with_the_schedulers_configuration_leave_the_namespace_as_it_was(tmp_path: Path) -> None:
+    config = configuration(write_model(tmp_path / "model"))
+    looks_up(config)
+    identification = identification_of(config)
+    identification.start()
+    assert found(identification).overrides == IDENTITY.overrides
+
+
+def test_another_configuration_of_all_workers_is_part_of_the_namespace(tmp_path: Path) -> None:
+    config = configuration(write_model(tmp_path / "model"))
+    looks_up(config)
+    overrides = []
+    for change in ("one", "another"):
+        identification = Identification(IDENTITY, config, [settings_mark(IDENTITY, [change])])
+        identification.start()
+        overrides.append(found(identification).overrides)
+    assert overrides[0] != overrides[1]
+    assert IDENTITY.overrides not in overrides
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [
+        ([b"one", b"another"], "built from different configurations"),
+        ([UNKNOWN], "is not known"),
+        ([settings_mark(IDENTITY), UNKNOWN], "built from different configurations"),
+        ([], "is not known"),
+    ],
+)
+def test_workers_whose_configuration_differs_or_is_not_known_use_no_tier_that_outlives_the_process(
+    tmp_path: Path, marks: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    identification = Identification(IDENTITY, configuration(write_model(tmp_path / "model")), marks)
+    identification.start()
+    with pytest.raises(PermanentStoreError, match=reason):
+        found(identification)
+    assert caplog.text.count("no tier that outlives the process is used") == 1
 
 
 # ----------------------------------------------------------------------------------------------------- draft, overrides

@@ -20,7 +20,7 @@ from tests.thread_limit import ThreadLimit
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory import prefault, region, room
 from tiering.primary.memory.filelock import try_lock
-from tiering.primary.memory.region import PAGE, SharedRegion, shared_path, sweep
+from tiering.primary.memory.region import MARK_BYTES, PAGE, SharedRegion, shared_path, sweep
 
 ROWS, ROW_BYTES = 16, 5000
 
@@ -56,6 +56,29 @@ def test_an_anonymous_region_is_complete_and_has_no_name() -> None:
     shared = SharedRegion.create(ROWS, ROW_BYTES)
     assert shared.is_complete
     assert set(region.SHM.iterdir()) <= before
+    shared.close()
+
+
+def test_sides_see_each_others_marks_also_after_a_close(tmp_path: Path) -> None:
+    sides = [
+        SharedRegion.open_shared("engine-0", ROWS, ROW_BYTES, sides=5, directory=tmp_path, mark=mark)
+        for mark in (None, b"a" * MARK_BYTES, b"a" * MARK_BYTES)
+    ]
+    assert [side.marks for side in sides] == [[b"a" * MARK_BYTES]] * 3
+    sides += [
+        SharedRegion.open_shared("engine-0", ROWS, ROW_BYTES, sides=5, directory=tmp_path, mark=mark)
+        for mark in (b"b" * MARK_BYTES, b"c" * MARK_BYTES)
+    ]
+    sides[0].close()
+    assert [side.marks for side in sides] == [[b"a" * MARK_BYTES, b"b" * MARK_BYTES]] * 5
+    assert all(not side.array.any() for side in sides[1:])
+    for side in sides:
+        side.close()
+
+
+def test_a_region_of_one_process_has_no_marks() -> None:
+    shared = SharedRegion.create(ROWS, ROW_BYTES)
+    assert shared.marks == []
     shared.close()
 
 

@@ -136,6 +136,39 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
     )
 
 
+def write_llama4(directory: Path, seed: int = 0) -> Path:
+    """Write a text-only Llama 4 and return ``directory``.
+
+    It has no experts. Attention temperature, if vLLM turns it on, changes all but the first of its positions.
+    """
+    import torch
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=65_536,
+        initializer_range=SHARP,
+        pad_token_id=0,
+        attention_chunk_size=None,
+        interleave_moe_layer_step=0,
+        moe_layers=[],
+        no_rope_layers=[0, 0, 1],
+        floor_scale=4,
+        attn_scale=1.0,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    transformers.Llama4ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
 def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
     """Write a DeepSeek V2 without experts and return ``directory``.
 

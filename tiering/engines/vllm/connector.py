@@ -34,6 +34,7 @@ from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWo
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.adapter_loads import AdapterLoads
+from tiering.engines.vllm.built import worker_mark
 from tiering.engines.vllm.events import engine_events
 from tiering.engines.vllm.geometry import (
     Geometry,
@@ -131,6 +132,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             return
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
         if is_worker:
+            self._spec.mark = worker_mark(self._spec.model, vllm_config.model_config.hf_config, sys._getframe(1))
             self.worker_half = OffloadingConnectorWorker(
                 self._spec, int(kv_cache_config.num_blocks), writes_early=zeroes_early(vllm_config, kv_cache_config)
             )
@@ -188,24 +190,25 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._adapters = AdapterGuard(
             tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent
         )
-        if persistent:
-            self._identification = spec.identify = Identification(spec.model, vllm_config)
-            self._identification.start()
         if getattr(vllm_config, "lora_config", None) is not None and persistent:
             logger.info(
                 "requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content"
             )
         try:
-            self.scheduler_half = OffloadingConnectorScheduler(
-                spec,
-                enable_kv_cache_events=_publishes_events(vllm_config),
-                engine_events=engine_events(kv_cache_utils, vllm_config),
-            )
+            marks = spec.worker_marks()
             if not spec.rows_are_shared:
                 raise RegionError(
                     f"not all {spec.engine.world_size} worker(s) share the CPU tier's memory with the scheduler: "
                     "all of them must be on this host, with one /dev/shm"
                 )
+            if persistent:
+                self._identification = spec.identify = Identification(spec.model, vllm_config, marks)
+                self._identification.start()
+            self.scheduler_half = OffloadingConnectorScheduler(
+                spec,
+                enable_kv_cache_events=_publishes_events(vllm_config),
+                engine_events=engine_events(kv_cache_utils, vllm_config),
+            )
         except BaseException:
             self.shutdown()
             raise

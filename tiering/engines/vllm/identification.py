@@ -11,14 +11,15 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tiering.api.namespace import ModelIdentity
+from tiering.engines.vllm.built import UNKNOWN, settings_mark
 from tiering.engines.vllm.weights import Seen, draft_identity, files_seen, unproven, weights_identity
-from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError, TieringError
+from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 from tiering.runtime.daemons import DaemonThreads
 
 logger = logging.getLogger("kv_tiering.vllm")
@@ -81,13 +82,15 @@ class Identification:
     weights are identified, and never if the engine may have read other content.
 
     Args:
-        model: identity of the model without its weights.
+        model: identity of the model without its weights, from the scheduler's configuration.
         vllm_config: vLLM's configuration.
+        marks: the different marks of the workers (:mod:`tiering.engines.vllm.built`).
     """
 
-    def __init__(self, model: ModelIdentity, vllm_config: Any) -> None:
+    def __init__(self, model: ModelIdentity, vllm_config: Any, marks: Sequence[bytes]) -> None:
         self._model = model
         self._config = vllm_config
+        self._marks = marks
         self._ended = threading.Event()
         self._error: str | None = None
         self._threads = DaemonThreads("kv-tiering-identity", 1)
@@ -100,7 +103,12 @@ class Identification:
         """
         before: Seen | None = getattr(self._config.model_config, _SEEN, None)
         files_seen(self._config.model_config, self._config.load_config)
-        self._threads.run(lambda: self._identify(before), self._fail)
+        if len(self._marks) > 1:
+            self._fail("the workers' models were built from different configurations")
+        elif UNKNOWN in self._marks or not self._marks:
+            self._fail("the configuration that the workers' models were built from is not known")
+        else:
+            self._threads.run(lambda: self._identify(before), self._fail)
 
     def stop(self) -> None:
         """Wait for no identity any more."""
@@ -127,7 +135,7 @@ class Identification:
             draft = draft_identity(self._config)
             after = files_seen(model_config, load_config)
             changed = unproven(_older(after) if before is None else before, after)
-        except (TieringError, OSError) as error:
+        except Exception as error:  # also a lack of threads, and what foreign objects raise
             self._fail(f"the model's weights cannot be identified: {error}")
             return
         if changed is not None:
@@ -137,6 +145,8 @@ class Identification:
             )
             return
         known = self._model.overrides if draft is None else {**self._model.overrides, "draft": draft}
+        if (mark := self._marks[0]) != settings_mark(self._model):
+            known = {**known, "computed": mark.hex()}
         self._model = dataclasses.replace(self._model, weights=weights, overrides=known)
         self._ended.set()
 

@@ -38,6 +38,8 @@ _OTHER_JSON = frozenset(
 All other JSON files count: they choose the files that are read (``*.index.json``), or say how to use them.
 """
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""An object's address, which differs between processes."""
 _CHUNK = 16 << 20
 _SLOW_SECONDS = 5.0
 _PROGRESS_SECONDS = 10.0
@@ -358,4 +360,6 @@ def plain(value: Any) -> Any:
         return {str(word): plain(item) for word, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return _ADDRESS.sub("", str(value))

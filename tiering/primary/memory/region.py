@@ -41,16 +41,19 @@ FILE_PREFIX = "kv-tiering."
 """Prefix of the names of region files."""
 
 # The header is the page after the rows: magic, rows, row stride, sides; then a byte that is 1 once all sides have
-# mapped the region, and a byte that is 1 if a side cannot pin the rows.
+# mapped the region, and a byte that is 1 if a side cannot pin the rows; then the first two different marks.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvregn01"
 _COMPLETE_AT = 64
 _PAGEABLE_AT = 65
+_MARKS_AT = 128
 # Bytes far beyond the end of the file that only carry locks: one guards the header, then there is one for each side.
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
 MAX_SIDES = 1024
 """Largest number of sides that can share a region."""
+MARK_BYTES = 16
+"""Length of a mark in bytes."""
 
 
 def row_stride(row_bytes: int) -> int:
@@ -122,6 +125,7 @@ class SharedRegion:
         "__weakref__",
         "_complete",
         "_finalizer",
+        "_marks",
         "_rows",
         "address",
         "nbytes",
@@ -155,6 +159,7 @@ class SharedRegion:
         flag = self.nbytes + _PAGEABLE_AT
         self.pageable: NDArray[np.uint8] = flat[flag : flag + 1]
         """One byte, shared by all sides: any of them sets it to 1 if it cannot pin the rows."""
+        self._marks: NDArray[np.uint8] = flat[self.nbytes + _MARKS_AT :][: 2 * MARK_BYTES].reshape(2, MARK_BYTES)
         self.address: int = flat.ctypes.data
         """Address of the first row in this process."""
         self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
@@ -192,6 +197,7 @@ class SharedRegion:
         row_bytes: int,
         *,
         sides: int,
+        mark: bytes | None = None,
         directory: Path = SHM,
         prefault: bool = True,
         share: Share | None = None,
@@ -206,6 +212,7 @@ class SharedRegion:
             num_rows: number of rows.
             row_bytes: size of a row in bytes; rounded up to whole pages.
             sides: number of processes, or parts of one, that map the region.
+            mark: :data:`MARK_BYTES` bytes, not all zero, that this side shows to the others; default: none.
             directory: directory of the region's file; default /dev/shm.
             prefault: True (default) to populate all pages now.
             share: the pages to populate, for a side that uses only some; default: all. One side must populate all.
@@ -230,6 +237,8 @@ class SharedRegion:
                         _agree(fd, num_rows, row_stride(row_bytes), sides, path)
                         all_there = _take_slot(fd, sides, path)
                         region = cls(fd, num_rows, row_bytes, path)
+                        if mark is not None and mark not in region.marks and len(region.marks) < 2:
+                            region._marks[len(region.marks)] = np.frombuffer(mark, np.uint8)
                         if all_there:
                             path.unlink()
                             region._complete[0] = 1
@@ -261,6 +270,11 @@ class SharedRegion:
         return bool(self._complete[0])
 
     @property
+    def marks(self) -> list[bytes]:
+        """The different marks of the sides that have mapped the region; the first two, if there are more."""
+        return [mark.tobytes() for mark in self._marks if mark.any()]
+
+    @property
     def array(self) -> NDArray[np.uint8]:
         """The rows: uint8 of shape (num_rows, row_stride).
 
@@ -279,7 +293,7 @@ class SharedRegion:
     def close(self) -> None:
         """Release the region. Its memory is freed with its last view. May be called twice."""
         self._rows = None
-        self._complete, self.pageable = self._complete.copy(), self.pageable.copy()
+        self._complete, self.pageable, self._marks = self._complete.copy(), self.pageable.copy(), self._marks.copy()
         self._finalizer()
 
 
