@@ -77,7 +77,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.identify: Callable[[], ModelIdentity] | None = None
         """Returns the identity for tiers that outlive the process; None: :attr:`model`. See ``open_manager``."""
         self.mark: bytes | None = None
-        """Digest of what this worker computes with, for the scheduler's side; None: this side has none."""
+        """Mark of this worker, which the scheduler's side compares with its own; None: there is none."""
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self.recording = _recording(self.stack, self.group_bytes)
