@@ -69,6 +69,14 @@ def test_a_changed_copy_of_a_part_is_a_change(hold: Any) -> None:
     assert changes[0] != changes[1]
 
 
+def test_what_differs_between_processes_alone_is_no_part_of_a_mark() -> None:
+    places = [object(), object()]
+    marks = {Worker(Module(config=whole(tuning=False, place=place))).builds_its_connector(whole()) for place in places}
+    assert len(marks) == 1
+    words = Module(config=whole(tuning=False, words={"b", "a", "c"}))
+    assert '["a", "b", "c"]' in min(changed_configs(words, whole()))
+
+
 class Worker:
     """A worker of vLLM."""
 

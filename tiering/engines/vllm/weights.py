@@ -360,6 +360,8 @@ def plain(value: Any) -> Any:
         return {str(word): plain(item) for word, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)  # the order differs between processes
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return _ADDRESS.sub("", str(value))
