@@ -53,11 +53,11 @@ class HeldStarts:
         self.own: list[str] = []
         self.held: list[str] = []
         self._released = threading.Event()
-        test = threading.current_thread()
+        test = threading.get_ident()
         start = threading.Thread.start
 
         def slow(thread: threading.Thread) -> None:
-            if threading.current_thread() is test:
+            if threading.get_ident() == test:
                 self.own.append(thread.name)
             elif thread.name.startswith(only):
                 self.held.append(thread.name)

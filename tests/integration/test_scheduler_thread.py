@@ -20,8 +20,8 @@ from tests.fake_s3 import FakeS3, Trouble
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_answers
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.runtime.launch import STARTER_NAME
 from tiering.secondary.io.host import IoHost
+from tiering.secondary.io.messages import IoTask
 from tiering.testing.clock import until
 from tiers.local import LocalTier, inspections, new_segments
 from tiers.object.definition import ObjectTier
@@ -29,8 +29,8 @@ from tiers.object.definition import ObjectTier
 PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]
 FAST = {"probe_after": "5ms", "probe_max": "10ms"}
 
-FAMILIES = ("memory-io", "local-io", "s3-io", "lookup", "inspect", "checkpoint", "segment", "health")
-"""Parts of the names of threads that the steps of the test need."""
+TASKS = ("inspect", "checkpoint", "segment", "health", "probe")
+"""Names of tasks that the steps of the test need."""
 
 
 @pytest.fixture
@@ -40,25 +40,36 @@ def server() -> Iterator[ValkeyServer]:
 
 
 class Starts:
-    """Threads that are started, by the name of the thread that starts them."""
+    """Threads that are started, and tasks that are run.
+
+    Attributes:
+        threads: names of the threads that were started, and of the low-level functions.
+        tasks: names of the tasks.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.by: dict[str, list[str]] = {}
-        start, start_low = threading.Thread.start, _thread.start_new_thread
+        self.threads: list[str] = []
+        self.tasks: set[str] = set()
+        start, start_low, run = threading.Thread.start, _thread.start_new_thread, IoHost.run
 
         def noted(thread: threading.Thread) -> None:
-            self.by.setdefault(threading.current_thread().name, []).append(thread.name)
+            self.threads.append(thread.name)
             start(thread)
 
         def noted_low(*arguments: object) -> int:
-            self.by.setdefault(threading.current_thread().name, []).append(str(arguments))
+            self.threads.append(str(arguments))
             return start_low(*arguments)  # type: ignore[call-overload, no-any-return]
+
+        def noted_task(host: IoHost, task: IoTask) -> None:
+            self.tasks.add(task.name)
+            run(host, task)
 
         monkeypatch.setattr(threading.Thread, "start", noted)
         monkeypatch.setattr(_thread, "start_new_thread", noted_low)
+        monkeypatch.setattr(IoHost, "run", noted_task)
 
-    def has(self, part: str) -> bool:
-        return any(part in name for name in self.by.get(STARTER_NAME, ()))
+    def has(self, task: str) -> bool:
+        return task in self.tasks
 
 
 BLOCKING = (
@@ -82,7 +93,7 @@ HARMLESS = {"fspath", "getpid", "get_blocking", "sched_yield"}
 ALLOWED = {
     # These acquire a lock without a wait.
     "threading.py:_wait_for_tstate_lock",
-    "tiering/runtime/launch.py:refuse",
+    "tiering/runtime/pool.py:_grow",
     # The logging module has a lock of its own, and writes; each line is rate-limited.
     "logging/__init__.py",
     # The breaker's state is changed under a lock when a probe of a medium in trouble begins or ends.
@@ -175,7 +186,7 @@ def exercise(engine: Engine, seen: Callable[[str], bool] = lambda part: True) ->
 
     Args:
         engine: the engine.
-        seen: function that returns True once a thread with this part in its name was started; default: always.
+        seen: function that returns True once a task of this name was run; default: always.
     """
     assert engine.tiers is not None
     manager = engine.tiers.scheduler_half.manager
@@ -195,7 +206,7 @@ def exercise(engine: Engine, seen: Callable[[str], bool] = lambda part: True) ->
     assert until(lambda: stepped(lambda: seen("checkpoint") and not local.checkpoint_pending))
     for tier in (local, s3):
         tier.io.breakers.trip("test")
-        assert until(lambda tier=tier: stepped(lambda: seen(f"{tier.name}-health") and tier.get_stats().writable))  # type: ignore[misc]
+        assert until(lambda tier=tier: stepped(lambda: seen("health") and tier.get_stats().writable))  # type: ignore[misc]
     ask_all(engine, PROMPTS, "after", max_tokens=2)
     assert engine.settle()
 
@@ -204,8 +215,8 @@ def test_no_step_starts_a_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch
     starts = Starts(monkeypatch)
     exercise(engine, starts.has)
     monkeypatch.undo()
-    assert [part for part in FAMILIES if not starts.has(part)] == []
-    assert threading.current_thread().name not in starts.by, starts.by
+    assert [task for task in TASKS if not starts.has(task)] == []
+    assert [name for name in starts.threads if "process_request_thread" not in name] == []
 
 
 def test_no_step_waits_or_does_io(engine: Engine) -> None:

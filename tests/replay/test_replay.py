@@ -252,6 +252,6 @@ def test_a_look_for_a_new_epoch_at_a_random_time_is_no_event() -> None:
     stack = load_stack({"primary": {"capacity": 8 * BLOCK_BYTES}, "secondary": [{"type": "s3", "bucket": "kv-cache"}]})
     io = Replay(stack, BLOCK_TOKENS, BLOCK_BYTES, MODEL).stack.tiers[0].io
     ended: list[object] = []
-    io.run(IoTask("epoch", lambda: "none", lambda found, error: ended.append((found, error)), background=True))
+    io.run(IoTask("epoch", lambda: "none", lambda found, error: ended.append((found, error))))
     assert ended == [("none", None)]
     assert (io.next_answer(), io.next_end()) == (math.inf, math.inf)

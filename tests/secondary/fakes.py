@@ -97,13 +97,14 @@ class FakeIo:
         """Jobs that no thread has begun."""
         self.store_begun = 0.0
         self.hanging_stores = 0
-        self.refused: StoreError | None = None
-        """Error with which background tasks end, as if no thread could be started."""
         self._ended: list[IoResult] = []
         self._done: list[tuple[IoTask, Any, BaseException | None]] = []
 
     def submit(self, job: IoJob) -> None:
         self.jobs.append(job)
+
+    def start(self, deadline: float, *, lookups: bool) -> None:
+        """Do nothing: there are no threads."""
 
     def waiting_rows(self, job_id: int) -> list[int]:
         return [row for job in self.jobs if job.job_id == job_id in self.unbegun for row in reversed(job.rows)]
@@ -119,10 +120,7 @@ class FakeIo:
 
     def run(self, task: IoTask) -> None:
         self.ran.append(task)
-        if task.background and self.refused is not None:
-            self._done.append((task, None, self.refused))
-        else:
-            self.tasks.append(task)
+        self.tasks.append(task)
 
     def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> IoJob:
         """End a job with ``outcomes``; default: every block is done."""

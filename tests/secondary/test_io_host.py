@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
 from tiering.secondary.io import assembly
 from tiering.secondary.io.depth import AUTO_DEPTH
-from tiering.secondary.io.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, IoHost
+from tiering.secondary.io.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, TASK_THREADS, IoHost
 from tiering.secondary.io.layers.breaker import BreakerState
 from tiering.secondary.io.messages import IoKind, IoTask
 from tiering.testing.chaos import ChaosPlan, Fault
@@ -131,15 +132,26 @@ def test_jobs_are_cut_less_while_others_wait() -> None:
     assert sizes[1] < 8, "the last jobs are cut"
 
 
-def test_a_thread_starts_only_when_no_other_is_free() -> None:
-    before = threading.active_count()
-    primary = Primary(4)
-    with running_host(DictStore(), primary, threads=8) as host:
-        for job_id in range(20):
-            host.submit(make_job(primary, IoKind.STORE, [0], job_id=job_id))
-            finish(host)
-            assert until(lambda: host._threads.idle == host._threads.alive)
-        assert threading.active_count() <= before + 4, "one thread or two serve them, beside the starter"
+def test_a_burst_of_jobs_wakes_one_thread_which_wakes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, store = Primary(8), GatedStore()
+    with running_host(store, primary, threads=1, release=store.gate.set) as host:
+        host.submit(make_job(primary, IoKind.STORE, [0]))
+        assert until(lambda: store.waiting == 1)
+        woken: list[object] = []
+        run = host._threads.run
+
+        def noted(work: Callable[[], object], refused: Callable[[TemporaryStoreError], object]) -> None:
+            woken.append(work)
+            run(work, refused)
+
+        monkeypatch.setattr(host._threads, "run", noted)
+        host.lanes.stores.finder.depth = 2
+        for job_id in range(1, 8):
+            host.submit(make_job(primary, IoKind.STORE, [job_id], job_id=job_id))
+        assert until(lambda: store.waiting == 2)
+        assert len(woken) <= 2
+        store.gate.set()
+        finish(host, 8)
 
 
 def test_a_direction_runs_no_more_units_than_its_depth() -> None:
@@ -158,7 +170,7 @@ def test_a_direction_runs_no_more_units_than_its_depth() -> None:
         finish(host, 3)
 
 
-def test_a_greater_depth_starts_the_threads_that_it_needs() -> None:
+def test_a_greater_depth_uses_the_threads_that_it_needs() -> None:
     primary, store = Primary(64), GatedStore()
     with running_host(store, primary, threads="auto", release=store.gate.set) as host:
         host.submit(make_job(primary, IoKind.STORE, range(64)))
@@ -175,6 +187,9 @@ def test_a_thread_that_cannot_be_started_makes_the_depth_smaller(thread_limit: T
     primary, store = Primary(8), GatedStore()
     with running_host(store, primary, threads="auto", release=store.gate.set) as host:
         thread_limit.reach("io-3")
+        host.start(0.0, lookups=False)
+        assert until(lambda: host._threads.shortage is not None)
+        assert host.poll() == []
         host.submit(make_job(primary, IoKind.STORE, range(8)))
         assert until(lambda: store.waiting == host.lanes.startable == 3)
         store.gate.set()
@@ -244,17 +259,17 @@ def test_loads_go_before_stores_that_came_earlier() -> None:
     assert [result.job.job_id for result in results] == [0, 2, 1]
 
 
-def test_tasks_go_before_jobs() -> None:
-    primary, store = Primary(2), GatedStore()
-    seen_at: list[int] = []
+def test_tasks_do_not_wait_for_jobs() -> None:
+    primary, store = Primary(4), GatedStore()
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        for job_id in range(3):
+            host.submit(make_job(primary, IoKind.STORE, [job_id], job_id=job_id))
         assert until(lambda: store.waiting == 1)
-        host.submit(make_job(primary, IoKind.LOAD, [1], job_id=1))
-        run_task(host, lambda: seen_at.append(len(store.calls)))
+        seen = run_task(host, lambda: store.waiting)
+        assert until(lambda: host.poll() or seen)
+        assert seen == [(1, None)]
         store.gate.set()
-        finish(host, 2)
-    assert seen_at == [1]
+        finish(host, 3)
 
 
 def test_a_thread_that_hangs_does_not_stop_the_others() -> None:
@@ -359,11 +374,10 @@ def test_an_overdue_job_ends_although_every_thread_hangs() -> None:
         assert sorted(result.job.job_id for result in finish(host, 2)) == [0, 2]
 
 
-def test_threads_that_hang_beyond_their_deadline_are_stood_in_for_until_they_come_back() -> None:
+def test_other_threads_go_on_while_some_hang_beyond_their_deadline() -> None:
     clock, primary, store = FakeClock(), Primary(4), FaultyStore()
     store.inject(Fault.HANG, gets=2)
     with running_host(store, primary, threads=2, clock=clock, release=store.release) as host:
-        before = threading.active_count()
         host.submit(make_job(primary, IoKind.LOAD, [0, 1], deadline=clock() + 5))
         assert until(lambda: store.hanging == 2)
         host.submit(make_job(primary, IoKind.STORE, [2, 3], job_id=1))
@@ -371,13 +385,11 @@ def test_threads_that_hang_beyond_their_deadline_are_stood_in_for_until_they_com
         clock.advance(5)
         (result,) = finish(host)
         assert result.job.job_id == 1
-        assert before + 3 <= threading.active_count() <= before + 4
         store.release()
         assert outcome_names(finish(host)[0].outcomes) == ["ABSENT", "ABSENT"]
         host.submit(make_job(primary, IoKind.STORE, range(4), job_id=2))
         host.submit(make_job(primary, IoKind.STORE, range(4), job_id=3))
         finish(host, 2)
-        assert until(lambda: threading.active_count() == before + 2)
 
 
 def test_a_job_under_way_is_not_reported_at_its_deadline_but_at_its_end() -> None:
@@ -431,8 +443,7 @@ def test_jobs_that_wait_fail_when_the_breaker_is_tripped_although_every_thread_h
 # ---------------------------------------------------------------------------------------------------------------- tasks
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_tasks_result_reaches_its_callback_on_the_polling_thread(background: bool) -> None:
+def test_a_tasks_result_reaches_its_callback_on_the_polling_thread() -> None:
     ran_on: list[threading.Thread] = []
     primary = Primary(1)
     with running_host(DictStore(), primary) as host:
@@ -441,7 +452,7 @@ def test_a_tasks_result_reaches_its_callback_on_the_polling_thread(background: b
             ran_on.append(threading.current_thread())
             return 42
 
-        seen = run_task(host, work, background=background)
+        seen = run_task(host, work)
         assert host.wait(10)
         assert seen == []
         assert host.poll() == []
@@ -474,11 +485,11 @@ def test_a_callback_that_raises_is_logged_and_costs_no_result(caplog: pytest.Log
         assert until(lambda: host.poll() or caplog.records)
 
 
-def test_a_background_task_delays_no_job() -> None:
+def test_a_task_delays_no_job() -> None:
     gate = threading.Event()
     primary = Primary(1)
     with running_host(DictStore(), primary, threads=1, release=gate.set) as host:
-        seen = run_task(host, gate.wait, background=True)
+        seen = run_task(host, gate.wait)
         host.submit(make_job(primary, IoKind.STORE, [0]))
         assert all_done(finish(host)[0].outcomes)
         assert seen == []
@@ -516,11 +527,9 @@ def test_closing_ends_every_thread_and_fails_what_was_not_begun() -> None:
         host.submit(make_job(primary, IoKind.STORE, [0]))
         assert until(lambda: store.waiting == 1)
         host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=1))
-        seen = run_task(host, lambda: None)
         assert not host.close(clock())
         (dropped,) = host.poll()
         assert outcome_names(dropped.outcomes) == ["TemporaryStoreError"] * 2
-        assert isinstance(seen[0][1], TemporaryStoreError)
         store.gate.set()
         assert host.close(clock() + 10)
         assert all_done(host.poll()[0].outcomes)
@@ -549,7 +558,7 @@ def test_closing_waits_for_background_tasks_which_can_see_it_coming() -> None:
         return host.stopping.wait(30)
 
     with running_host(DictStore(), primary, clock=clock) as host:
-        seen = run_task(host, wait, background=True)
+        seen = run_task(host, wait)
         assert begun.wait(10)
         assert host.close(clock() + 10)
         host.poll()
@@ -585,10 +594,12 @@ def test_what_comes_after_closing_is_reported_as_failed() -> None:
     assert isinstance(seen[0][1], PermanentStoreError)
 
 
-def test_no_thread_starts_before_there_is_something_to_do() -> None:
+def test_all_threads_are_started_before_there_is_work() -> None:
     before = threading.active_count()
-    with running_host(DictStore(), Primary(1)):
+    with running_host(DictStore(), Primary(1), threads=2) as host:
         assert threading.active_count() == before
+        host.start(time.monotonic(), lookups=True)
+        assert until(lambda: threading.active_count() == before + 2 + 2 + TASK_THREADS + LOOKUP_THREADS)
 
 
 def test_the_clock_of_the_context_is_used_unless_another_is_given() -> None:

@@ -11,17 +11,18 @@ from tests.secondary.fakes import FakeStore, make_namespace
 from tests.secondary.io_fakes import Primary, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.errors import TemporaryStoreError
+from tiering.runtime.pool import RETRY_SECONDS
 from tiering.secondary.io.messages import IoKind, IoTask
-from tiering.secondary.io.threads import THREAD_RETRY_SECONDS
 from tiering.secondary.service.opener import Opener
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
 
 
-def test_a_background_task_without_a_thread_ends_with_a_temporary_error(thread_limit: ThreadLimit) -> None:
+def test_a_task_without_a_thread_ends_with_a_temporary_error(thread_limit: ThreadLimit) -> None:
     seen: list[tuple[object, BaseException | None]] = []
-    task = IoTask("recovery", lambda: 42, lambda result, error: seen.append((result, error)), background=True)
-    with running_host(DictStore(), Primary(1)) as host:
+    task = IoTask("recovery", lambda: 42, lambda result, error: seen.append((result, error)))
+    clock = FakeClock()
+    with running_host(DictStore(), Primary(1), clock=clock) as host:
         thread_limit.reach()
         host.run(task)
         assert seen == []
@@ -32,6 +33,7 @@ def test_a_background_task_without_a_thread_ends_with_a_temporary_error(thread_l
         assert "ulimit -u" in str(error)
         assert "memory (ulimit -v" in str(error)
         thread_limit.leave()
+        clock.advance(RETRY_SECONDS)
         host.run(task)
         assert until(lambda: host.poll() or len(seen) == 2)
         assert seen[1] == (42, None)
@@ -49,7 +51,7 @@ def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(
         assert isinstance(failed[0], TemporaryStoreError)
         assert len(thread_limit.refused) == 1, "one attempt in so short a time, however many jobs there are"
         thread_limit.leave()
-        clock.advance(THREAD_RETRY_SECONDS)
+        clock.advance(RETRY_SECONDS)
         host.submit(make_job(primary, IoKind.STORE, range(4)))
         assert finish(host)[0].all_done
 
@@ -72,8 +74,9 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
         thread_limit.leave()
 
         def started() -> bool:
-            # The thread that was refused may not have told the host yet.
-            clock.advance(THREAD_RETRY_SECONDS)
+            # The attempt that was refused may not have ended yet.
+            clock.advance(RETRY_SECONDS)
+            host.run(IoTask("look", lambda: None, lambda result, error: None))
             host.poll()
             return Gated.waiting == 4
 
@@ -88,12 +91,12 @@ def test_the_log_tells_of_the_limit_once_in_a_while(
     clock = FakeClock()
     thread_limit.reach()
     with caplog.at_level(logging.ERROR, "kv_tiering.io"), running_host(DictStore(), Primary(1), clock=clock) as host:
-        for _ in range(500):
-            clock.advance(0.1)
-            host.run(IoTask("open", lambda: None, lambda result, error: None, background=True))
+        for attempt in range(50):
+            clock.advance(RETRY_SECONDS)
+            host.run(IoTask("open", lambda: None, lambda result, error: None))
+            assert until(lambda attempt=attempt: len(thread_limit.refused) > attempt and not host._threads.starting)  # type: ignore[misc]
             host.poll()
-        assert until(lambda: len(thread_limit.refused) == 500)
-    assert 1 <= len(caplog.records) <= 2
+    assert 1 <= len(caplog.records) <= 3
 
 
 def test_a_store_is_closed_although_no_thread_can_be_started_at_first(thread_limit: ThreadLimit) -> None:

@@ -257,26 +257,12 @@ def test_an_index_that_breaks_at_a_reset_does_not_keep_the_medium_from_forgettin
     def broken() -> list[bytes]:
         raise KeyError("slot 7")
 
-    rig.tier.index.clear = broken  # type: ignore[method-assign]
+    rig.tier.index.clear = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyError):
         rig.tier.reset(rig.clock() + 1)
     rig.io.run_tasks()
     assert restarted(rig).epoch != before
     assert rig.tier.lookup(K[0], CTX) is False
-
-
-def test_a_reset_that_a_background_thread_cannot_do_is_done_by_those_that_move_blocks() -> None:
-    rig = Rig().opened()
-    rig.io.refused = TemporaryStoreError("no thread can be started")
-    assert rig.tier.reset(rig.clock() + 1) is True
-    assert [task.background for task in rig.io.ran if task.name == "open"] == [True, True, False]
-
-
-def test_a_reset_that_has_no_time_left_is_handed_to_the_threads_that_are_there_all_the_same() -> None:
-    rig = Rig().opened()
-    rig.io.refused = TemporaryStoreError("no thread can be started")
-    assert rig.tier.reset(rig.clock()) is False
-    assert [task.background for task in rig.io.tasks if task.name == "open"] == [False]
 
 
 def test_a_reset_waits_no_longer_than_its_deadline_for_a_medium_that_hangs() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.thread_limit import ThreadLimit
 from tiering.api.manager import OffloadingEvent
-from tiering.runtime.launch import Launch
 from tiering.table import disposal, events
 from tiering.table.block_table import BlockTable
 from tiering.table.disposal import AT_ONCE, SLICE, Disposal
@@ -95,19 +95,20 @@ def test_large_dictionaries_are_freed_elsewhere_in_slices() -> None:
 
 
 def test_small_dictionaries_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disposal, "Launch", None)
+    monkeypatch.setattr(disposal, "ThreadPool", None)
     freeing = Disposal()
     freeing.add([_table(AT_ONCE), {}])
     freeing.add([])
     assert not freeing.busy
 
 
-def test_dictionaries_wait_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launch, "begin", lambda launch: launch.refuse(RuntimeError("no threads")))
+def test_dictionaries_wait_while_no_thread_can_be_started(thread_limit: ThreadLimit) -> None:
+    thread_limit.reach()
     freeing, first, second = Disposal(lambda seconds: None), _table(AT_ONCE + 1), _table(AT_ONCE + 1)
     freeing.add([first])
-    assert (len(first), freeing.busy) == (AT_ONCE + 1, False)
-    monkeypatch.undo()
+    assert until(lambda: thread_limit.refused and not freeing.busy)
+    assert len(first) == AT_ONCE + 1
+    thread_limit.leave()
     freeing.add([second])
     assert until(lambda: not first and not second)
 

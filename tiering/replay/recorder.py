@@ -27,7 +27,7 @@ from tiering.replay.readers import header_line, request_line
 from tiering.replay.trace import Hashes, TraceRequest
 from tiering.replay.trace_files import TraceFiles
 from tiering.runtime.forks import inert_in_children
-from tiering.runtime.launch import Launch
+from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.trace")
@@ -83,8 +83,8 @@ class TraceRecorder:
         self._refused = self._failed = 0
         self._warn = LimitedWarning(logger, time.monotonic)
         self._accepts, self._unserved = True, False
-        self._thread = Launch("kv-tiering-trace", self._serve, self._unstarted)
-        self._thread.begin()
+        self._threads = ThreadPool("kv-tiering-trace", 1)
+        self._threads.run(self._serve, self._unstarted)
         inert_in_children(self, _InertRecorder)
 
     @property
@@ -111,6 +111,7 @@ class TraceRecorder:
         """Accept no more requests, and let the thread end once it has written those that wait."""
         self._accepts = False
         self._stopped.set()
+        self._threads.stop()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after :meth:`stop`.
@@ -118,9 +119,9 @@ class TraceRecorder:
         Args:
             timeout: longest wait in seconds; a disk that hangs then keeps the thread, which does not keep the process.
         """
-        self._thread.join(timeout)
+        self._threads.join(timeout)
 
-    def _unstarted(self, error: BaseException | None) -> None:
+    def _unstarted(self, error: BaseException) -> None:
         """Accept no requests, because the thread cannot be started."""
         self._accepts, self._unserved = False, True
         logger.warning("record_trace: no thread can be started, so no requests are recorded: %s", error)

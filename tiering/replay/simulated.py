@@ -266,6 +266,9 @@ class SimulatedIo:
         self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
         return end <= self._clock.now
 
+    def start(self, deadline: float, *, lookups: bool) -> None:
+        """Do nothing: there are no threads."""
+
     def waiting_rows(self, job_id: int) -> list[int]:
         return self.stores.waiting_rows(job_id, self._clock.now)
 

@@ -1,4 +1,4 @@
-"""The process-level helpers: threads and their starter, forks, owner threads, news, rate limits.
+"""The process-level helpers: pools of threads, forks, owner threads, news, rate limits.
 
 This package imports only the errors.
 """

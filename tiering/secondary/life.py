@@ -168,6 +168,7 @@ class TierLife:
 
     def open(self, deadline: float) -> bool:
         """Open the medium, waiting at most until ``deadline``, and return True if the tier is in service."""
+        self._io.start(deadline, lookups=self._index.shared)
         self._service.start()
         self.wait(lambda: not self._service.attempting, deadline)
         if self._service.attempting:
@@ -205,7 +206,6 @@ class TierLife:
             # The blocks on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)
         self._io.discard()
-        # Poll at least once, also if there is no time left: an attempt without a thread then uses an existing one.
         self._jobs.poll()
         self.wait(lambda: self.reset_done or not self._service.attempting, deadline)
         if not self.reset_done:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
-from tiering.runtime.launch import Launch
+from tiering.runtime.pool import ThreadPool
 
 SLICE = 256
 """Keys that are removed without a rest. That takes about 30 us."""
@@ -36,7 +36,7 @@ class Disposal:
     def __init__(self, rest: Callable[[float], object] = time.sleep) -> None:
         self._rest = rest
         self._waiting: deque[Table] = deque()
-        self._thread: Launch | None = None
+        self._pool: ThreadPool | None = None
 
     def add(self, tables: Iterable[Table]) -> None:
         """Free ``tables``, which the caller does not use any more. Returns at once.
@@ -46,17 +46,18 @@ class Disposal:
         self._waiting.extend(tables)
         if len(self._waiting) <= 2 and sum(map(len, self._waiting)) <= AT_ONCE:
             self._waiting.clear()
-        elif self._waiting and (self._thread is None or not self._thread.is_alive()):
-            self._thread = Launch("kv-free", self._run, self._refused)
-            self._thread.begin()
+        elif self._waiting and not self.busy:
+            self._pool = pool = ThreadPool("kv-free", 1)
+            pool.run(self._run, self._refused)
+            pool.stop()  # the thread ends after this work
 
     @property
     def busy(self) -> bool:
         """True while the thread runs or is about to start."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._pool is not None and not self._pool.join(0.0)
 
-    def _refused(self, error: BaseException | None) -> None:
-        self._thread = None
+    def _refused(self, error: BaseException) -> None:
+        self._pool = None
 
     def _run(self) -> None:
         while True:
@@ -64,7 +65,7 @@ class Disposal:
                 table = self._waiting.popleft()
             except IndexError:
                 # The thread is not counted any more from here on; what has arrived since is taken all the same.
-                self._thread = None
+                self._pool = None
                 if not self._waiting:
                     return
                 continue

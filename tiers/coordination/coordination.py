@@ -15,7 +15,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place, StoreProbe
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.runtime.flag import Flag
-from tiering.runtime.launch import Launch
+from tiering.runtime.pool import ThreadPool
 from tiering.secondary.coordination import Claim, Coordination, Heard
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
@@ -39,9 +39,6 @@ A directory that denies a block which is there loses its completeness, and is fi
 
 IDENTITY_SECONDS = 300.0
 """Seconds between two reads of the medium's identifier, which changes if the medium is restored."""
-
-START_RETRY_SECONDS = 15.0
-"""Seconds after a failure to start a thread until the next try."""
 
 _IDLE_SECONDS = 0.25
 
@@ -89,7 +86,8 @@ class ValkeyCoordination(Coordination):
             name="kv-tiering-fleet",
             scripts=SCRIPTS,
         )
-        self._filling = Filling(name, listing, self._client)
+        self._threads = ThreadPool(f"kv-{name}-fleet", 3)
+        self._filling = Filling(name, listing, self._client, self._threads)
         self._scope: Scope | None = None
         self._left: deque[Scope] = deque()
         """Scopes of epochs that were left, with words that still have to be said."""
@@ -101,9 +99,8 @@ class ValkeyCoordination(Coordination):
         """Number of connections and names so far; the listening thread subscribes anew after each change."""
         self._wake = Flag()
         self._stop = threading.Event()
-        self._threads: list[Launch] = []
-        self._start_due: float | None = None
-        """Time of the next try to start the threads; None: they were started. Any thread may set it."""
+        self._begun: set[Callable[[], None]] = set()
+        """The work that a thread does, or is about to begin."""
         self._short_of_threads = False
         self._random = random.Random()
 
@@ -161,7 +158,7 @@ class ValkeyCoordination(Coordination):
 
     def take(self) -> Heard | None:
         scope = self._scope
-        if self._start_due is not None and scope is not None and time.monotonic() >= self._start_due:
+        if scope is not None and (len(self._begun) < 2 or self._threads.alive < self._threads.size):
             self._start()
         return None if scope is None else scope.inbox.take()
 
@@ -169,32 +166,22 @@ class ValkeyCoordination(Coordination):
         self._stop.set()
         self._wake.set()
         self._filling.stop()
-        for thread in self._threads:
-            thread.cancel()
-        end = time.monotonic() + max(timeout, 0.0)
-        for thread in (*self._threads, *self._filling.threads()):
-            thread.join(max(end - time.monotonic(), 0.0))
-        running = any(thread.is_alive() for thread in (*self._threads, *self._filling.threads()))
+        self._threads.stop()
+        ended = self._threads.join(max(timeout, 0.0))
         self._ready = False
         self._client.close()
-        return not running
+        return ended
 
     def _start(self) -> None:
         """Start the threads that do not run; without threads, the tier works as without coordination."""
-        self._start_due = None
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        running = {thread.name for thread in self._threads}
-        for name, work in ((f"kv-{self._name}-tells", self._tell), (f"kv-{self._name}-hears", self._hear)):
-            if name in running or self._stop.is_set():
-                continue
-            thread = Launch(name, work, self._unstarted)
-            self._threads.append(thread)
-            thread.begin()
+        self._threads.start()
+        for work in (self._tell, self._hear):
+            if work not in self._begun and not self._stop.is_set():
+                self._begun.add(work)
+                self._threads.run(work, partial(self._unstarted, work))
 
-    def _unstarted(self, error: BaseException | None) -> None:
-        if error is None:
-            return
-        self._start_due = time.monotonic() + START_RETRY_SECONDS
+    def _unstarted(self, work: Callable[[], None], error: BaseException) -> None:
+        self._begun.discard(work)
         if not self._short_of_threads:
             self._short_of_threads = True
             logger.warning(

@@ -9,7 +9,7 @@ from functools import partial
 
 from tiering.block_store import Place
 from tiering.errors import StoreError
-from tiering.runtime.launch import Launch
+from tiering.runtime.pool import ThreadPool
 from tiers.coordination.directory import Directory, digests_of
 from tiers.valkey.client import ValkeyClient
 
@@ -20,7 +20,7 @@ _BATCH = 128
 
 
 class Filling:
-    """Fills one directory at a time, on a thread of its own.
+    """Fills one directory at a time.
 
     Blocks that are stored meanwhile are added by the machines that store them.
 
@@ -28,29 +28,31 @@ class Filling:
         name: name of the tier.
         listing: lists the places of all blocks below a prefix, in batches; blocks, and raises StoreError.
         client: connections to the server.
+        threads: pool with a thread for the fill.
     """
 
-    def __init__(self, name: str, listing: Callable[[str], Iterator[Sequence[Place]]], client: ValkeyClient) -> None:
+    def __init__(
+        self,
+        name: str,
+        listing: Callable[[str], Iterator[Sequence[Place]]],
+        client: ValkeyClient,
+        threads: ThreadPool,
+    ) -> None:
         self._name = name
         self._listing = listing
         self._client = client
-        self._thread: Launch | None = None
+        self._threads = threads
+        self._running = False
         self._stop = threading.Event()
 
     @property
     def running(self) -> bool:
         """True while a directory is being filled."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def threads(self) -> list[Launch]:
-        """Return the thread, if there is one."""
-        return [] if self._thread is None else [self._thread]
+        return self._running
 
     def stop(self) -> None:
         """End the fill soon; the directory stays incomplete."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.cancel()
 
     def start(self, directory: Directory, refused: Callable[[], object]) -> None:
         """Begin to fill ``directory``.
@@ -60,16 +62,16 @@ class Filling:
             refused: called instead, by any thread, if no thread can be started, or one runs.
         """
 
-        def unstarted(error: BaseException | None) -> None:
-            if error is not None:
-                logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
+        def unstarted(error: StoreError) -> None:
+            self._running = False
+            logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
             refused()
 
         if self.running or self._stop.is_set():
             refused()
             return
-        self._thread = Launch(f"kv-{self._name}-fills", partial(self._fill, directory), unstarted)
-        self._thread.begin()
+        self._running = True
+        self._threads.run(partial(self._fill, directory), unstarted)
 
     def _fill(self, directory: Directory) -> None:
         try:
@@ -88,3 +90,5 @@ class Filling:
                 self._name,
                 error,
             )
+        finally:
+            self._running = False

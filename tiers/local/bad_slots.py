@@ -234,7 +234,7 @@ class BadSlots:
             for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
         )
         write = self._store.write_document
-        self._io.run(IoTask("bad-slots", lambda: write(self._document, document), self._saved, background=True))
+        self._io.run(IoTask("bad-slots", lambda: write(self._document, document), self._saved))
 
     def _saved(self, result: None, error: BaseException | None) -> None:
         self._saving = False
@@ -269,7 +269,7 @@ class BadSlots:
             self._trying = False
             self._tried(due, outcomes)
 
-        self._io.run(IoTask("bad-slots", try_all, ended, background=True))
+        self._io.run(IoTask("bad-slots", try_all, ended))
 
     def _tried(self, due: Sequence[int], outcomes: dict[int, StoreError | None]) -> None:
         now = self._clock()

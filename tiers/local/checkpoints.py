@@ -130,7 +130,7 @@ class Checkpoints:
                 sequence = SEQUENCE.take(1)
                 self._builder = CheckpointBuilder(store.geometry, namespace.fingerprint, generation, sequence)
 
-        self._io.run(IoTask("checkpoint", begin, begun, background=True))
+        self._io.run(IoTask("checkpoint", begin, begun))
 
     def advance(self) -> bool:
         """Complete the copy at once, and return True when no checkpoint is being written.
@@ -158,7 +158,7 @@ class Checkpoints:
                 raise store_error(error, "cannot write a checkpoint") from error
             return blocks
 
-        self._io.run(IoTask("checkpoint", write, self._ended, background=True))
+        self._io.run(IoTask("checkpoint", write, self._ended))
 
     def _ended(self, blocks: int | None, error: BaseException | None) -> None:
         self.running = False

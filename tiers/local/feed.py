@@ -159,7 +159,7 @@ class RecoveryFeed:
             self._resumed = True
         recovery = self._recovery
         self.fetching = True
-        self._io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched, background=True))
+        self._io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched))
 
     def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
         self.fetching = False

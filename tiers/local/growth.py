@@ -108,7 +108,7 @@ class Growth:
         now = self._clock()
         if now >= self._tidy_due:
             self._tidy_due = float("inf")
-            self._io.run(IoTask("tidy", self._store.tidy, self._tidied, background=True))
+            self._io.run(IoTask("tidy", self._store.tidy, self._tidied))
         grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
         if not grows or self._index.free < self._per_segment or self._waiting_blocks():
             self._grow()
@@ -213,7 +213,7 @@ class Growth:
             number = None if inspection.moved else store.new_segments.add(pace, taken, delete=needed)
             return inspection, number, number is None and not needed and bool(store.new_segments.room.strangers())
 
-        self._io.run(IoTask("segment", create, self._created, background=True))
+        self._io.run(IoTask("segment", create, self._created))
 
     def _created(self, found: tuple[Inspection, int | None, bool] | None, error: BaseException | None) -> None:
         self._pace = None
@@ -247,7 +247,7 @@ class Growth:
             regained = inspection.moved is None and store.regain(worst, relapsed=relapsed)
             return store.inspect(), regained
 
-        self._io.run(IoTask("regain", regain, self._regained, background=True))
+        self._io.run(IoTask("regain", regain, self._regained))
 
     def _regained(self, found: tuple[Inspection, bool] | None, error: BaseException | None) -> None:
         self._pace = None

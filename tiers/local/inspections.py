@@ -77,7 +77,7 @@ class Inspections:
             return
         self.running = True
         self.due = float("inf")
-        self._io.run(IoTask("inspect", self._store.inspect, self._ended, background=True))
+        self._io.run(IoTask("inspect", self._store.inspect, self._ended))
 
     def note(self) -> None:
         """Note that another task has inspected the directory now."""

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import StoreError
-from tiering.runtime.launch import Launch
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.files import store_error
 from tiering.secondary.index.slots import Sequences
@@ -294,12 +293,17 @@ class _Recovery:
                 except BaseException as error:
                     errors.append(error)
 
-        threads = [Launch("kv-scan", work, lambda error: None) for _ in pieces[:SCAN_THREADS]]
-        for thread in threads:
-            thread.begin()
+        threads: list[threading.Thread] = []
+        for _ in pieces[:SCAN_THREADS]:
+            thread = threading.Thread(target=work, name="kv-scan", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            threads.append(thread)
+        work()  # The process may have no more threads: this one does what the others left, if need be all.
         for thread in threads:
             thread.join()
-        work()  # The process may have no more threads: this one does what the others left, if need be all.
         if errors:
             raise errors[0]
         return [header for part in found for header in part]

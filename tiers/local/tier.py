@@ -331,7 +331,7 @@ class LocalTier(BlockTier):
         if busy or self._closing_store or self._closing_down or self.index.states.leaving or not self._open_is_due:
             return
         self._closing_store = True
-        self.io.run(IoTask("reopen", self.store.close, self._store_closed, background=True))
+        self.io.run(IoTask("reopen", self.store.close, self._store_closed))
 
     def _store_closed(self, result: None, error: BaseException | None) -> None:
         self._closing_store = False

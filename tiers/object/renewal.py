@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from tiering.errors import StoreError
-from tiering.runtime.daemons import DaemonThreads
+from tiering.runtime.pool import ThreadPool
 
 logger = logging.getLogger("kv_tiering.object")
 
@@ -64,7 +64,7 @@ class Renewal:
         self._works = False
         self._rest_until = 0.0
         self._stopped = threading.Event()
-        self._threads = DaemonThreads("object-renewal", 1)
+        self._threads = ThreadPool("object-renewal", 1)
         self.renewed = 0
         """Objects that were renewed so far."""
 
@@ -94,7 +94,7 @@ class Renewal:
         self._stopped.set()
         self._threads.stop()
 
-    def _refused(self) -> None:
+    def _refused(self, error: StoreError) -> None:
         with self._lock:
             self._works = False
 

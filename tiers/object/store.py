@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
-from tiering.runtime.daemons import DaemonThreads
+from tiering.runtime.pool import ThreadPool
 from tiers.object.cloud import Cloud, batches, make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
 from tiers.object.names import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS
@@ -86,7 +86,7 @@ class ObjectStore(BlockStore):
         self._translate = self._cloud.dialect.translate
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
-        self._probers = DaemonThreads("object-probe", PROBE_THREADS)
+        self._probers = ThreadPool("object-probe", PROBE_THREADS)
         self._requests = Requests(self._cloud)
         self._lifecycle_checked = False
         self._renewal: Renewal | None = None
@@ -123,7 +123,8 @@ class ObjectStore(BlockStore):
         except STORE_FAILURES as error:
             raise self._translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
-        self._probers = DaemonThreads("object-probe", PROBE_THREADS)
+        self._probers = ThreadPool("object-probe", PROBE_THREADS)
+        self._probers.start()
         age = self._options.renewal_age
         if age is not None:
             self._renewal = Renewal(age, self._modified, self._renew)
@@ -226,17 +227,20 @@ class ObjectStore(BlockStore):
             finally:
                 ended.put(None)
 
+        def unasked(at: int, error: StoreError) -> None:
+            ended.put(at)
+
         for at in range(1, len(names)):
-            self._probers.run(partial(ask, at), partial(ended.put, at))
+            self._probers.run(partial(ask, at), partial(unasked, at))
         if names:
             ask(0)
         left = len(names)
         while left:
-            unasked = ended.get()
-            if unasked is None:
+            at_hand = ended.get()
+            if at_hand is None:
                 left -= 1
             else:
-                ask(unasked)
+                ask(at_hand)
         return StoreProbe(tuple(answers))
 
     # --------------------------------------------------------------------------------------------- small documents

@@ -7,16 +7,14 @@ import pytest
 from tests.thread_limit import ThreadLimit
 from tests.tiers.coordination.fleet import Fleet, ready
 from tiering.testing.until import until
-from tiers.coordination import coordination
 
 
 def test_threads_that_could_not_be_started_are_started_later(
-    fleet: Fleet, thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coordination, "START_RETRY_SECONDS", 0.0)
-    thread_limit.reach("-tells", "-hears")
+    thread_limit.reach("-fleet")
     rig = fleet.machine(whole=False)
-    assert until(lambda: len(thread_limit.refused) >= 2)
+    assert until(lambda: thread_limit.refused)
     assert not ready(rig)
     thread_limit.leave()
     rig.wait(lambda: ready(rig))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
-from tiering.runtime.launch import STARTER_NAME
 from tiering.secondary.files import Files
 from tiering.testing.frames import key_of
 from tiers.local import checkpoints
@@ -45,8 +44,7 @@ def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monke
     rig.wait(lambda: rig.tier.index.blocks > 0)
     assert rig.tier.recovering
     assert rig.close()
-    running = {thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")}
-    assert [name for name in running if not name.startswith(STARTER_NAME)] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")] == []
     with opened(tmp_path) as again:
         assert again.load(K[:30]) == K[:30]
 

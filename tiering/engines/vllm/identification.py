@@ -20,7 +20,7 @@ from tiering.api.namespace import ModelIdentity
 from tiering.engines.vllm.built import UNKNOWN, settings_mark
 from tiering.engines.vllm.weights import Seen, draft_identity, files_seen, unproven, weights_identity
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
-from tiering.runtime.daemons import DaemonThreads
+from tiering.runtime.pool import ThreadPool
 
 logger = logging.getLogger("kv_tiering.vllm")
 
@@ -93,7 +93,7 @@ class Identification:
         self._marks = marks
         self._ended = threading.Event()
         self._error: str | None = None
-        self._threads = DaemonThreads("kv-tiering-identity", 1)
+        self._threads = ThreadPool("kv-tiering-identity", 1)
 
     def start(self) -> None:
         """Begin the identification.
@@ -108,7 +108,7 @@ class Identification:
         elif UNKNOWN in self._marks or not self._marks:
             self._fail("the configuration that the workers' models were built from is not known")
         else:
-            self._threads.run(lambda: self._identify(before), self._fail)
+            self._threads.run(lambda: self._identify(before), lambda error: self._fail(str(error)))
 
     def stop(self) -> None:
         """Wait for no identity any more."""
@@ -150,7 +150,7 @@ class Identification:
         self._model = dataclasses.replace(self._model, weights=weights, overrides=known)
         self._ended.set()
 
-    def _fail(self, reason: str = "no thread could be started to identify the model's weights") -> None:
+    def _fail(self, reason: str) -> None:
         self._error = f"{reason}; no tier that outlives the process is used"
         logger.warning("%s", self._error)
         self._ended.set()

@@ -6,7 +6,8 @@ share the units, the head of the prefix first. Inside a unit, blocks are ordered
 neighbours side by side. Tasks run before loads, and loads before stores. The depth of each direction
 (:mod:`tiering.secondary.io.depth`) bounds the units that run at once.
 
-If no thread runs and none can be started (:mod:`tiering.secondary.io.threads`), jobs and tasks fail with a
+The threads are started when the tier is opened, and are parked until there is work. There are more of them than units
+may run, so that others go on while some hang in the medium. If no thread can be started, jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
 """
 
@@ -23,16 +24,14 @@ from typing import Any
 
 from tiering.block_store import BlockStore, Done, Outcome
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.runtime.daemons import DaemonThreads
-from tiering.runtime.launch import Launch
 from tiering.runtime.news import News
+from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.io.depth import DepthBounds
-from tiering.secondary.io.lanes import JobState, Lanes, Unit, take, take_unit
+from tiering.secondary.io.lanes import JobState, Lanes, Unit, take_unit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
-from tiering.secondary.io.threads import IoThreads
 from tiering.secondary.io.withdrawal import StoreUnits
 
 _log = logging.getLogger("kv_tiering.io")
@@ -53,7 +52,11 @@ SINGLE_UNIT_BYTES = 1 << 20
 LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
+TASK_THREADS = 4
+"""Threads for tasks, besides those for the largest depth and for units that hang."""
+
 _LONGEST_WAIT = 0.05
+_LOG_PERIOD = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class IoHost:
     """Runs the jobs and tasks of one tier.
 
     :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome.
-    Threads start with the first job or task. The scheduler's thread calls all methods.
+    The scheduler's thread calls all methods.
 
     Args:
         pipeline: runs the units of jobs.
@@ -110,19 +113,10 @@ class IoHost:
         """Bytes below which no job is cut."""
         self.lanes = lanes = Lanes(depth, clock)
         """Units that wait and run, and the depth of each direction."""
-        self._threads = IoThreads(
-            name,
-            depth.most,
-            work=self._work,
-            room=lambda: len(self._tasks) + lanes.room,
-            stuck=lanes.stuck,
-            abandon=self._abandon,
-            refused=self._refused,
-            stopping=self.stopping,
-            clock=clock,
-        )
-        self._lookups = DaemonThreads(f"kv-{name}-lookup", LOOKUP_THREADS)
-        self._tasks: deque[IoTask] = deque()
+        self._threads = ThreadPool(f"kv-{name}-io", depth.most + depth.start + TASK_THREADS, clock)
+        self._lookups = ThreadPool(f"kv-{name}-lookup", LOOKUP_THREADS, clock)
+        self._woken = False
+        """True while a thread has been woken for units and has not begun to look for them."""
         self._ended: deque[IoResult | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = (news or News()).announce
@@ -132,6 +126,8 @@ class IoHost:
         self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
+        self._hanging = RateLimit(_LOG_PERIOD, clock)
+        self._short_of_threads = RateLimit(_LOG_PERIOD, clock)
         self.store_begun = clock()
         """Time at which a thread last began a part of a store, in monotonic seconds."""
 
@@ -157,6 +153,16 @@ class IoHost:
         """Number of threads that run a part of a store after its deadline."""
         return self.lanes.stores.stuck(self._clock())
 
+    def start(self, deadline: float, *, lookups: bool) -> None:
+        """Start the threads, and wait for them until ``deadline`` at most.
+
+        Args:
+            deadline: time on the tier's clock.
+            lookups: True if lookups need threads, too.
+        """
+        for pool in (self._threads, self._lookups) if lookups else (self._threads,):
+            pool.start(deadline - self._clock())
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; returns at once."""
         self._submitted += 1
@@ -180,13 +186,9 @@ class IoHost:
         """
         if (closed := self._closed_error()) is not None:
             self._refuse(task, closed)
-        elif task.lookup:
-            self._lookups.run(partial(self._run_lookup, task), partial(self._refuse_lookup, task))
-        elif task.background:
-            self._threads.run_alone(task.name, partial(self._run_task, task), partial(self._refuse, task))
         else:
-            self._tasks.append(task)
-            self._wake()
+            pool = self._lookups if task.lookup else self._threads
+            pool.run(partial(self._run_task, task), partial(self._refuse, task))
 
     def waiting_rows(self, job_id: int) -> list[int]:
         """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
@@ -223,6 +225,8 @@ class IoHost:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
         if self.lanes.loads.waiting or self.lanes.stores.waiting:
             self._sweep()
+        if (shortage := self._threads.shortage) is not None:
+            self._note_shortage(shortage)
         results: list[IoResult] = []
         while self._ended:
             item = self._ended.popleft()
@@ -280,33 +284,33 @@ class IoHost:
         self._lookups.stop()
         self._abandon()
         for wait in _waits(self._clock, deadline):
-            threads = self._running()
-            if not threads:
+            if self._threads.join(wait) and self._lookups.join(wait):
                 break
-            threads[0].join(wait)
-        if self._running():
+        else:
             return False
         self._abandon()
         self._pipeline.release()
         return True
 
     def join(self) -> None:
-        for thread in self._running():
-            thread.join()
-
-    def _running(self) -> list[Launch]:
-        return [*self._threads.running(), *self._lookups.running()]
+        self._threads.join()
+        self._lookups.join()
 
     def _closed_error(self) -> StoreError | None:
         return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
 
     def _wake(self) -> None:
-        """Make a thread look for an item; a thread is started for it if no other is free."""
-        if not self._threads.wake():
-            self._give_up()
+        """Make a thread look for units.
+
+        A thread that finds further units wakes the next thread. A burst of jobs therefore wakes one thread only, and
+        costs its caller one system call.
+        """
+        if not self._woken:
+            self._woken = True
+            self._threads.run(self._run_units, self._refuse_units)
 
     def _sweep(self) -> None:
-        """Fail the jobs that wait in vain, and start substitutes for threads that hang.
+        """Fail the jobs that wait in vain, and wake a thread in place of those that hang.
 
         Jobs wait in vain if a breaker keeps them from the medium, or if they are overdue because all threads hang.
         """
@@ -318,8 +322,25 @@ class IoHost:
                     self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
             while (unit := self._take_overdue(queue, now)) is not None:
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
-        if self.lanes.has_work and not self._threads.replace_stuck():
-            self._give_up()
+        if not self.lanes.has_work:
+            return
+        if (stuck := self.lanes.stuck()) and (count := self._hanging.admit(stuck)):
+            _log.warning("tier %s: %d I/O thread(s) hang in the medium; others go on", self.name, count)
+        self._wake()
+
+    def _note_shortage(self, error: BaseException) -> None:
+        """Bound the depth by the threads that run, because no more could be started for ``error``."""
+        self.lanes.refused(self._threads.alive)
+        if count := self._short_of_threads.admit():
+            _log.error(
+                "tier %s: %d of %d I/O threads run (%s); raise the limit on processes (ulimit -u, "
+                "docker: --pids-limit) or on memory (ulimit -v); it is tried again (%d such failure(s))",
+                self.name,
+                self._threads.alive,
+                self._threads.size,
+                error,
+                count,
+            )
 
     def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:
         try:
@@ -338,23 +359,19 @@ class IoHost:
         return None
 
     def _abandon(self) -> None:
-        self._fail_waiting(f"tier {self.name} is closing")
+        self._fail_waiting(TemporaryStoreError(f"tier {self.name} is closing"))
 
     # -------------------------------------------------------------------------------------------------- the I/O threads
 
-    def _work(self) -> bool:
-        """Run the most urgent task or unit, and return False if there is none for which there is a place."""
-        if (task := take(self._tasks)) is not None:
-            self._run_task(task)
-            return True
-        if (unit := self.lanes.begin()) is None:
-            return False
-        if unit.whole:
-            unit = self._cut(unit)
-        if self.lanes.has_work:
-            self._wake()
-        self._run_unit(unit)
-        return True
+    def _run_units(self) -> None:
+        """Run the most urgent units until there is none for which there is a place."""
+        self._woken = False
+        while not self.stopping.is_set() and (unit := self.lanes.begin()) is not None:
+            if unit.whole:
+                unit = self._cut(unit)
+            if self.lanes.has_work:
+                self._wake()
+            self._run_unit(unit)
 
     def _cut(self, unit: Unit) -> Unit:
         """Cut a whole job, or a part of one, into units; return the first one and queue the others.
@@ -402,13 +419,13 @@ class IoHost:
         self.lanes.end(job.kind, sum(moved), failed=len(moved) < len(positions))
         self._report(self._end_unit(unit, ordered, outcomes, begun))
 
-    def _run_lookup(self, task: IoTask) -> None:
-        if self.stopping.is_set() or self._clock() >= task.expires:
-            self._end(_TaskDone(task, None, OverdueError("nothing waits for the lookup any more")))
-        else:
-            self._run_task(task)
-
     def _run_task(self, task: IoTask) -> None:
+        if (closed := self._closed_error()) is not None:
+            self._refuse(task, closed)
+            return
+        if self._clock() >= task.expires:
+            self._refuse(task, OverdueError("nothing waits for the lookup any more"))
+            return
         result: Any = None
         failure: BaseException | None = None
         try:
@@ -420,31 +437,20 @@ class IoHost:
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def _refused(self, threads: int) -> None:
-        """Record that no more than ``threads`` threads can be started now."""
-        self.lanes.refused(threads)
-        if not threads:
-            self._give_up()
+    def _refuse_units(self, error: StoreError) -> None:
+        """Fail all units that wait, because no thread runs.
 
-    def _give_up(self) -> None:
-        """Fail all that waits, because no thread runs.
-
-        A thread that cannot be started frees its seat first, and work is queued before its caller looks at the seats.
-        One of the two therefore finds the work.
+        The flag comes first. A caller that finds it set has queued its units before, so that they are found here.
         """
-        self._fail_waiting(f"tier {self.name}: no I/O thread can be started at present")
+        self._woken = False
+        self._fail_waiting(error)
 
-    def _fail_waiting(self, reason: str) -> None:
+    def _fail_waiting(self, error: StoreError) -> None:
         while (unit := self.lanes.take_any()) is not None:
-            self._fail(unit, TemporaryStoreError(reason))
-        while (task := take(self._tasks)) is not None:
-            self._refuse(task, TemporaryStoreError(reason))
+            self._fail(unit, error)
 
     def _refuse(self, task: IoTask, error: StoreError) -> None:
         self._end(_TaskDone(task, None, error))
-
-    def _refuse_lookup(self, task: IoTask) -> None:
-        self._refuse(task, TemporaryStoreError(f"tier {self.name}: no thread for lookups can be started at present"))
 
     def _fail(self, unit: Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""

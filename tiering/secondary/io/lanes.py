@@ -10,13 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from tiering.block_store import Outcome
 from tiering.secondary.io.depth import DepthBounds, DepthFinder
 from tiering.secondary.io.messages import IoJob, IoKind
-
-_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -122,13 +119,6 @@ class Lanes:
             return True
         return bool(stores.waiting) and store_units < stores.finder.depth
 
-    @property
-    def room(self) -> int:
-        """Number of waiting units for which there may be a place."""
-        now, loads, stores = self._clock(), self.loads, self.stores
-        places = max(loads.finder.depth, stores.finder.depth) - loads.active(now) - stores.active(now)
-        return min(places, len(loads.waiting) + len(stores.waiting))
-
     def refused(self, threads: int) -> None:
         """Record that no more than ``threads`` threads can be started now; any thread may call."""
         self.startable = max(1, threads)
@@ -177,22 +167,11 @@ class Lanes:
                 lane.finder.ended(now, moved, full=full)
 
 
-def take(queue: deque[_Item]) -> _Item | None:
-    """Return and remove the head of ``queue``; None if it is empty.
-
-    Another thread may have taken the last element.
-    """
-    if not queue:
-        return None
-    try:
-        return queue.popleft()
-    except IndexError:
-        return None
-
-
 def take_unit(queue: deque[Unit]) -> Unit | None:
     """Return and remove the head of a lane's queue; None if it is empty. The caller owns the unit."""
-    unit = take(queue)
-    if unit is not None:
-        unit.state.waiting.discard(unit)
+    try:
+        unit = queue.popleft()
+    except IndexError:
+        return None
+    unit.state.waiting.discard(unit)
     return unit

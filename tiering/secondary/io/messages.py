@@ -76,8 +76,6 @@ class IoTask(NamedTuple):
 
     ``IoHost.poll`` calls it on the scheduler's thread.
     """
-    background: bool = False
-    """True: the task runs on its own thread and never delays a job; default False."""
     lookup: bool = False
     """True: the task runs on the threads for lookups, so that lookups and jobs never wait for one another.
 

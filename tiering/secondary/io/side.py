@@ -40,6 +40,14 @@ class IoSide(Protocol):
     def store_depth(self) -> int:
         """Number of units of stores that may run at once now."""
 
+    def start(self, deadline: float, *, lookups: bool) -> None:
+        """Start the threads, and wait for them until ``deadline`` at most.
+
+        Args:
+            deadline: time on the tier's clock.
+            lookups: True if lookups need threads, too.
+        """
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; :meth:`poll` returns its result."""
 

@@ -123,7 +123,6 @@ class CorruptBlocks:
                     "verify",
                     partial(read_again, self._io.store, block, self._header_bytes),
                     partial(self._ended, block),
-                    background=True,
                 )
             )
 

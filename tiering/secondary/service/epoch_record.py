@@ -140,9 +140,7 @@ class EpochRecord:
         self._running = True
         # What is recorded is decided here: what becomes known later may be younger than the blocks.
         epochs = {medium: found.epoch for medium, found in met.items()}
-        self._io.run(
-            IoTask("record", lambda: self._opener.record(namespace, epochs, proven), self._ended, background=True)
-        )
+        self._io.run(IoTask("record", lambda: self._opener.record(namespace, epochs, proven), self._ended))
 
     def _ended(self, result: None, error: BaseException | None) -> None:
         self._running = False

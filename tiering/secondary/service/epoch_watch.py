@@ -226,7 +226,7 @@ class EpochWatch:
             elif found is not None and self._namespace is namespace:
                 self._on_found(found)
 
-        self._io.run(IoTask("epoch", self._history.look, ended, background=True))
+        self._io.run(IoTask("epoch", self._history.look, ended))
 
     def _plan(self, seconds: float) -> None:
         in_a_while = self._clock() + seconds * random.uniform(0.75, 1.0)

@@ -94,7 +94,7 @@ class HealthCheck:
             self._reading = False
             _record(breaker, error)
 
-        self._io.run(IoTask("health", lambda: self._read(blocks), ended, background=True))
+        self._io.run(IoTask("health", lambda: self._read(blocks), ended))
 
     def _read(self, blocks: Sequence[tuple[bytes, Place]]) -> None:
         """Read ``blocks`` on the I/O side until one is sound or absent.
@@ -140,7 +140,7 @@ class HealthCheck:
                 self._on_bad_places(bad)
             _record(breaker, error)
 
-        self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended, background=True))
+        self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended))
 
     def _write(self, slots: Sequence[Place], outcomes: dict[Place, Done | StoreError]) -> None:
         """Write into ``slots`` until one write succeeds, and record each outcome; on the I/O side.

@@ -64,9 +64,7 @@ class Lease:
         self._running = True
         self.due = now + RENEWAL_SECONDS * random.uniform(0.8, 1.0)
         content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        self._io.run(
-            IoTask("lease", lambda: self._store.write_document(document, content), self._ended, background=True)
-        )
+        self._io.run(IoTask("lease", lambda: self._store.write_document(document, content), self._ended))
 
     def _ended(self, result: None, error: BaseException | None) -> None:
         self._running = False

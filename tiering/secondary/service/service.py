@@ -79,7 +79,8 @@ class TierService:
         self._on_entered = on_entered
         self._backoff = Backoff(options)
         self._target: Target | None = None
-        self._borrowing = False
+        self._repeating = False
+        """True if the running attempt follows at once on one that failed for the same reset."""
         self._stopped = False
         self._suspended = False
         self._overtaken = False
@@ -100,7 +101,7 @@ class TierService:
             return
         self.attempting = True
         target = self._target
-        self._io.run(IoTask("open", lambda: self._opener.enter(target), self._ended, background=not self._borrowing))
+        self._io.run(IoTask("open", lambda: self._opener.enter(target), self._ended))
 
     def leave(self, target: Target) -> None:
         """Leave the present epoch for that of ``target`` (a reset).
@@ -153,7 +154,7 @@ class TierService:
 
     def _ended(self, entered: Entered | None, error: BaseException | None) -> None:
         self.attempting = False
-        borrowed, self._borrowing = self._borrowing, False
+        repeated, self._repeating = self._repeating, False
         overtaken, self._overtaken = self._overtaken, False
         if self._stopped or self._suspended:
             return
@@ -162,9 +163,9 @@ class TierService:
             return
         target = self._target
         if entered is None:
-            if target is not None and not borrowed:
-                # There may have been no thread for the attempt: use an I/O thread, which exists already.
-                self._borrowing = True
+            if target is not None and not repeated:
+                # Callers wait for a reset, and a passing failure must not make it fail.
+                self._repeating = True
                 self.start()
                 return
             self._failed(error)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiering.errors import ConfigError, PermanentStoreError, StoreError
-from tiering.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -71,10 +70,6 @@ class _Keys:
         )
 
 
-def _renewed_later(error: BaseException | None) -> None:
-    logger.debug("credentials are renewed later: no thread can be started: %s", error)
-
-
 class CredentialSource:
     """A credential provider for obstore on top of boto3's chain. Any thread may call it.
 
@@ -93,7 +88,7 @@ class CredentialSource:
         """Guards the lookup; a thread may hold it for as long as the chain takes."""
         self._source: Any = None
         self._known: _Keys | None = None
-        self._renewal: Launch | None = None
+        self._renewal: threading.Thread | None = None
         self.region: str | None = None
         """The chain's region; None before the first call."""
 
@@ -160,8 +155,13 @@ class CredentialSource:
     def _renew(self) -> None:
         """Look for newer credentials in a thread that delays neither requests nor the end of the process."""
         if self._renewal is None or not self._renewal.is_alive():
-            self._renewal = Launch("s3-credentials", self._renew_now, _renewed_later)
-            self._renewal.begin()
+            renewal = threading.Thread(target=self._renew_now, name="s3-credentials", daemon=True)
+            try:
+                renewal.start()
+            except RuntimeError as error:
+                logger.debug("no thread renews the credentials now; the next request tries again: %s", error)
+            else:
+                self._renewal = renewal
 
     def _renew_now(self) -> None:
         try:

@@ -1,0 +1,205 @@
+"""Pools of threads: parked before their work, refusals without threads, and no wait for callers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.thread_limit import HeldStarts, ThreadLimit
+from tiering.errors import TemporaryStoreError
+from tiering.runtime.pool import LONGEST_START, RETRY_SECONDS, ThreadPool
+from tiering.testing.clock import FakeClock, until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Pieces:
+    """Work for threads; ``refused`` has the reasons for the pieces that no thread runs."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self.refused: list[TemporaryStoreError] = []
+        self._pool = pool
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._pool.run(work, self.refused.append)
+
+
+def ended(pool: ThreadPool) -> bool:
+    pool.stop()
+    return pool.join(10.0)
+
+
+def test_all_threads_are_started_at_once_and_parked() -> None:
+    pool = ThreadPool("t", 3)
+    assert pool.start(10.0)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("t-")] == ["t-0", "t-1", "t-2"]
+    assert (pool.alive, pool.shortage) == (3, None)
+    assert ended(pool)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("t-")]
+
+
+def test_no_more_work_runs_at_once_than_there_are_threads() -> None:
+    pool, gate, running = ThreadPool("t", 3), threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        running.release()
+        gate.wait()
+
+    for _ in range(5):
+        Pieces(pool).run(work)
+    for _ in range(3):
+        assert running.acquire(timeout=10)
+    assert not running.acquire(blocking=False)
+    gate.set()
+    for _ in range(2):
+        assert running.acquire(timeout=10)
+    assert ended(pool)
+
+
+def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
+    pool, gate, done = ThreadPool("t", 1), threading.Event(), []
+    pieces = Pieces(pool)
+    pieces.run(gate.wait)
+    for number in range(3):
+        pieces.run(lambda number=number: done.append(number))  # type: ignore[misc]
+    pool.stop()
+    assert pieces.refused == []
+    pieces.run(lambda: done.append(9))
+    assert ["stopped" in str(error) for error in pieces.refused] == [True]
+    assert not pool.join(0.0)
+    gate.set()
+    assert pool.join(10.0)
+    assert done == [0, 1, 2]
+
+
+def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:
+    pool, done = ThreadPool("t", 1), threading.Event()
+    Pieces(pool).run(lambda: 1 // 0)
+    Pieces(pool).run(done.set)
+    assert done.wait(10)
+    assert ended(pool)
+
+
+def test_no_caller_waits_for_a_start_and_work_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, pool, done = HeldStarts(monkeypatch), ThreadPool("t", 2), threading.Event()
+    pieces = Pieces(pool)
+    pieces.run(done.set)
+    assert until(lambda: held.held == ["t-0"])
+    assert not pool.start()
+    assert held.own == []
+    assert pieces.refused == []
+    held.release()
+    assert done.wait(10)
+    assert ended(pool)
+
+
+def test_work_that_no_thread_can_run_is_refused_and_later_work_tries_again(thread_limit: ThreadLimit) -> None:
+    clock = FakeClock()
+    pool, done = ThreadPool("t", 2, clock), threading.Event()
+    pieces = Pieces(pool)
+    thread_limit.reach()
+    pieces.run(done.set)
+    assert until(lambda: len(pieces.refused) == 1)
+    assert "ulimit -u" in str(pieces.refused[0])
+    assert str(pool.shortage) == "can't start new thread"
+    pieces.run(done.set)
+    assert len(pieces.refused) == 2
+    assert len(thread_limit.refused) == 1, "not tried again before its time"
+    thread_limit.leave()
+    clock.advance(RETRY_SECONDS)
+    pieces.run(done.set)
+    assert done.wait(10)
+    assert len(pieces.refused) == 2
+    assert until(lambda: pool.alive == 2 and pool.shortage is None)
+    assert ended(pool)
+
+
+def test_the_threads_that_run_do_the_work_while_others_are_missing(thread_limit: ThreadLimit) -> None:
+    clock = FakeClock()
+    pool, done = ThreadPool("t", 3, clock), threading.Semaphore(0)
+    thread_limit.reach("t-1")
+    assert not pool.start(10.0)
+    assert (pool.alive, str(pool.shortage)) == (1, "can't start new thread")
+    for _ in range(4):
+        Pieces(pool).run(done.release)
+    for _ in range(4):
+        assert done.acquire(timeout=10)
+    thread_limit.leave()
+    clock.advance(RETRY_SECONDS)
+    Pieces(pool).run(done.release)
+    assert until(lambda: pool.alive == 3)
+    assert ended(pool)
+
+
+def test_work_is_refused_while_the_start_of_the_first_thread_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    held, pool, done = HeldStarts(monkeypatch), ThreadPool("t", 1, clock), threading.Event()
+    pieces = Pieces(pool)
+    pieces.run(done.set)
+    assert until(lambda: held.held == ["t-0"])
+    assert pieces.refused == []
+    clock.advance(LONGEST_START)
+    pieces.run(done.set)
+    assert ["their start hangs" in str(error) for error in pieces.refused] == [True, True]
+    held.release()
+    assert until(lambda: pool.alive == 1)
+    pieces.run(done.set)
+    assert done.wait(10)
+    assert ended(pool)
+
+
+def test_a_stop_during_the_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, pool, done = HeldStarts(monkeypatch), ThreadPool("t", 3), threading.Event()
+    pieces = Pieces(pool)
+    pieces.run(done.set)
+    assert until(lambda: held.held == ["t-0"])
+    pool.stop()
+    assert not pool.join(0.0)
+    held.release()
+    assert pool.join(10.0)
+    assert pool.alive == 1, "the others were not needed any more"
+    assert done.is_set()
+
+
+def test_work_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    program = (
+        "import threading\n"
+        "from tiering.runtime.pool import ThreadPool\n"
+        "begun = threading.Event()\n"
+        "ThreadPool('t', 1).run(lambda: (begun.set(), threading.Event().wait()), print)\n"
+        "begun.wait()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+STARTERS = {
+    "tiering/runtime/pool.py": "a pool, without a wait for its threads",
+    "tiering/primary/memory/prefault.py": "the start of an engine",
+    "tiering/copy/host.py": "the start of an engine; its threads all start there",
+    "tiering/engines/vllm/weights.py": "the start of an engine",
+    "tiering/secondary/service/opener.py": "the shutdown of a tier, which may wait until its deadline",
+    "tiers/local/device_speed.py": "a measurement of the command line",
+    "tiers/local/recovery.py": "the recovery of a directory, on an I/O thread",
+    "tiers/object/s3/credentials.py": "the renewal of credentials, on an I/O thread",
+}
+"""The files that start threads themselves, and when. No step of a scheduler runs them."""
+
+
+def test_only_pools_start_threads_while_an_engine_runs() -> None:
+    words = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"}
+    found = set()
+    for package in ("tiering", "tiers"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+            names = {getattr(function, "attr", getattr(function, "id", None)) for function in called}
+            file = path.relative_to(ROOT).as_posix()
+            if names & words and not file.startswith("tiering/testing/"):
+                found.add(file)
+    assert found == set(STARTERS)
