@@ -8,9 +8,9 @@ import pytest
 
 from tests.connector.fakes import FakeSpec, make_scheduler, make_spec
 from tiering.api.engine import EngineConfig, KVCacheGroup
-from tiering.connector.groups import build_groups, interleave
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
+from tiering.offload.groups import build_groups, interleave
 
 
 def spec_of(kind: str, window: int | None = None) -> FakeSpec:
@@ -29,7 +29,7 @@ def test_state_space_groups_are_refused_with_the_way_out(kind: str) -> None:
     "kind", ["chunked_local_attention", "cross_attention", "encoder_only_attention", "a_kind_of_tomorrow"]
 )
 def test_groups_whose_blocks_have_no_fixed_place_are_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match="only full-attention and sliding-window groups"):
+    with pytest.raises(ConfigError, match="groups of this kind cannot be offloaded, only full_attention"):
         build_groups(spec_of(kind))
 
 
@@ -57,7 +57,6 @@ def test_a_wrong_wait_is_refused(value: object) -> None:
 def test_a_window_covers_the_tokens_that_the_next_one_sees(window: int, size: int, blocks: int) -> None:
     (group,) = build_groups(make_spec(window, gpu_block_size=size))
     assert group.window_blocks == blocks
-    assert group.sliding_window_size_in_blocks == blocks
 
 
 @pytest.mark.parametrize(("computed", "skipped"), [(0, 0), (8, 0), (10, 0), (11, 1), (15, 2), (32, 6)])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.connector.fakes import chain_hashes
 from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import make_offload_key
+from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
-from tiering.offload.requests import extend_keys
-from tiering.simple.hits import needs_of
-from tiering.simple.requests import GroupState, RequestState
+from tiering.offload.groups import offload_groups
+from tiering.offload.requests import GroupState, TrackedRequest, extend_keys
 
 
 @given(
@@ -33,14 +33,14 @@ def test_after_any_change_of_the_tokens(factor: int, changes: list[tuple[int, li
         assert known == len(before) or names[known : known + 1] != before[known : known + 1]
 
 
-def test_the_simple_mode_names_a_block_anew_and_offers_it_again() -> None:
+def test_a_request_names_a_block_anew_and_offers_it_again() -> None:
     hashes = chain_hashes(range(16), 4)
     request = SimpleNamespace(request_id="r1", block_hashes=hashes)
-    needs = needs_of([KVCacheGroup(("layer",), 4)], 4)
-    state = RequestState(request, RequestPolicy(), [GroupState()])
-    state.extend_keys(needs)
+    groups = offload_groups([KVCacheGroup(("layer",), 4)], 4)
+    state = TrackedRequest(request, RequestPolicy(), [GroupState()], ReqContext("r1"))
+    state.extend_keys(groups)
     state.groups[0].cursor = 4
     hashes[3:] = chain_hashes([*range(15), 99, *range(4)], 4)[3:]
-    state.extend_keys(needs)
+    state.extend_keys(groups)
     assert state.groups[0].keys == [make_offload_key(name, 0) for name in hashes]
     assert state.groups[0].cursor == 3

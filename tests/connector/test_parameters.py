@@ -13,7 +13,7 @@ from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:
-    return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: value for name, value in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
 
 
 SHARED = sorted(methods(OffloadingConnectorScheduler).keys() & methods(SimpleCPUOffloadScheduler).keys())

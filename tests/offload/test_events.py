@@ -23,7 +23,7 @@ def group(index: int = 0, *, size: int = 8, factor: int = 2, window: int | None 
         group_idx=index,
         offloaded_block_size=size,
         hash_block_size_factor=factor,
-        sliding_window_size_in_blocks=window,
+        is_full=window is None,
         kv_event_group_spec=("full_attention", None),
     )
 
@@ -45,7 +45,7 @@ class TestStored:
     def test_says_what_the_block_holds(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
         key = request.key(3)
-        tracker.record_store(request, group(), 1, key)
+        tracker.record_stores(request, group(), (1,), (key,))
         assert tracker.take_events([stored(key)]) == [
             BlockStored(
                 block_hashes=[*request.block_hashes[2:4]],
@@ -66,7 +66,7 @@ class TestStored:
 
     def test_the_first_block_has_no_parent(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         (event,) = tracker.take_events([stored(request.key(1))])
         assert isinstance(event, BlockStored)
         assert event.parent_block_hash is None
@@ -74,7 +74,7 @@ class TestStored:
     def test_one_event_for_each_block(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
         for block in range(3):
-            tracker.record_store(request, group(), block, request.key(2 * block + 1))
+            tracker.record_stores(request, group(), (block,), (request.key(2 * block + 1),))
         events = tracker.take_events([stored(*(request.key(2 * block + 1) for block in range(3)))])
         assert [event.block_hashes[-1] for event in events] == request.block_hashes[1::2]
 
@@ -82,7 +82,7 @@ class TestStored:
     def test_blocks_of_a_batch_are_described_one_by_one_wherever_they_are(self, positions: Sequence[int]) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(8 * 150)
         keys = [request.key(2 * position + 1) for position in positions]
-        tracker.record_store(request, group(), 2, request.key(5))
+        tracker.record_stores(request, group(), (2,), (request.key(5),))
         tracker.record_stores(request, group(), positions, keys)
         for position, told in zip(positions, tracker.take_events([stored(*keys)]), strict=True):
             assert isinstance(told, BlockStored)
@@ -95,14 +95,14 @@ class TestStored:
     )
     def test_names_the_adapter(self, lora: object) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24, lora_request=lora)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         (event,) = tracker.take_events([stored(request.key(1))])
         assert isinstance(event, BlockStored)
         assert (event.lora_id, event.lora_name) == (7, "poet")
 
     def test_every_tier_that_gets_the_block_says_the_same_in_the_engines_words(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         tiers = ("cpu", "disk", "bucket")
         events = tracker.take_events([stored(request.key(1), tier=tier) for tier in tiers])
         assert [(event.medium, event.locality, event.ownership) for event in events] == [
@@ -117,7 +117,7 @@ class TestStored:
             OffloadingEventsTracker(ON, EngineEvents(lambda name: int.from_bytes(name[:8], "big"))),
             prompt(24),
         )
-        tracker.record_store(request, group(), 1, request.key(3))
+        tracker.record_stores(request, group(), (1,), (request.key(3),))
         (event,) = tracker.take_events([stored(request.key(3))])
         assert isinstance(event, BlockStored)
         assert all(isinstance(name, int) for name in [*event.block_hashes, event.parent_block_hash])
@@ -126,7 +126,7 @@ class TestStored:
 class TestRemoved:
     def test_fans_out_to_the_hashes_that_were_announced(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         assert tracker.take_events([stored(request.key(1)), removed(request.key(1))])[1] == BlockRemoved(
             [*request.block_hashes[:2]], "CPU", 0, "LOCAL"
         )
@@ -134,7 +134,7 @@ class TestRemoved:
     def test_the_snapshot_stays_until_no_tier_holds_the_block(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
         key = request.key(1)
-        tracker.record_store(request, group(), 0, key)
+        tracker.record_stores(request, group(), (0,), (key,))
         tracker.take_events([stored(key), stored(key, tier="disk"), removed(key)])
         assert len(tracker) == 1
         assert tracker.take_events([removed(key, tier="disk")]) == [
@@ -153,8 +153,8 @@ class TestRemoved:
     def test_a_block_stored_again_before_its_removal_was_taken_keeps_its_snapshot(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
         key = request.key(1)
-        tracker.record_store(request, group(), 0, key)
-        tracker.record_store(request, group(), 0, key)
+        tracker.record_stores(request, group(), (0,), (key,))
+        tracker.record_stores(request, group(), (0,), (key,))
         tracker.take_events([stored(key), removed(key)])
         (event,) = tracker.take_events([stored(key)])
         assert event.block_hashes == request.block_hashes[:2]
@@ -163,7 +163,7 @@ class TestRemoved:
 
     def test_a_failed_store_takes_its_snapshot_along(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         tracker.store_failed([request.key(1)])
         assert len(tracker) == 0
 
@@ -240,7 +240,7 @@ class TestBound:
         tracker, request = OffloadingEventsTracker(ON, max_tokens=16), prompt(24)
         keys = [request.key(1), request.key(3), request.key(5)]
         for position, key in enumerate(keys):
-            tracker.record_store(request, group(), position, key)
+            tracker.record_stores(request, group(), (position,), (key,))
             tracker.take_events([stored(key)])
         assert (len(tracker), tracker.snapshots_dropped) == (2, 1)
         (gone,) = tracker.take_events([removed(keys[0])])
@@ -248,9 +248,9 @@ class TestBound:
 
     def test_who_counts_references_is_told_that_the_others_are_gone(self) -> None:
         tracker, request = OffloadingEventsTracker(ON, max_tokens=8), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         tracker.take_events([stored(request.key(1), tier="disk")])
-        tracker.record_store(request, group(), 1, request.key(3))
+        tracker.record_stores(request, group(), (1,), (request.key(3),))
         removal, placeholder = tracker.take_events([])
         assert removal == BlockRemoved([*request.block_hashes[:2]], "STORAGE", 0, "LOCAL", "disk")
         assert (placeholder.block_hashes, getattr(placeholder, "block_size", None)) == ([request.block_hashes[1]], 0)
@@ -269,7 +269,7 @@ class TestPlaceholders:
 
     def test_windows_are_not_captured(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(window=2), 0, request.key(1))
+        tracker.record_stores(request, group(window=2), (0,), (request.key(1),))
         assert len(tracker) == 0
 
     def test_are_warned_about_once(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +283,7 @@ class TestPlaceholders:
         self, config: OffloadingKVEventsConfig, caplog: pytest.LogCaptureFixture
     ) -> None:
         tracker, request = OffloadingEventsTracker(config), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         (event,) = tracker.take_events([stored(request.key(1))])
         assert isinstance(event, BlockStored)
         assert (len(tracker), event.token_ids, event.block_size) == (0, [], 0)
@@ -291,7 +291,7 @@ class TestPlaceholders:
 
     def test_a_reset_forgets_all(self) -> None:
         tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_store(request, group(), 0, request.key(1))
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
         tracker.reset()
         assert len(tracker) == 0
 

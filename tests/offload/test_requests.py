@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.connector.fakes import FakeRequest, prompt
+from tiering.api.engine import KVCacheGroup
+from tiering.api.request import ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
-from tiering.offload.groups import BlockGroup, KVEventGroupSpec
+from tiering.offload.groups import offload_groups
 from tiering.offload.requests import NEVER, GroupState, TrackedRequest, extend_keys, policy_of
 
+CTX = ReqContext("r1")
 LAYOUTS = tuple(
-    BlockGroup(
-        group_idx=index,
-        gpu_block_size=4,
-        offloaded_block_size=4 * factor,
-        hash_block_size_factor=factor,
-        sliding_window=None,
-        kv_event_group_spec=KVEventGroupSpec("full_attention", None),
-    )
+    replace(group, group_idx=index)
     for index, factor in enumerate((1, 2))
+    for group in offload_groups([KVCacheGroup(("layer",), 4)], 4, factor)
 )
 
 
 def tracked(request: FakeRequest, policy: RequestPolicy | None = None) -> TrackedRequest[GroupState]:
-    return TrackedRequest(request, policy or RequestPolicy(), [GroupState() for _ in LAYOUTS])
+    return TrackedRequest(request, policy or RequestPolicy(), [GroupState() for _ in LAYOUTS], CTX)
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=8))

@@ -19,7 +19,7 @@ from examples.mini_engine.simple import MirroredPool
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
-from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 BLOCK = 4
@@ -64,7 +64,9 @@ class FakeWorker:
             return
         for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
             self.cpu[cpu] = [None] * BLOCK if fails else list(self.gpu.get(gpu, [None] * BLOCK))
-        self.report.completed_store_events[failed(copy.event) if fails else copy.event] = 1
+        self.report.completed_store_events[copy.event] = 1
+        if fails:
+            self.report.failed.add(copy.event)
 
 
 def groups_of(windows: Sequence[int | None]) -> tuple[KVCacheGroup, ...]:
@@ -198,10 +200,10 @@ class Simulation:
                 gpu.update(block.block_id for block in table if not block.is_null)  # type: ignore[attr-defined]
         assert {block.block_id: block.ref_cnt for block in self.pool.blocks[1:] if block.ref_cnt} == dict(gpu)
         pool = self.half.cpu_block_pool
-        assert {block: pool.ref_count(block) for block in range(pool.num_blocks) if pool.ref_count(block)} == dict(cpu)
+        assert pool.refs == cpu
         free = [block.block_id for block in self.pool.free]
         assert len(free) == len(self.pool.free) == len(set(free)) == self.kv.num_blocks - 1 - len(gpu)
-        assert pool.num_free_blocks + pool.num_held_blocks == pool.num_blocks
+        assert pool.num_free_blocks + len(pool.refs) == pool.num_blocks
 
     def check_contents(self) -> None:
         """Check on every worker that each findable block of the CPU pool has the content of its name."""
@@ -215,7 +217,7 @@ class Simulation:
         self.check_contents()
         pool = self.half.cpu_block_pool
         assert len(self.pool.free) == self.kv.num_blocks - 1
-        assert (pool.num_held_blocks, len(pool.pending)) == (0, 0)
+        assert (len(pool.refs), len(pool.pending)) == (0, 0)
         assert pool.num_blank_blocks + len(pool.cached) == pool.num_free_blocks == pool.num_blocks
         assert not self.half.has_pending_work()
         assert not self.half.states
@@ -256,7 +258,6 @@ class Simulation:
             if key[0] and received.issuperset(copy.req_ids):
                 del self.under_way[key]
         for event, workers in report.completed_store_events.items():
-            event = event if event >= 0 else failed(event)
             self._done[event] += workers
             if self._done[event] == len(self.workers):
                 del self.under_way[False, event]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiering.api.manager import OffloadingEvent
+from tiering.api.request import ReqContext
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.block_pool import CPUBlockPool, PoolFullError
 from tiering.simple.metadata import NOT_HELD
@@ -51,14 +52,14 @@ def test_refreshing_a_prefix_leaves_its_head_the_most_recent() -> None:
     pool = CPUBlockPool(4)
     stored(pool, 1, 2)
     stored(pool, 3, 4)
-    pool.refresh(keys(1, 2, 9))
+    pool.touch(keys(1, 2, 9), ReqContext("r1"))
     assert list(pool.victims()) == keys(4, 3, 2, 1)
 
 
 def test_a_held_block_is_never_forgotten() -> None:
     pool = CPUBlockPool(2)
     first, second = stored(pool, 1, 2)
-    pool.touch([first])
+    pool.hold([first])
     assert pool.get_new_blocks(keys(3)) == [second]
     with pytest.raises(PoolFullError):
         pool.get_new_blocks(keys(4))
@@ -68,12 +69,12 @@ def test_a_held_block_is_never_forgotten() -> None:
 def test_references_are_counted() -> None:
     pool = CPUBlockPool(1)
     (block,) = stored(pool, 1)
-    pool.touch([block])
-    pool.touch([block])
+    pool.hold([block])
+    pool.hold([block])
     pool.free_blocks([block])
-    assert (pool.ref_count(block), pool.num_free_blocks) == (1, 0)
+    assert (pool.refs[block], pool.num_free_blocks) == (1, 0)
     pool.free_blocks([block])
-    assert (pool.ref_count(block), pool.num_free_blocks, pool.num_held_blocks) == (0, 1, 0)
+    assert (pool.refs[block], pool.num_free_blocks, len(pool.refs)) == (0, 1, 0)
 
 
 def test_all_or_nothing_when_there_is_no_room() -> None:
@@ -98,14 +99,14 @@ def test_freeing_what_nobody_holds_is_refused_and_changes_nothing() -> None:
     block, other = pool.get_new_blocks(keys(1, 2))
     with pytest.raises(TieringError):
         pool.free_blocks([other, block, block])
-    assert (pool.ref_count(block), pool.ref_count(other)) == (1, 1)
+    assert (pool.refs[block], pool.refs[other]) == (1, 1)
 
 
 def test_a_reset_forgets_all_names_and_what_copies_hold_becomes_blank_afterwards() -> None:
     pool = CPUBlockPool(3)
     read = stored(pool, 1)
     written = pool.get_new_blocks(keys(2))
-    pool.touch(read)
+    pool.hold(read)
     pool.reset()
     assert (pool.cached, pool.pending, pool.num_free_blocks) == ({}, {}, 1)
     pool.publish(written)

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from examples.mini_engine.simple import MirroredPool
 from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
+from tiering.offload.groups import offload_groups
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
-from tiering.simple.hits import needs_of
-from tiering.simple.requests import GroupState, RequestState
+from tiering.simple.state import GroupState, RequestState
 
 BLOCK = 4
 
@@ -24,11 +25,11 @@ def running(names: str, pool: MirroredPool) -> RequestState:
     """Return a request that has computed one block for each letter of ``names``."""
     group = GroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
     request = SimpleNamespace(request_id=names, num_computed_tokens=BLOCK * len(names))
-    return RequestState(request, RequestPolicy(), [group])
+    return RequestState(request, RequestPolicy(), [group], ReqContext(names), rewinding=lambda state: None)
 
 
 def stores() -> tuple[EagerStores, MirroredPool]:
-    return EagerStores(CPUBlockPool(20), needs_of([KVCacheGroup(("layer",), BLOCK)], BLOCK)), MirroredPool(20)
+    return EagerStores(CPUBlockPool(20), offload_groups([KVCacheGroup(("layer",), BLOCK)], BLOCK)), MirroredPool(20)
 
 
 def lost(*states: RequestState) -> list[set[int]]:

@@ -43,7 +43,7 @@ def halves(engine: SimpleEngine) -> tuple[SimpleCPUOffloadScheduler, SimpleCPUOf
 def check_nothing_is_held(engine: SimpleEngine) -> None:
     assert engine.settle()
     assert len(engine.kv.pool.free) == engine.options.num_blocks - 1
-    assert halves(engine)[0].get_stats()["held_blocks"] == 0
+    assert len(halves(engine)[0].cpu_block_pool.refs) == 0
 
 
 @MODES
@@ -97,7 +97,7 @@ def test_a_pool_that_is_too_small_only_costs_hits(lazy: bool) -> None:
         for turn in range(3):
             assert wrong_answers(ask_all(engine, PROMPTS, f"turn {turn}"), PROMPTS) == []
         check_nothing_is_held(engine)
-        assert halves(engine)[0].get_stats()["evicted_blocks"] > 0
+        assert halves(engine)[0].cpu_block_pool.evictions > 0
 
 
 class FailingLoads(OffloadingHandler):

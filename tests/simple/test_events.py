@@ -9,8 +9,8 @@ from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, t
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
 from tiering.offload.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
+from tiering.offload.groups import offload_groups
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
-from tiering.simple.hits import needs_of
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
@@ -98,8 +98,10 @@ def test_what_was_forgotten_and_stored_again_is_described_again() -> None:
         sim.step()
         sim.end_copies()
     sim.settle()
-    assert sim.half.get_stats()["restored_blocks"] > 0
-    check_described(sim.half.take_events(), *asked)
+    events = sim.half.take_events()
+    check_described(events, *asked)
+    names = [name for event in events if isinstance(event, BlockStored) for name in event.block_hashes]
+    assert len(names) > len(set(names)), "no block was stored again"
     assert snapshots(sim) == len(sim.half.cpu_block_pool.cached)
 
 
@@ -179,7 +181,7 @@ def test_a_block_of_several_hashes_tells_all_of_them() -> None:
         KVCacheGroup(("b",), 4, 6, "sliding_window"),
         KVCacheGroup(("c",), 16, None, "mamba"),
     )
-    full, window, state = needs_of(groups, 4)
-    assert (full.hash_block_size_factor, full.offloaded_block_size, full.sliding_window_size_in_blocks) == (2, 8, None)
-    assert (window.sliding_window_size_in_blocks, window.kv_event_group_spec) == (2, ("sliding_window", 6))
-    assert (state.group_idx, state.sliding_window_size_in_blocks) == (2, 1)
+    full, window, state = offload_groups(groups, 4)
+    assert (full.hash_block_size_factor, full.offloaded_block_size, full.is_full) == (2, 8, True)
+    assert (window.window_blocks, window.kv_event_group_spec) == (2, ("sliding_window", 6))
+    assert (state.group_idx, state.window_blocks) == (2, 1)

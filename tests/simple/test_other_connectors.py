@@ -81,7 +81,7 @@ class Engine:
         return [index for index, name in enumerate(request.block_hashes) if make_offload_key(name, 0) in cached]
 
     def check_nothing_is_held(self) -> None:
-        assert self.half.cpu_block_pool.num_held_blocks == 0
+        assert len(self.half.cpu_block_pool.refs) == 0
         assert not self.half.cpu_block_pool.pending
         assert not self.half.has_pending_work()
 

@@ -17,7 +17,7 @@ from tiering.offload.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor, derive_cpu_config
 from tiering.simple.lazy import LazyStores
-from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 
@@ -28,7 +28,8 @@ def cached(sim: Simulation, request: Request, group: int = 0) -> list[int]:
 
 
 def stored(sim: Simulation) -> int:
-    return int(sim.half.get_stats()["stored_blocks"])
+    """Return the number of blocks whose store was ordered."""
+    return sum(len(meta.store_gpu_blocks) for meta in sim.metadata)
 
 
 def engine(groups: tuple[KVCacheGroup, ...], **changes: object) -> EngineConfig:
@@ -102,7 +103,7 @@ def test_an_engine_that_cannot_be_served_is_refused(
 )
 def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind: str) -> None:
     groups = (*groups_of((None,)), KVCacheGroup(("layer1",), BLOCK, None, kind))
-    with pytest.raises(ConfigError, match=rf"{kind} \(group 1\).*it knows full_attention"):
+    with pytest.raises(ConfigError, match=rf"group 1 \({kind}\).*only full_attention"):
         SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
 
 
@@ -112,8 +113,8 @@ def test_a_kind_of_group_that_is_not_known_is_refused_by_name(kind: str) -> None
 def test_all_blocks_of_a_prefix_matter_whatever_full_attention_is_called(kind: str, window: int | None) -> None:
     groups = (KVCacheGroup(("layer0",), BLOCK, window, kind), KVCacheGroup(("layer1",), BLOCK, 5, "sliding_window_mla"))
     half = SimpleCPUOffloadScheduler(engine(groups), cache(groups), 1000)
-    assert half.full_attention_group == 0
-    assert [need.first_needed(16) for need in half.needs] == [0, 3]
+    assert half.measure is half.groups[0]
+    assert [group.skipped_blocks(16) for group in half.groups] == [0, 3]
 
 
 def test_lazy_offloading_without_prefix_caching_is_refused() -> None:
@@ -226,7 +227,7 @@ def test_what_is_left_of_a_finished_request_is_not_stored_once_its_gpu_blocks_ar
         sim.check_contents()
         sim.end_copies()
     sim.settle()
-    assert sim.half.get_stats()["dropped_blocks"] == 2
+    assert sim.half.get_stats()["tiers"]["cpu"]["stores_dropped"] == 2
     assert set(cached(sim, request)) <= {0, 1}
     assert other.output
     sim.check_nothing_is_held()
@@ -241,12 +242,11 @@ def test_a_block_that_the_cpu_pool_forgets_while_its_request_runs_is_stored_agai
     sim.run("other", tokens(2, 17), 1)
     sim.run("third", tokens(3, 13), 1)
     missing = {0, 1, 2} - set(cached(sim, long))
-    assert missing or sim.half.get_stats()["restored_blocks"], "the pool never forgot a block of the running request"
+    assert missing, "the pool never forgot a block of the running request"
     for _ in range(6):
         sim.step()
         sim.end_copies()
     assert {0, 1, 2} <= set(cached(sim, long))
-    assert sim.half.get_stats()["restored_blocks"] > 0
     sim.settle()
     sim.check_nothing_is_held()
 
@@ -378,13 +378,13 @@ def walked() -> tuple[LazyStores, MirroredPool]:
 
 def test_the_walk_goes_on_behind_the_cursor() -> None:
     lazy, gpu = walked()
-    assert [block for _, block in lazy.offers(gpu, 10)] == [3, 4]
+    assert [offer[1] for offer in lazy.offers(gpu, 10)] == [3, 4]
 
 
 def test_a_cursor_with_references_starts_over() -> None:
     lazy, gpu = walked()
     gpu.touch([gpu.blocks[2]])
-    assert [block for _, block in lazy.offers(gpu, 10)] == [3]
+    assert [offer[1] for offer in lazy.offers(gpu, 10)] == [3]
 
 
 def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over() -> None:
@@ -392,7 +392,7 @@ def test_a_cursor_that_was_used_and_is_back_at_the_other_end_starts_over() -> No
     gpu.touch([gpu.blocks[2]])
     lazy.handed_out([[2]])
     gpu.free_blocks([gpu.blocks[2]])
-    assert [block for _, block in lazy.offers(gpu, 10)] == [3]
+    assert [offer[1] for offer in lazy.offers(gpu, 10)] == [3]
 
 
 def test_what_is_just_being_stored_is_not_offloaded_twice() -> None:
@@ -401,9 +401,9 @@ def test_what_is_just_being_stored_is_not_offloaded_twice() -> None:
         block.block_hash = make_offload_key(b"same", 0)
     lazy = LazyStores(cpu, target=1)
     offers = lazy.offers(gpu, 10)
-    cpu.get_new_blocks([key for key, _ in offers])
-    gpu.touch([gpu.blocks[block] for _, block in offers])
-    assert [block for _, block in offers] == [1]
+    cpu.get_new_blocks([offer[0] for offer in offers])
+    gpu.touch([gpu.blocks[offer[1]] for offer in offers])
+    assert [offer[1] for offer in offers] == [1]
     assert lazy.offers(gpu, 10) == []
 
 
@@ -411,7 +411,7 @@ def test_what_the_cpu_pool_has_forgotten_is_not_offloaded_again_until_the_engine
     lazy, gpu = walked()
     (chosen, _) = lazy.offers(gpu, 10)
     lazy.cursor = gpu.blocks[2]
-    assert [block for _, block in lazy.offers(gpu, 10)] == []
+    assert [offer[1] for offer in lazy.offers(gpu, 10)] == []
     lazy.handed_out([[chosen[1]]])
     lazy.cursor = gpu.blocks[2]
     assert lazy.offers(gpu, 10) == [chosen]
@@ -557,7 +557,7 @@ def test_asking_again_changes_nothing() -> None:
     before = list(sim.half.cpu_block_pool.victims())
     answers = {sim.half.get_num_new_matched_tokens(request, 0) for _ in range(3)}
     assert answers == {(16, True)}
-    assert sim.half.cpu_block_pool.num_held_blocks == 0
+    assert len(sim.half.cpu_block_pool.refs) == 0
     assert sorted(before) == sorted(sim.half.cpu_block_pool.victims())
 
 
@@ -630,7 +630,7 @@ def test_an_aborted_load_keeps_its_references_until_it_ends() -> None:
     for _ in range(3):
         sim.step()
         sim.check_references()
-    assert sim.half.cpu_block_pool.num_held_blocks > 0
+    assert len(sim.half.cpu_block_pool.refs) > 0
     sim.settle()
     sim.check_nothing_is_held()
 
@@ -656,7 +656,7 @@ def test_a_store_that_failed_on_one_worker_never_becomes_visible() -> None:
     sim.workers[1].end(sim.workers[1].copies[0], fails=True)
     sim.step()
     assert cached(sim, request) == []
-    assert sim.half.get_stats()["failed_stores"] == 1
+    assert sim.half.get_stats()["connector"]["stores_failed"] == 1
     sim.settle()
     sim.check_nothing_is_held()
 
@@ -664,7 +664,7 @@ def test_a_store_that_failed_on_one_worker_never_becomes_visible() -> None:
 def test_reports_of_unknown_events_are_ignored() -> None:
     sim = Simulation()
     sim.run("a", tokens(1, 12))
-    report = SimpleCPUOffloadWorkerMetadata({99: 1, failed(98): 1})
+    report = SimpleCPUOffloadWorkerMetadata({99: 1, 98: 1}, {98})
     sim.half.update_connector_output(
         SimpleNamespace(finished_recving={"nobody"}, invalid_block_ids=set(), kv_connector_worker_meta=report)
     )

@@ -88,3 +88,23 @@ def test_what_is_told_are_series_of_the_tier_cpu() -> None:
     assert registry.get_sample_value("kv_tiering_misses_total", labels) == 2
     assert registry.get_sample_value("kv_tiering_blocks", labels) == 2
     assert registry.get_sample_value("kv_tiering_available", labels) == 1
+
+
+def test_loads_and_their_failures_are_counted_as_in_the_tiering_mode() -> None:
+    sim = Simulation(gpu_blocks=12, cpu_blocks=200)
+    sim.run("first", tokens(1, 18), 1)
+    leave_the_gpu(sim)
+    before = dict(sim.half.get_stats()["connector"])
+    sim.add("again", tokens(1, 18), 1)
+    while not any(copy.is_load for copy in sim.workers[0].copies):
+        sim.step()
+    for copy in list(sim.workers[0].copies):
+        sim.workers[0].end(copy, fails=copy.is_load)
+    sim.settle()
+    now = sim.half.get_stats()["connector"]
+    assert now["loads"] > before["loads"]
+    assert now["loads_failed"] == before["loads_failed"] + 1
+    assert now["hit_tokens"] > before["hit_tokens"]
+    assert (now["hits_shrunk"], now["stores_failed"], now["jobs_active"], now["requests_active"]) == (0, 0, 0, 0)
+    assert now["stores"] > 0
+    assert now["scheduler_seconds"] > 0

@@ -14,7 +14,7 @@ from tiering.copy.handlers import HandlerEntry
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
-from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, failed
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.worker import SimpleCPUOffloadWorker
 from tiering.testing.until import until
 
@@ -192,13 +192,15 @@ def test_failed_copies_are_reported(starts: bool) -> None:
     worker.prepare_store_kv(store(0, [1], [0]))
     assert worker.get_finished(()) == (set(), {"r"})
     assert worker.get_block_ids_with_load_errors() == {4, 5}
-    assert reported(worker) == {failed(0): 1}
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert (report.completed_store_events, report.failed) == ({0: 1}, {0})
     worker.shutdown()
 
 
 def test_reports_of_several_workers_add_up() -> None:
-    one, other = SimpleCPUOffloadWorkerMetadata({1: 1, 2: 1}), SimpleCPUOffloadWorkerMetadata({2: 1, failed(1): 1})
-    assert one.aggregate(other).completed_store_events == {1: 1, 2: 2, failed(1): 1}
+    one, other = SimpleCPUOffloadWorkerMetadata({1: 1, 2: 1}), SimpleCPUOffloadWorkerMetadata({2: 1, 3: 1}, {3})
+    assert one.aggregate(other) == SimpleCPUOffloadWorkerMetadata({1: 1, 2: 2, 3: 1}, {3})
 
 
 def test_the_cpu_memory_is_no_larger_than_its_blocks(worker: SimpleCPUOffloadWorker, kv_caches: Caches) -> None:

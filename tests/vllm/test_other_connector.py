@@ -55,8 +55,7 @@ def beside_a_flaky_one(model: Path, stack: dict[str, Any]) -> Iterator[tuple[Eng
         half = running.worker.worker_half
 
         def end_copies() -> None:
-            started = {2 * event for event in half._stores} if hasattr(half, "_stores") else set(half._jobs)
-            half.copies.wait(started)
+            half.copies.wait(set(half._jobs))
 
         flaky.before_reporting = end_copies
         yield running, flaky

@@ -1,24 +1,31 @@
 """The search for the longest usable hit over all KV-cache groups.
 
-:mod:`tiering.connector.groups` describes the blocks that a hit needs.
+:mod:`tiering.offload.groups` describes the blocks that a hit needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import OffloadingManager
+from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
-from tiering.connector.groups import OffloadGroup
+from tiering.offload.groups import OffloadGroup
 
 MAX_WINDOW_PROBES = 64
 """Number of times that one search may shorten the hit because a window block is missing.
 
 Each time can cost a probe of a slow tier.
 """
+
+
+class PrefixLookup(Protocol):
+    """The blocks that are held: a manager of tiers, or the simple scheduler's CPU pool."""
+
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
+        """Look up a prefix; see :meth:`tiering.api.manager.OffloadingManager.match_prefix`."""
 
 
 class Hit(NamedTuple):
@@ -35,17 +42,30 @@ class HitSearch:
 
     Args:
         groups: the KV-cache groups.
-        manager: probes the tiers.
+        held: probes the tiers.
+        most_probes: number of times that one search may shorten the hit because a block of a window or a state is
+            missing; default: :data:`MAX_WINDOW_PROBES`.
+        tokens_to_leave: tokens at the end of a request that no hit may cover, at least; default: 0.
     """
 
-    def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager) -> None:
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        held: PrefixLookup,
+        most_probes: int = MAX_WINDOW_PROBES,
+        tokens_to_leave: int = 0,
+    ) -> None:
         self._groups = groups
-        self._manager = manager
-        self._full = [group for group in groups if group.sliding_window is None]
-        self._windows = [group for group in groups if group.sliding_window is not None and group.window_blocks]
-        self._ends = sorted({group.offloaded_block_size for group in self._full or groups})
+        self._held = held
+        self._most_probes = most_probes
+        self._full = [group for group in groups if group.is_full]
+        self.measure = (self._full or groups)[0]
+        """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
+        self._windows = [group for group in groups if group.window_blocks]
+        states = [group.offloaded_block_size for group in groups if group.is_state]
+        self._ends = sorted({math.lcm(group.offloaded_block_size, *states) for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
-        self.tokens_to_leave = int(any(map(self._recomputes_across_a_border, groups)))
+        self.tokens_to_leave = max(tokens_to_leave, *map(self._recomputes_across_a_border, groups))
         """Tokens at the end of a request that no hit may cover.
 
         When all of a request is held, the engine recomputes the last token. The last token attends to one token more on
@@ -63,7 +83,7 @@ class HitSearch:
         """Return the first offloaded block that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
         size = group.offloaded_block_size
         first = computed // size
-        return first if group.sliding_window is None else max(first, (end - group.reach) // size)
+        return first if group.is_full else max(first, (end - group.reach) // size)
 
     def needed(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int) -> list[Sequence[OffloadKey]]:
         """Return the keys by group that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
@@ -102,7 +122,7 @@ class HitSearch:
             first = computed // size
             wanted = keys[group.group_idx][first : -(-end // size) + group.lookahead_blocks]
             least = -(-(computed + self._least) // size) - first + group.lookahead_blocks
-            answer = self._manager.match_prefix(wanted, ctx, at_least=least)
+            answer = self._held.match_prefix(wanted, ctx, at_least=least)
             pending = pending or answer.pending
             if answer.hits < len(wanted):
                 end = min(end, self._aligned((first + answer.hits - group.lookahead_blocks) * size))
@@ -115,7 +135,7 @@ class HitSearch:
     def _windows_end(
         self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext
     ) -> Hit:
-        agreed, turn, probes = 0, 0, MAX_WINDOW_PROBES
+        agreed, turn, probes = 0, 0, self._most_probes
         while agreed < len(self._windows):
             if end - computed < self._least or not probes:
                 return Hit(computed, pending)
@@ -124,7 +144,7 @@ class HitSearch:
             size = group.offloaded_block_size
             first = self.first_block(group, computed, end)
             wanted = keys[group.group_idx][first : -(-end // size) + group.lookahead_blocks]
-            answer = self._manager.match_prefix(wanted, ctx)
+            answer = self._held.match_prefix(wanted, ctx)
             pending = pending or answer.pending
             if answer.hits == len(wanted):
                 agreed += 1

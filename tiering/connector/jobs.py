@@ -7,7 +7,8 @@ other names and numbers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
-from tiering.connector.metadata import OffloadingWorkerMetadata
+from tiering.connector.metadata import WorkerReport
 from tiering.connector.requests import RequestState
 
 NO_JOBS: frozenset[int] = frozenset()
@@ -54,21 +55,27 @@ class LoadTarget:
 
 
 @dataclass(slots=True)
-class Job:
-    """One copy that was handed to the workers."""
+class WorkerJob:
+    """One copy that was ordered from the workers."""
 
     job_id: int
     """Id of the job."""
+    remaining: int
+    """Number of workers that have not reported the job."""
+    failed: bool = field(default=False, kw_only=True)
+    """True if the job has failed."""
+
+
+@dataclass(slots=True)
+class Job(WorkerJob):
+    """One copy of the tiering mode."""
+
     ctx: ReqContext
     """The request that the copy belongs to."""
     keys: list[OffloadKey]
     """Keys of the copied blocks."""
-    remaining: int
-    """Number of workers that have not reported the job."""
     load: LoadTarget | None = None
     """Destination of a load; None for a store."""
-    failed: bool = False
-    """True if the job has failed."""
     orphan: bool = False
     """True if the cache was reset after the job was opened."""
     distrusted: bool = False
@@ -78,7 +85,10 @@ class Job:
     """
 
 
-class JobTable:
+Ordered = TypeVar("Ordered", bound=WorkerJob)
+
+
+class WorkerJobs(Generic[Ordered]):
     """Jobs by id; ids grow monotonically.
 
     A job is done when all workers have reported the job.
@@ -88,15 +98,51 @@ class JobTable:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._jobs: dict[int, Job] = {}
+        self.world_size = world_size
+        """Number of workers."""
+        self._jobs: dict[int, Ordered] = {}
         self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[Ordered]:
         return iter(self._jobs.values())
+
+    def new_ids(self, count: int = 1) -> int:
+        """Return the first of ``count`` consecutive ids that no job has."""
+        first, self._next_id = self._next_id, self._next_id + count
+        return first
+
+    def add(self, job: Ordered) -> None:
+        """Add a job with a new id."""
+        self._jobs[job.job_id] = job
+
+    def newly_failed(self, report: WorkerReport) -> list[Ordered]:
+        """Mark the jobs that failed on any worker; return those that had not failed before."""
+        jobs = [job for job in map(self._jobs.get, report.failed) if job is not None and not job.failed]
+        for job in jobs:
+            job.failed = True
+        return jobs
+
+    def take_done(self, report: WorkerReport) -> list[Ordered]:
+        """Count the workers' reports; remove and return the jobs that all workers have reported.
+
+        Unknown ids are ignored.
+        """
+        done = []
+        for job_id, workers in report.finished.items():
+            job = self._jobs.get(job_id)
+            if job is not None:
+                job.remaining -= workers
+                if job.remaining <= 0:
+                    del self._jobs[job_id]
+                    done.append(job)
+        return done
+
+
+class JobTable(WorkerJobs[Job]):
+    """Jobs of the tiering mode."""
 
     def open(self, ctx: ReqContext, keys: list[OffloadKey], load: LoadTarget | None = None) -> Job:
         """Add a job with a new id, and return the job.
@@ -106,9 +152,8 @@ class JobTable:
             keys: keys of the copied blocks.
             load: destination of a load; default: None, a store.
         """
-        job = Job(self._next_id, ctx, keys, self._world_size, load)
-        self._next_id += 1
-        self._jobs[job.job_id] = job
+        job = Job(self.new_ids(), self.world_size, ctx, keys, load)
+        self.add(job)
         return job
 
     def withdraw(self, job_id: int) -> Job | None:
@@ -131,28 +176,6 @@ class JobTable:
         for job in jobs:
             job.failed = job.distrusted = True
         return jobs
-
-    def newly_failed(self, report: OffloadingWorkerMetadata) -> list[Job]:
-        """Mark the jobs that failed on any worker; return those that had not failed before."""
-        jobs = [job for job in map(self._jobs.get, report.failed) if job is not None and not job.failed]
-        for job in jobs:
-            job.failed = True
-        return jobs
-
-    def take_done(self, report: OffloadingWorkerMetadata) -> list[Job]:
-        """Count the workers' reports; remove and return the jobs that all workers have reported.
-
-        Unknown ids are ignored.
-        """
-        done = []
-        for job_id, workers in report.finished.items():
-            job = self._jobs.get(job_id)
-            if job is not None:
-                job.remaining -= workers
-                if job.remaining <= 0:
-                    del self._jobs[job_id]
-                    done.append(job)
-        return done
 
     def take_loads_of(self, req_ids: Iterable[str]) -> list[Job]:
         """Remove and return the loads of these requests.

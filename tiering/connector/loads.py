@@ -10,12 +10,12 @@ from typing import NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
-from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
 from tiering.errors import NotReadableError
+from tiering.offload.groups import OffloadGroup
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -61,8 +61,6 @@ class LoadPlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
-        self.measure = next((group for group in groups if group.sliding_window is None), groups[0])
-        """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
         self._manager = manager
         self._search = search
         self._jobs = jobs
@@ -105,13 +103,13 @@ class LoadPlanner:
             external_tokens: tokens to load, after those that were computed when the hit was matched.
 
         Returns:
-            The keys of the hit's blocks in the group :attr:`measure`.
+            The keys of the hit's blocks in the group that measures it.
         """
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
         parts = [self._part(state, group, computed, end) for group in self._groups]
         keys = list(chain.from_iterable(part.keys for part in parts))
-        measured = parts[self.measure.group_idx].keys
+        measured = parts[self._search.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
         invalid = list(chain.from_iterable(part.block_ids for part in parts))
         if source is not None:
@@ -205,7 +203,7 @@ class LoadPlanner:
         except NotReadableError as error:
             missing = set(error.keys)
         held = next((position for position, key in enumerate(keys) if key in missing), 0)
-        if not held or len(parts) > 1 or self._groups[0].sliding_window is not None:
+        if not held or len(parts) > 1 or not self._groups[0].is_full:
             return None, 0
         try:
             return self._manager.prepare_load(keys[:held], state.ctx), held

@@ -6,7 +6,7 @@ All types are plain, and the engine pickles them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from tiering.api.transfer import TransferSpec
 
@@ -53,6 +53,31 @@ NOTHING_TO_DO = OffloadingConnectorMetadata()
 """Message of a step without orders, as of most steps that only decode; it must not be changed."""
 
 
+class WorkerReport(Protocol):
+    """The jobs that workers have ended, in either mode."""
+
+    @property
+    def finished(self) -> dict[int, int]:
+        """Number of workers that have finished each job, by job id; failed jobs are included."""
+
+    @property
+    def failed(self) -> set[int]:
+        """Ids of the jobs that failed on any worker."""
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
+
+
+def add_report(report: WorkerReport, other: WorkerReport) -> None:
+    """Add another worker's report to ``report``."""
+    for job_id, workers in other.finished.items():
+        report.finished[job_id] = report.finished.get(job_id, 0) + workers
+    report.failed.update(other.failed)
+    for name, identity in other.adapters.items():
+        report.adapters[name] = identity if report.adapters.get(name, identity) == identity else ""
+
+
 @dataclass(slots=True)
 class OffloadingWorkerMetadata:
     """Message from the worker half to the scheduler half, once per step."""
@@ -66,11 +91,7 @@ class OffloadingWorkerMetadata:
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
-        for job_id, workers in other.finished.items():
-            self.finished[job_id] = self.finished.get(job_id, 0) + workers
-        self.failed |= other.failed
-        for name, identity in other.adapters.items():
-            self.adapters[name] = identity if self.adapters.get(name, identity) == identity else ""
+        add_report(self, other)
         return self
 
     def is_empty(self) -> bool:

@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
-from tiering.api.request import ReqContext
-from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
 from tiering.offload.block_tables import BlockTables
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.protocols import SchedulerOutput
 from tiering.offload.requests import NEVER, BlockIds, GroupState, TrackedRequest
 
 MAX_BACKOFF_STEPS = 16
 """Longest pause, in steps, before blocks that found no room are offered again."""
-
-
-class Match(NamedTuple):
-    """The last hit that was offered to the engine."""
-
-    computed: int
-    """Tokens that were computed when the hit was matched; the hit begins after them."""
-    end: int
-    """End of the hit in tokens."""
 
 
 @dataclass(slots=True)
@@ -76,8 +65,6 @@ class StorePace:
 class RequestState(TrackedRequest[GroupState]):
     """One request, from the first call that names the request until the request ends."""
 
-    ctx: ReqContext
-    """The request as the manager knows it."""
     request_level: bool
     """True if the manager handles the request with the policy ``REQUEST_LEVEL``."""
     storing: set[ReqId]
@@ -87,20 +74,8 @@ class RequestState(TrackedRequest[GroupState]):
 
     The prompt grows in a streaming session.
     """
-    may_load: bool = True
-    """True if the request may load."""
     arrived: float = 0.0
     """Time at which the request was first named, in seconds since the epoch; 0 if no trace is recorded."""
-    match: Match | None = None
-    """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
-    open_question: tuple[int, int] | None = None
-    """Computed tokens and known tokens at the last match, if that match was pending; None otherwise."""
-    asked_blocks: int = 0
-    """Blocks that the first match of the request probed and that no load has accounted for yet.
-
-    The blocks are counted in the group that measures the length of a hit. A load accounts for them by the number of
-    blocks that the primary tier had.
-    """
     sources: Mapping[str, int] = field(default_factory=dict)
     """Blocks of the last load that were promoted for the request, by medium.
 
@@ -127,7 +102,6 @@ class RequestState(TrackedRequest[GroupState]):
 
     def restart(self) -> None:
         super(RequestState, self).restart()
-        self.match = None
         self.generation += 1
 
     def look_again(self) -> None:
@@ -170,7 +144,7 @@ class RequestState(TrackedRequest[GroupState]):
 class FencedTables(BlockTables[RequestState]):
     """Block tables that also list the GPU blocks which each step newly allocates, for the fences."""
 
-    def __init__(self, groups: Sequence[OffloadGroup], states: Mapping[ReqId, RequestState]) -> None:
+    def __init__(self, groups: Sequence[OffloadGroup], states: dict[ReqId, RequestState]) -> None:
         super().__init__(groups, states)
         self._taken: list[int] = []
         """GPU blocks that the present step newly allocates."""
@@ -204,7 +178,7 @@ class FencedTables(BlockTables[RequestState]):
 
     def _started(self, req_id: ReqId, block_ids: BlockIds, computed: int) -> None:
         super()._started(req_id, block_ids, computed)
-        state = self._states.get(req_id)
+        state = self.states.get(req_id)
         self._take_unfilled(block_ids, computed if state is None else min(computed, state.filled_tokens))
 
     def _grew(self, req_id: ReqId, block_ids: BlockIds) -> None:
@@ -217,5 +191,5 @@ class FencedTables(BlockTables[RequestState]):
 
     def _take_unfilled(self, block_ids: BlockIds, filled: int) -> None:
         """Add the blocks of a request that hold no computed tokens yet, from token ``filled`` on."""
-        for group, ids in zip(self._groups, block_ids, strict=True):
+        for group, ids in zip(self.groups, block_ids, strict=True):
             self._taken += ids[filled // group.gpu_block_size :]

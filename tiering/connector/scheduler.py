@@ -21,43 +21,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
 from tiering.api.manager import MEDIUM_CPU
-from tiering.api.masking import shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
-from tiering.api.request_policy import NEITHER, NEITHER_PARAMS
+from tiering.api.request_policy import RequestPolicy
 from tiering.connector.completions import Completions
-from tiering.connector.counters import SchedulerCounters, counts_seconds, report
-from tiering.connector.groups import build_groups, interleave
-from tiering.connector.hits import HitSearch
+from tiering.connector.counters import counts_seconds
+from tiering.connector.half import ASK_AGAIN, SchedulerHalf
+from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
-from tiering.connector.requests import FencedTables, Match, RequestState
+from tiering.connector.requests import FencedTables, RequestState
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
-from tiering.errors import ConfigError
-from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
-from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.requests import NEVER, GroupState, policy_of
+from tiering.offload.event_types import EngineEvents, OffloadingKVEventsConfig
+from tiering.offload.groups import build_groups
+from tiering.offload.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.offload.requests import NEVER, GroupState
 from tiering.offload.suspects import EngineBlockPool
 from tiering.replay.recorder import TraceRecorder
-from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 
-NO_TOKENS: tuple[int, bool] = (0, False)
-"""Answer to a match: no tokens can be loaded."""
-ASK_AGAIN: tuple[None, bool] = (None, False)
-"""Answer to a match: not known yet, the engine asks again at a later step."""
 
-
-class OffloadingConnectorScheduler:
+class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     """Scheduler half of the connector for one engine; drives the manager of ``spec``.
 
     All calls come from the scheduler's thread. ``spec.extra_config`` may contain ``sharer_wait`` (a duration, 0 for
@@ -81,40 +73,32 @@ class OffloadingConnectorScheduler:
         engine_events: EngineEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.groups = build_groups(spec)
-        """KV-cache groups as they are offloaded."""
+        groups = build_groups(spec)
         longest_wait = sharer_wait(spec)
+        self._spec = spec
+        self.manager = spec.get_manager()
+        """Manager of the tiers."""
+        search = HitSearch(groups, self.manager)
+        tables = FencedTables(groups, {})
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
         )
-        self._publishes_events = config.enable_kv_cache_events
-        self._describes_events = config.enable_kv_cache_events and config.self_describing_kv_events
-        self._spec = spec
-        self.events = OffloadingEventsTracker(config, engine_events)
-        """Tracker of KV events."""
-        self.manager = spec.get_manager()
-        """Manager of the tiers."""
-        self._search = HitSearch(self.groups, self.manager)
+        super().__init__(self.manager, tables, search, config, engine_events, logger, clock)
+        self._fenced = tables
         self._jobs = JobTable(spec.engine.world_size)
         self.fences = BlockFences()
         """Fences on the GPU blocks that jobs use."""
         self._pool: EngineBlockPool | None = None
-        self.loads = LoadPlanner(self.groups, self.manager, self._search, self._jobs, self.fences, clock)
+        self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, clock)
         """Planner of loads."""
-        self._stores = StorePlanner(self.groups, self.manager, self._jobs, self.fences, self.events, clock)
-        self.states: dict[ReqId, RequestState] = {}
-        """Requests that have not ended, by id."""
+        self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
         self._storing: set[ReqId] = set()
         """Ids of the requests that may have blocks to store soon, or may not be stored at present.
 
         A request enters the set with :meth:`~tiering.connector.requests.RequestState.look_again`. It leaves the set
         when it has nothing to store for as long as it runs, as most requests that decode.
         """
-        self._tables = FencedTables(self.groups, self.states)
-        self._counters = SchedulerCounters()
-        self._sharers = SharedLoads(self.loads, self._search, longest_wait, self._counters, clock)
-        self._missed_blocks = 0
-        """Blocks that the first match of a request probed and that the primary tier did not hold."""
+        self._sharers = SharedLoads(self.loads, search, longest_wait, self._counters, clock)
         self._completions = Completions(
             self.manager,
             self._jobs,
@@ -122,16 +106,14 @@ class OffloadingConnectorScheduler:
             self.loads,
             self.events,
             self.states,
-            self._tables,
+            tables,
             self._counters,
             clock,
         )
-        recording, size = spec.recording, self.loads.measure.offloaded_block_size
+        recording, size = spec.recording, self.measure.offloaded_block_size
         self._recorder = None if recording is None else TraceRecorder(recording, size)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
-        self._untaken_events: list[KVCacheEvent] = []
-        self._warn_policy = LimitedWarning(logger, clock)
         self._is_shut_down = False
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -142,92 +124,6 @@ class OffloadingConnectorScheduler:
         Without a pool, all GPU blocks are suspects after a reset until they are filled again.
         """
         self._pool = gpu_block_pool
-
-    @counts_seconds
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Register a request; later calls for the same request change nothing."""
-        if request.request_id not in self.states:
-            self._admit(request)
-
-    @counts_seconds
-    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded for a request, and True if they are loaded asynchronously.
-
-        Repeated calls change no state, but the result may change as blocks come and go. The result may cover the full
-        prompt: the engine then recomputes the last token by itself.
-
-        Args:
-            request: the waiting request.
-            num_computed_tokens: leading tokens that the engine's own prefix cache holds.
-
-        Returns:
-            The number of tokens beyond ``num_computed_tokens``, and True if that number is not 0. (None, False) if the
-                result is not known yet: call again at a later step.
-        """
-        state = self.states.get(request.request_id) or self._admit(request)
-        question = (num_computed_tokens, request.num_tokens)
-        if question == state.open_question and self.manager.still_pending(state.ctx):
-            return ASK_AGAIN
-        state.open_question = state.match = None
-        if state.has_blocks or state.scheduled:
-            self._tables.start_over(state)
-        state.found_tokens = state.filled_tokens = num_computed_tokens
-        state.extend_keys(self.groups)
-        if not state.touched:
-            state.touched = True
-            self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
-            if state.may_load:
-                measure = self.loads.measure
-                known = len(state.keys[measure.group_idx])
-                state.asked_blocks = max(0, known - num_computed_tokens // measure.offloaded_block_size)
-                self._counters.queried_blocks += state.asked_blocks
-            if any(state.keys):
-                self.manager.touch(interleave(state.keys), state.ctx)
-        if not state.may_load or self._completions.orphans:
-            return NO_TOKENS
-        limit = request.num_tokens - self._search.tokens_to_leave
-        if state.policy.max_load_tokens is not None:
-            limit = min(limit, state.policy.max_load_tokens)
-        hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
-        if self._describes_events and hit.tokens > num_computed_tokens:
-            self._record_lookup(state, num_computed_tokens, hit.tokens)
-        if hit.pending:
-            state.open_question = question
-            return ASK_AGAIN
-        if hit.tokens <= num_computed_tokens:
-            return NO_TOKENS
-        if self._sharers.holds_up(state, num_computed_tokens, hit.tokens):
-            return ASK_AGAIN
-        state.match = Match(num_computed_tokens, hit.tokens)
-        return hit.tokens - num_computed_tokens, True
-
-    @counts_seconds
-    def update_state_after_alloc(
-        self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
-    ) -> None:
-        """Record the blocks that were allocated to a request, and queue a load into them.
-
-        Engines call this method twice for an asynchronous load: with the number of tokens, and with 0 when the request
-        is scheduled.
-
-        Args:
-            request: the request.
-            blocks: all GPU blocks of the request.
-            num_external_tokens: tokens to load; 0: none.
-        """
-        state = self.states.get(request.request_id) or self._admit(request)
-        self._tables.allocated(state, blocks.get_block_ids())
-        if num_external_tokens > 0:
-            state.filled_tokens += num_external_tokens
-            keys = self.loads.plan(state, num_external_tokens)
-            state.sources = self.manager.count_sources(keys, state.ctx)
-            self._counters.loads += 1
-            self._counters.hit_tokens += num_external_tokens
-            hits = min(state.asked_blocks, len(keys) - sum(state.sources.values()))
-            self._counters.hit_blocks += hits
-            state.asked_blocks -= hits
-            state.match = None
-        self._count_misses(state)
 
     def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
         """Return the number of tokens of the last planned load by the medium that they come from.
@@ -242,32 +138,12 @@ class OffloadingConnectorScheduler:
         state = self.states.get(request.request_id)
         left, sources = num_external_tokens, dict[str, int]()
         if state is not None:
-            size = self.loads.measure.offloaded_block_size
+            size = self.measure.offloaded_block_size
             for medium, blocks in state.sources.items():
                 sources[medium] = tokens = min(left, blocks * size)
                 left -= tokens
         sources[MEDIUM_CPU] = left
         return {medium: tokens for medium, tokens in sources.items() if tokens}
-
-    @counts_seconds
-    def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Record that a request has ended; return (False, None): its blocks can be freed at once.
-
-        Freeing is never delayed, and no request is ever reported as sent. A fence outlives its request, so a step that
-        reuses a fenced block waits for the copy. A load in flight is still reported as received.
-
-        Args:
-            request: the request that has ended, for any reason.
-            block_ids: GPU blocks of the request; not used.
-        """
-        return self._finish(request.request_id)
-
-    @counts_seconds
-    def request_finished_all_groups(
-        self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Record that a request has ended, as :meth:`request_finished`, for several KV-cache groups."""
-        return self._finish(request.request_id)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -282,7 +158,7 @@ class OffloadingConnectorScheduler:
         """
         began = perf_counter()
         self._step += 1
-        taken = self._tables.take(scheduler_output)
+        taken = self._fenced.take(scheduler_output)
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
         if self._completions.orphans:
             flush |= self._completions.orphans
@@ -351,15 +227,6 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the KV events since the last call, in an order that a consumer can apply."""
-        return self._take_events() if self._publishes_events else []
-
-    @counts_seconds
-    def _take_events(self) -> list[KVCacheEvent]:
-        untaken, self._untaken_events = self._untaken_events, []
-        return untaken + self.events.take_events(self.manager.take_events())
-
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight.
 
@@ -384,35 +251,13 @@ class OffloadingConnectorScheduler:
         self._forget_held()
         return complete
 
-    def copied_blocks(self) -> set[int]:
-        """Return the GPU blocks that copies hold references on: none, because copies are fenced."""
-        return set()
-
-    def give_up_blocks(self, req_ids: Iterable[ReqId]) -> None:
-        """Let the engine take back all GPU blocks, also those that loads are filling.
-
-        The fences remain: a step that reuses such a block waits for the copy.
-
-        Args:
-            req_ids: requests that were being loaded; they load no more unless they are preempted.
-        """
-        for req_id in req_ids:
-            if (state := self.states.get(req_id)) is not None:
-                state.may_load = False
-
     def get_stats(self) -> Mapping[str, Any]:
-        """Return the manager's statistics and the connector's counters.
-
-        ``tiers`` includes the primary tier. ``connector`` contains the fields of
-        :class:`tiering.connector.counters.SchedulerCounters`.
-        """
         counters = self._counters
         counters.hits_shrunk, counters.stores_refused = self.loads.shrunk_hits, self._stores.refused_offers
-        counters.snapshots_dropped = self.events.snapshots_dropped
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
-        counters.jobs_active, counters.requests_active = len(self._jobs), len(self.states)
-        return report(self.manager.get_stats(), counters, self._missed_blocks)
+        counters.jobs_active = len(self._jobs)
+        return super().get_stats()
 
     def shutdown(self) -> None:
         """Shut the manager down, and write the requests that are to be recorded.
@@ -442,34 +287,36 @@ class OffloadingConnectorScheduler:
         self._untaken_events += self.events.take_events(self.manager.take_events())
         self.events.reset()
 
-    def _admit(self, request: EngineRequest) -> RequestState:
-        """Register a request with the manager; a request with invalid parameters neither loads nor stores."""
-        params = getattr(request, "kv_transfer_params", None)
-        try:
-            policy = policy_of(request)
-        except ConfigError as error:
-            self._warn_policy("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
-            policy, params = NEITHER, NEITHER_PARAMS
-        ctx = ReqContext(request.request_id, params)
-        answer = self.manager.on_new_request(ctx)
-        state = RequestState(
-            request=request,
-            ctx=ctx,
-            policy=policy,
-            request_level=answer.policy is OffloadPolicy.REQUEST_LEVEL,
+    def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> RequestState:
+        return RequestState(
+            request,
+            policy,
+            [GroupState() for _ in self.groups],
+            ctx,
+            may_load=policy.load,
+            request_level=self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL,
             storing=self._storing,
             prompt_only=self._spec.offload_prompt_only,
-            groups=[GroupState() for _ in self.groups],
-            may_load=policy.load,
             arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
-        self.states[request.request_id] = state
-        return state
 
-    def _count_misses(self, state: RequestState) -> None:
-        """Count the blocks that a request has asked for and the primary tier did not have for its load."""
-        self._missed_blocks += state.asked_blocks
-        state.asked_blocks = 0
+    def _is_paused(self) -> bool:
+        return bool(self._completions.orphans)
+
+    def _offer(self, state: RequestState, computed: int, hit: Hit) -> tuple[int | None, bool]:
+        if hit.tokens > computed and self._describes_events:
+            self._record_lookup(state, computed, hit.tokens)
+        if hit.pending:
+            state.open_question = (computed, state.request.num_tokens)
+            return ASK_AGAIN
+        if hit.tokens > computed and self._sharers.holds_up(state, computed, hit.tokens):
+            return ASK_AGAIN
+        return super()._offer(state, computed, hit)
+
+    def _load(self, state: RequestState, external_tokens: int) -> int:
+        keys = self.loads.plan(state, external_tokens)
+        state.sources = self.manager.count_sources(keys, state.ctx)
+        return len(keys) - sum(state.sources.values())
 
     def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
         """Record the blocks before token ``end`` for later KV events, while their request is alive."""
@@ -477,20 +324,14 @@ class OffloadingConnectorScheduler:
             size = group.offloaded_block_size
             self.events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
 
-    def _finish(self, req_id: ReqId) -> tuple[bool, None]:
-        state = self.states.pop(req_id, None)
-        if state is not None:
-            self._storing.discard(req_id)
-            self._tables.given_up(state)
-            self._count_misses(state)
-            if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
-                self._stores.plan_last(state)
-            if state.stale_blocks:
-                self._completions.refresh_stored(state)
-            if self._recorder is not None and state.scheduled:
-                request, keys = state.request, state.keys[self.loads.measure.group_idx]
-                tokens = request.num_prompt_tokens
-                self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
-            self.events.request_finished(req_id)
-            self.manager.on_request_finished(state.ctx)
-        return False, None
+    def _ended(self, state: RequestState) -> None:
+        self._storing.discard(state.ctx.req_id)
+        if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
+            self._stores.plan_last(state)
+        if state.stale_blocks:
+            self._completions.refresh_stored(state)
+        if self._recorder is not None and state.scheduled:
+            request, keys = state.request, state.keys[self.measure.group_idx]
+            tokens = request.num_prompt_tokens
+            self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
+        self.manager.on_request_finished(state.ctx)

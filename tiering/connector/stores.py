@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows
-from tiering.connector.groups import OffloadGroup
 from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
 from tiering.errors import ConfigError
 from tiering.offload.events import OffloadingEventsTracker
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.requests import NEVER
 from tiering.runtime.ratelimit import LimitedWarning
 
@@ -67,7 +67,7 @@ class StorePlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
-        self._windows = [group for group in groups if group.sliding_window is not None]
+        self._windows = [group for group in groups if not group.is_full]
         self._manager = manager
         self._jobs = jobs
         self._fences = fences

@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tiering.api.engine import CanonicalKVCaches, OffloadingSpec
+from tiering.api.engine import OffloadingSpec
 from tiering.api.masking import shown_name
 from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
 from tiering.copy.contract import OffloadingWorker, TransferResult
+from tiering.copy.handlers import HandlerEntry
 from tiering.errors import ConfigError
-from tiering.offload.stats import CopyReports
+from tiering.offload.stats import OffloadingConnectorStats
 
 logger = logging.getLogger("kv_tiering.worker")
 
@@ -46,24 +47,17 @@ class _Job:
     """The order of a load; None for a store."""
 
 
-class OffloadingConnectorWorker(CopyReports):
-    """Transfers of one worker.
+class WorkerHalf:
+    """The copies of one worker, and the reports about them, in both modes.
 
-    The engine's thread calls all methods. Only :meth:`handle_preemptions`, :meth:`drain` and :meth:`shutdown` wait.
-
-    Args:
-        spec: configuration of the tiers and of the engine.
-        num_blocks: number of GPU blocks of the engine; default: inferred from the tensors. The inferred number is wrong
-            if the attention kernels use smaller blocks than the scheduler, so engines should pass the number.
-        writes_early: True if the engine writes to newly allocated blocks before :meth:`handle_preemptions`; default:
-            False.
+    The engine's thread calls all methods. Only :meth:`drain`, :meth:`shutdown` and ``handle_preemptions`` of the
+    subclasses wait.
     """
 
-    def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None, *, writes_early: bool = False) -> None:
-        super().__init__()
-        self._spec = spec
-        self._writes_early = writes_early
-        self._num_blocks = num_blocks
+    _reports_loads = True
+    """True if loads are reported by their job ids, beside the ids of their requests."""
+
+    def __init__(self) -> None:
         self.copies = OffloadingWorker()
         """Copy handlers of both directions."""
         self._registered = False
@@ -73,66 +67,35 @@ class OffloadingConnectorWorker(CopyReports):
         """Number of loads of each request that have not been reported."""
         self._unstarted: list[TransferResult] = []
         self._received: set[ReqId] = set()
+        self._unfilled: set[int] = set()
+        """GPU blocks that loads did not fill and that were not reported yet."""
         self._unfilled_with_load: dict[ReqId, list[int]] = {}
         """Blocks that no load fills, of requests that load the rest of their hit.
 
         They are reported when that load ends.
         """
         self._report = OffloadingWorkerMetadata()
-        self._started: OffloadingConnectorMetadata | None = None
-        self._prepared: OffloadingConnectorMetadata | None = None
+        self._stats = OffloadingConnectorStats()
 
-    # ----------------------------------------------------------------------------------------------------- registration
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the engine's KV cache, once.
-
-        Args:
-            kv_caches: KV-cache tensor of each layer, by layer name.
+    def _register(self, handlers: Iterable[HandlerEntry]) -> None:
+        """Register the copy handlers of the engine's KV cache, once.
 
         Raises:
-            ConfigError: the layout cannot be offloaded, or a KV cache is registered already.
-            RegionError: the memory of the primary tier is not available.
+            ConfigError: a KV cache is registered already.
         """
-        self._register(canonicalize(kv_caches, self._spec.engine.groups, self._num_blocks))
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, backend: Any = None) -> None:
-        """Register a KV cache that is one tensor over all layers.
-
-        Args:
-            kv_cache: the tensor.
-            backend: attention backend; not used, because shape and strides determine the layout.
-        """
-        self._register(canonicalize_cross_layers(kv_cache, self._spec.engine.groups, self._num_blocks))
-
-    def _register(self, kv_caches: CanonicalKVCaches) -> None:
         if self._registered:
             raise ConfigError("the KV cache is registered already; register it once per worker")
-        for source, destination, handler in self._spec.get_handlers(kv_caches):
+        for source, destination, handler in handlers:
             self.copies.register_handler(source, destination, handler)
         self._registered = True
 
-    # ------------------------------------------------------------------------------------------------------------ steps
-
-    def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start the stores of the previous step, and end the jobs whose blocks this step reuses.
-
-        An engine calls this method before the step touches the KV cache.
-        """
+    def drain(self) -> None:
+        """End all copies, deferred ones included, before the memory of the KV cache is taken away."""
         self._submit_deferred()
-        if metadata.jobs_to_flush:
-            self.copies.wait(metadata.jobs_to_flush)
+        self.copies.wait(self._jobs.keys())
 
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start this step's loads.
-
-        Stores of the previous step start before them, if the engine did not call :meth:`handle_preemptions`. A second
-        call with the same metadata starts no loads.
-        """
-        self._submit_deferred()
-        if metadata is self._started:
-            return
-        self._started = metadata
+    def _start_loads(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Start the loads of a step."""
         for req_id, block_ids in metadata.failed_loads.items():
             if req_id in metadata.reqs_to_load:
                 self._unfilled_with_load.setdefault(req_id, []).extend(block_ids)
@@ -142,25 +105,6 @@ class OffloadingConnectorWorker(CopyReports):
         if metadata.reqs_to_load:
             self._loads_of.update(metadata.reqs_to_load.keys())
             self._submit([(order, _Job(req_id, order)) for req_id, order in metadata.reqs_to_load.items()])
-
-    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Queue this step's stores, which start with the next step or, if the engine writes early, now.
-
-        A second call with the same metadata does nothing.
-        """
-        if metadata is self._prepared:
-            return
-        self._prepared = metadata
-        self._deferred += metadata.reqs_to_store.items()
-        if self._writes_early and self._deferred:
-            jobs = [order.job_id for _, order in self._deferred]
-            self._submit_deferred()
-            self.copies.order_before_compute(jobs)
-
-    def drain(self) -> None:
-        """End all copies, deferred ones included, before the memory of the KV cache is taken away."""
-        self._submit_deferred()
-        self.copies.wait(self._jobs.keys())
 
     def _submit_deferred(self) -> None:
         if not self._deferred:
@@ -211,11 +155,13 @@ class OffloadingConnectorWorker(CopyReports):
                 result.job_id,
             )
             return
-        self._report.finished[result.job_id] = 1
+        if job.load is None or self._reports_loads:
+            self._report.finished[result.job_id] = 1
+            if not result.success:
+                self._report.failed.add(result.job_id)
         if result.success:
             self._stats.record_transfer(result.transfer_size, result.transfer_time, result.transfer_type)
         else:
-            self._report.failed.add(result.job_id)
             logger.warning(
                 "copy job %d failed on this worker: a %s of request %s",
                 result.job_id,
@@ -232,12 +178,20 @@ class OffloadingConnectorWorker(CopyReports):
             self._unfilled.update(self._unfilled_with_load.pop(job.req_id, ()))
             self._received.add(job.req_id)
 
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Return the report on jobs that ended since the last call; None if there are none."""
-        if self._report.is_empty():
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the GPU blocks that loads did not fill, since the last call.
+
+        These are exactly the blocks that the engine must compute itself.
+        """
+        unfilled, self._unfilled = self._unfilled, set()
+        return unfilled
+
+    def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
+        """Return the transfers since the last call; None if there were none."""
+        if not self._stats.data:
             return None
-        report, self._report = self._report, OffloadingWorkerMetadata()
-        return report
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
 
     def shutdown(self) -> None:
         """Wait for running copies, then release threads, streams and pins; repeated calls are harmless."""
@@ -245,6 +199,97 @@ class OffloadingConnectorWorker(CopyReports):
             logger.info("the worker dropped %d queued stores at shutdown", len(self._deferred))
             self._deferred = []
         self.copies.shutdown()
+
+
+class OffloadingConnectorWorker(WorkerHalf):
+    """Transfers of one worker.
+
+    The engine's thread calls all methods. Only :meth:`handle_preemptions`, :meth:`drain` and :meth:`shutdown` wait.
+
+    Args:
+        spec: configuration of the tiers and of the engine.
+        num_blocks: number of GPU blocks of the engine; default: inferred from the tensors. The inferred number is wrong
+            if the attention kernels use smaller blocks than the scheduler, so engines should pass the number.
+        writes_early: True if the engine writes to newly allocated blocks before :meth:`handle_preemptions`; default:
+            False.
+    """
+
+    def __init__(self, spec: OffloadingSpec, num_blocks: int | None = None, *, writes_early: bool = False) -> None:
+        super().__init__()
+        self._spec = spec
+        self._writes_early = writes_early
+        self._num_blocks = num_blocks
+        self._started: OffloadingConnectorMetadata | None = None
+        self._prepared: OffloadingConnectorMetadata | None = None
+
+    # ----------------------------------------------------------------------------------------------------- registration
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register the engine's KV cache, once.
+
+        Args:
+            kv_caches: KV-cache tensor of each layer, by layer name.
+
+        Raises:
+            ConfigError: the layout cannot be offloaded, or a KV cache is registered already.
+            RegionError: the memory of the primary tier is not available.
+        """
+        groups = self._spec.engine.groups
+        self._register(self._spec.get_handlers(canonicalize(kv_caches, groups, self._num_blocks)))
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, backend: Any = None) -> None:
+        """Register a KV cache that is one tensor over all layers.
+
+        Args:
+            kv_cache: the tensor.
+            backend: attention backend; not used, because shape and strides determine the layout.
+        """
+        groups = self._spec.engine.groups
+        self._register(self._spec.get_handlers(canonicalize_cross_layers(kv_cache, groups, self._num_blocks)))
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Start the stores of the previous step, and end the jobs whose blocks this step reuses.
+
+        An engine calls this method before the step touches the KV cache.
+        """
+        self._submit_deferred()
+        if metadata.jobs_to_flush:
+            self.copies.wait(metadata.jobs_to_flush)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Start this step's loads.
+
+        Stores of the previous step start before them, if the engine did not call :meth:`handle_preemptions`. A second
+        call with the same metadata starts no loads.
+        """
+        self._submit_deferred()
+        if metadata is self._started:
+            return
+        self._started = metadata
+        self._start_loads(metadata)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Queue this step's stores, which start with the next step or, if the engine writes early, now.
+
+        A second call with the same metadata does nothing.
+        """
+        if metadata is self._prepared:
+            return
+        self._prepared = metadata
+        self._deferred += metadata.reqs_to_store.items()
+        if self._writes_early and self._deferred:
+            jobs = [order.job_id for _, order in self._deferred]
+            self._submit_deferred()
+            self.copies.order_before_compute(jobs)
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Return the report on jobs that ended since the last call; None if there are none."""
+        if self._report.is_empty():
+            return None
+        report, self._report = self._report, OffloadingWorkerMetadata()
+        return report
 
 
 def _gpu_blocks(order: TransferOrder) -> Sequence[int]:

@@ -5,10 +5,10 @@ The tables also determine the first token of each request whose KV must not be s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
-from tiering.offload.groups import BlockGroup
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.protocols import SchedulerOutput
 from tiering.offload.requests import BlockIds, TrackedRequest
 from tiering.offload.suspects import EngineBlockPool, SuspectBlocks
@@ -26,11 +26,13 @@ class BlockTables(Generic[Tracked]):
         states: the requests by id; the caller adds and removes them.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], states: Mapping[str, Tracked]) -> None:
+    def __init__(self, groups: Sequence[OffloadGroup], states: dict[str, Tracked]) -> None:
         self.suspects = SuspectBlocks(group.gpu_block_size for group in groups)
         """GPU blocks whose KV must not be stored."""
-        self._groups = groups
-        self._states = states
+        self.groups = groups
+        """The KV-cache groups."""
+        self.states = states
+        """The requests by id; the caller adds and removes them."""
         self._step = 0
         """Number of the last step.
 
@@ -69,7 +71,7 @@ class BlockTables(Generic[Tracked]):
         """
         self._step += 1
         for req_id in output.preempted_req_ids or ():
-            state = self._states.get(req_id)
+            state = self.states.get(req_id)
             if state is not None and state.allocated_at_step != self._step:
                 self._preempted(state)
         for new in output.scheduled_new_reqs:
@@ -106,7 +108,7 @@ class BlockTables(Generic[Tracked]):
         Returns:
             All marked blocks.
         """
-        states = list(self._states.values())
+        states = list(self.states.values())
         wrong = self.suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
             invalid_from = self.suspects.first_token(state.tables, wrong)
@@ -121,7 +123,7 @@ class BlockTables(Generic[Tracked]):
             pool: the engine's block pool; None: all blocks become suspects.
         """
         self.suspects.reset(pool)
-        for state in self._states.values():
+        for state in self.states.values():
             if state.has_blocks:
                 self._distrusted(state, 0)
 
@@ -134,11 +136,11 @@ class BlockTables(Generic[Tracked]):
 
     def _started(self, req_id: str, block_ids: BlockIds, computed: int) -> None:
         """Process a request that runs for the first time, or again after a preemption."""
-        state = self._states.get(req_id)
+        state = self.states.get(req_id)
         if state is None:
             return
         self._assign(state, block_ids)
-        if self.suspects and len(self._groups) > 1 and computed > state.filled_tokens:
+        if self.suspects and len(self.groups) > 1 and computed > state.filled_tokens:
             # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
             state.distrust(state.found_tokens or 0)
         state.scheduled = True
@@ -146,7 +148,7 @@ class BlockTables(Generic[Tracked]):
 
     def _grew(self, req_id: str, block_ids: BlockIds) -> None:
         """Process a running request that gets more blocks."""
-        state = self._states.get(req_id)
+        state = self.states.get(req_id)
         if state is not None:
             self.suspects.filled(block_ids, state.invalid_from)
             state.append_blocks(block_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tiering.offload.protocols import EngineRequest
 from tiering.offload.snapshots import ExternalHash, ExtraKeys
@@ -88,32 +88,3 @@ class EngineEvents:
     """Returns the keys that the engine hashed in addition to the tokens; default: None, not known."""
     lookahead_tokens: int = 0
     """Tokens after a hash-block that its hash covers too; default: 0."""
-
-
-class EventGroupConfig(Protocol):
-    """A KV-cache group as the events tracker uses it."""
-
-    @property
-    def group_idx(self) -> int:
-        """Index of the group."""
-        ...
-
-    @property
-    def offloaded_block_size(self) -> int:
-        """Tokens in an offloaded block."""
-        ...
-
-    @property
-    def hash_block_size_factor(self) -> int:
-        """Hash-blocks in an offloaded block."""
-        ...
-
-    @property
-    def sliding_window_size_in_blocks(self) -> int | None:
-        """Blocks in a window; None for full attention, not None for state-space groups."""
-        ...
-
-    @property
-    def kv_event_group_spec(self) -> tuple[str | None, int | None]:
-        """Kind of the group, and its sliding window in tokens."""
-        ...

@@ -19,10 +19,10 @@ from tiering.offload.event_types import (
     BlockRemoved,
     BlockStored,
     EngineEvents,
-    EventGroupConfig,
     KVCacheEvent,
     OffloadingKVEventsConfig,
 )
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.protocols import EngineRequest
 from tiering.offload.snapshots import MAX_SNAPSHOT_TOKENS, RUN_BLOCKS, ExternalHash, Run, Snapshots
 
@@ -93,25 +93,12 @@ class OffloadingEventsTracker:
 
     # ---------------------------------------------------------------------------------------------------------- capture
 
-    def captures(self, group: EventGroupConfig) -> bool:
+    def captures(self, group: OffloadGroup) -> bool:
         """Return True if the tracker takes snapshots of blocks of this group."""
-        return self._capture and group.sliding_window_size_in_blocks is None
-
-    def record_store(
-        self, req: EngineRequest, group_config: EventGroupConfig, offload_block_idx: int, offload_key: OffloadKey
-    ) -> None:
-        """Take a snapshot of a block whose store begins.
-
-        Args:
-            req: the request, which is alive.
-            group_config: the block's KV-cache group.
-            offload_block_idx: position of the block in the request.
-            offload_key: key of the block.
-        """
-        self.record_stores(req, group_config, (offload_block_idx,), (offload_key,))
+        return self._capture and group.is_full
 
     def record_stores(
-        self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
+        self, req: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
         """Take snapshots of blocks whose stores begin.
 
@@ -126,7 +113,7 @@ class OffloadingEventsTracker:
             self._describe(req, group, positions, keys)
 
     def record_lookup(
-        self, req: EngineRequest, group: EventGroupConfig, keys: Sequence[OffloadKey], computed: int, end: int
+        self, req: EngineRequest, group: OffloadGroup, keys: Sequence[OffloadKey], computed: int, end: int
     ) -> None:
         """Take snapshots of the blocks that a request has found.
 
@@ -265,7 +252,7 @@ class OffloadingEventsTracker:
     # -------------------------------------------------------------------------------------------------------- snapshots
 
     def _describe(
-        self, req: EngineRequest, group: EventGroupConfig, positions: Sequence[int], keys: Sequence[OffloadKey]
+        self, req: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
         """Take snapshots of those of ``keys`` that have none, and announce their tokens where missing."""
         if not self.snapshots.lacks_all(keys):
@@ -280,9 +267,7 @@ class OffloadingEventsTracker:
             self._shorten(oldest)
             self.snapshots.drop(oldest)
 
-    def _add_run(
-        self, req: EngineRequest, group: EventGroupConfig, first_block: int, keys: Sequence[OffloadKey]
-    ) -> None:
+    def _add_run(self, req: EngineRequest, group: OffloadGroup, first_block: int, keys: Sequence[OffloadKey]) -> None:
         factor, size, lookahead = (
             group.hash_block_size_factor,
             group.offloaded_block_size,

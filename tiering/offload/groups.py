@@ -1,13 +1,32 @@
-"""KV-cache groups as keys, block tables and KV events see them, and the table of the kinds of groups."""
+"""KV-cache groups as they are offloaded, and the blocks that a hit needs of each group.
+
+A hit of n tokens needs all blocks up to n of each full-attention group. Of each sliding-window group the hit needs the
+blocks that the first token after the hit attends to, and the blocks that the engine retains beside them. Of a group
+that keeps a state the hit needs the last block, and ends where that block ends. A group that contains layers of a
+speculative head (``is_eagle``) needs one block more, which is not loaded. The engine's own prefix cache matches and
+drops that block too, because the head computes the end of a block from the token after the block.
+
+Hits end at a border between blocks of a full-attention group, or of any group in a model without full attention. A
+group with larger blocks then loads the block in which the hit ends, and the engine recomputes the tail of that block.
+Block sizes therefore need no common multiple. Blocks of a sliding window that no such hit can use are not stored
+(:meth:`OffloadGroup.usable`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
-from tiering.api.engine import KVCacheGroup
-from tiering.api.keys import GROUP_BYTES
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.api.engine import KVCacheGroup, OffloadingSpec
+from tiering.api.keys import GROUP_BYTES, OffloadKey
+from tiering.errors import ConfigError
 
 
 class GroupKind(Enum):
@@ -51,27 +70,166 @@ class KVEventGroupSpec(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockGroup:
-    """One KV-cache group; an offloaded block consists of one or several GPU blocks.
-
-    The class fits the protocol :class:`tiering.offload.event_types.EventGroupConfig`.
-    """
+class OffloadGroup:
+    """One KV-cache group; an offloaded block consists of ``block_size_factor`` GPU blocks."""
 
     group_idx: int
     """Index of the group in the engine's list of KV-cache groups."""
+    kind: GroupKind
+    """Rule by which a token reads the earlier tokens."""
     gpu_block_size: int
     """Tokens in a GPU block."""
+    block_size_factor: int
+    """GPU blocks in an offloaded block."""
     offloaded_block_size: int
     """Tokens in an offloaded block."""
     hash_block_size_factor: int
     """Hash-blocks in an offloaded block."""
     sliding_window: int | None
     """Sliding window in tokens; None for full attention and states."""
+    reach: int
+    """Tokens before a position that must be present to continue from the position; 0 for full attention.
+
+    These are the window without the present token, and the tokens that the engine retains besides; or the one token
+    whose block has the state.
+    """
+    window_blocks: int
+    """Offloaded blocks that cover ``reach`` tokens before an aligned position; 0 for full attention."""
+    lookahead_blocks: int
+    """Blocks after the end of a hit that must be held too."""
+    volatile_tokens: int
+    """Number of last computed tokens that may still be computed again."""
     kv_event_group_spec: KVEventGroupSpec
     """Description of the group in KV events."""
+    hit_ends: tuple[int, ...] = ()
+    """Distances between possible ends of hits, in blocks of this group; empty if every block can be used.
 
+    Not empty only for a window group, if hits leave some of its blocks unused. Default: empty.
+    """
+    is_full: bool = field(init=False)
+    """True for full attention."""
+    is_state: bool = field(init=False)
+    """True for a group that keeps a state."""
     key_suffix: bytes = field(init=False)
     """Bytes that identify the group at the end of a key."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "is_full", self.kind is GroupKind.FULL)
+        object.__setattr__(self, "is_state", self.kind is GroupKind.STATE)
         object.__setattr__(self, "key_suffix", self.group_idx.to_bytes(GROUP_BYTES, "big"))
+
+    def skipped_blocks(self, computed_tokens: int) -> int:
+        """Return the number of leading GPU blocks that the engine may have freed.
+
+        No token from ``computed_tokens`` on reads these blocks.
+        """
+        return 0 if self.is_full else max(0, computed_tokens - self.reach) // self.gpu_block_size
+
+    def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the offloaded blocks at ``positions`` that a hit can use.
+
+        The group must have :attr:`hit_ends`; without them, every block can be used. A window may be shorter than the
+        distance between two possible ends of hits. Then no hit probes the blocks between the first end and the window
+        before the second.
+        """
+        needed = np.zeros(len(positions), np.bool_)
+        for distance in self.hit_ends:
+            needed |= (
+                positions - self.lookahead_blocks
+            ) % distance >= distance - self.window_blocks - self.lookahead_blocks
+        return needed
+
+
+def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
+    """Return the KV-cache groups of the engine that ``spec`` describes.
+
+    Raises:
+        ConfigError: a group's KV cannot be offloaded block by block. This applies to state-space groups, which keep one
+            state instead of blocks, and to kinds whose blocks cannot be told apart by position.
+    """
+    engine_groups = spec.engine.groups
+    if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
+        raise ConfigError(
+            f"groups: {len(engine_groups)} KV-cache groups are described, block_sizes has {len(spec.gpu_block_size)}; "
+            "describe one group per block size"
+        )
+    groups = [
+        dataclasses.replace(engine_groups[idx] if engine_groups else KVCacheGroup((), size), gpu_block_size=size)
+        for idx, size in enumerate(spec.gpu_block_size)
+    ]
+    for idx, group in enumerate(groups):
+        if kind_of(group) is GroupKind.STATE:
+            raise ConfigError(
+                f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, "
+                "which this connector cannot offload; run the model without it"
+            )
+    return offload_groups(groups, spec.hash_block_size, spec.block_size_factor)
+
+
+def offload_groups(groups: Sequence[KVCacheGroup], hash_block_size: int, factor: int = 1) -> tuple[OffloadGroup, ...]:
+    """Return ``groups`` as they are offloaded.
+
+    Args:
+        groups: the engine's KV-cache groups.
+        hash_block_size: tokens in a hash-block.
+        factor: GPU blocks in an offloaded block; default: 1.
+
+    Raises:
+        ConfigError: the blocks of a group cannot be told apart by position.
+    """
+    built = [_offload_group(idx, group, hash_block_size, factor) for idx, group in enumerate(groups)]
+    ends = {group.offloaded_block_size for group in built if group.is_full}
+    return tuple(dataclasses.replace(group, hit_ends=_unused_between(group, ends)) for group in built)
+
+
+def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ...]:
+    """Return the distances for :attr:`OffloadGroup.hit_ends`, in blocks of ``group``."""
+    size = group.offloaded_block_size
+    if group.sliding_window is None or not ends or any(end % size for end in ends):
+        return ()
+    distances = tuple(sorted(end // size for end in ends))
+    return distances if group.window_blocks + group.lookahead_blocks < distances[0] else ()
+
+
+def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: int) -> OffloadGroup:
+    kind, window, reach = kind_of(group), None, 0
+    if kind is None:
+        raise ConfigError(
+            f"KV-cache group {idx} ({group.kind}): groups of this kind cannot be offloaded, only {', '.join(KINDS)}; "
+            "run the model without kv-tiering"
+        )
+    if kind is GroupKind.WINDOW:
+        window = group.sliding_window
+        if window is None or window < 1:
+            raise ConfigError(
+                f"KV-cache group {idx} ({group.kind}): sliding_window {window} is not a number of tokens "
+                "(a positive integer)"
+            )
+        reach = window - 1 + group.retained_tokens
+    elif kind is GroupKind.STATE:
+        reach = 1
+    size = group.gpu_block_size * factor
+    return OffloadGroup(
+        group_idx=idx,
+        kind=kind,
+        gpu_block_size=group.gpu_block_size,
+        block_size_factor=factor,
+        offloaded_block_size=size,
+        hash_block_size_factor=size // hash_block_size,
+        sliding_window=window,
+        reach=reach,
+        window_blocks=-(-reach // size),
+        lookahead_blocks=int(group.is_eagle),
+        volatile_tokens=group.volatile_tokens,
+        kv_event_group_spec=KVEventGroupSpec(group.kind, group.sliding_window),
+    )
+
+
+def interleave(keys_by_group: Sequence[Sequence[OffloadKey]]) -> list[OffloadKey]:
+    """Return the keys of all groups in one prefix order.
+
+    The order is by position if all groups have the same number of keys, else one group after another.
+    """
+    if len({len(keys) for keys in keys_by_group}) == 1:
+        return list(chain.from_iterable(zip(*keys_by_group, strict=True)))
+    return list(chain.from_iterable(keys_by_group))

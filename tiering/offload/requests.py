@@ -6,11 +6,12 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
-from tiering.offload.groups import BlockGroup
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.protocols import EngineRequest
 
 NEVER = sys.maxsize
@@ -77,6 +78,15 @@ class GroupState:
 Group = TypeVar("Group", bound=GroupState)
 
 
+class Match(NamedTuple):
+    """The last hit that was offered to the engine."""
+
+    computed: int
+    """Tokens that were computed when the hit was matched; the hit begins after them."""
+    end: int
+    """End of the hit in tokens."""
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest(Generic[Group]):
     """One request, from the first call that names the request until the request ends."""
@@ -87,8 +97,22 @@ class TrackedRequest(Generic[Group]):
     """Parameters of the request: which tiers it may use, and how many tokens."""
     groups: list[Group]
     """State of each KV-cache group."""
+    ctx: ReqContext
+    """The request as the manager knows it."""
     keys: list[list[OffloadKey]] = field(init=False)
     """The key lists of ``groups``, shared with them."""
+    may_load: bool = True
+    """True if the request may load."""
+    match: Match | None = None
+    """The last hit that was offered to the engine; None if the hit was loaded or nothing was offered."""
+    open_question: tuple[int, int] | None = None
+    """Computed tokens and known tokens at the last match, if that match was pending; None otherwise."""
+    asked_blocks: int = 0
+    """Blocks that the first match of the request probed and that no load has accounted for yet.
+
+    The blocks are counted in the group that measures the length of a hit. A load accounts for them by the number of
+    blocks that the primary tier had.
+    """
     touched: bool = False
     """True after the first match, which marks the blocks of the request as recently used."""
     found_tokens: int | None = None
@@ -125,7 +149,7 @@ class TrackedRequest(Generic[Group]):
         """GPU blocks of each group; the lists do not change when the request loses its blocks."""
         return [group.block_ids for group in self.groups]
 
-    def extend_keys(self, layouts: Iterable[BlockGroup]) -> None:
+    def extend_keys(self, layouts: Iterable[OffloadGroup]) -> None:
         """Append the keys of new hashes, and replace the keys of blocks whose tokens were replaced.
 
         Args:
@@ -151,7 +175,7 @@ class TrackedRequest(Generic[Group]):
         for group in self.groups:
             group.block_ids = []
         self.found_tokens, self.filled_tokens, self.scheduled = None, 0, False
-        self.invalid_from = None
+        self.invalid_from = self.match = None
         self.rewind()
 
     def distrust(self, invalid_from: int) -> None:

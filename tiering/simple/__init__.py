@@ -1,4 +1,4 @@
 """The simple scheduler: a CPU pool that mirrors the GPU's pool, without secondary tiers.
 
-Only the engines' adapters import it. It does not import the default connector.
+Only the engines' adapters import it. Its matches, tables, workers and counters are the connector's.
 """

@@ -9,10 +9,12 @@ are numbers and names are bytes, so that the pool needs no object per block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent
+from tiering.api.manager import LOCAL, MEDIUM_CPU, OffloadingEvent, PrefixMatch
+from tiering.api.request import ReqContext
 from tiering.errors import ConfigError, TieringError
 
 
@@ -29,26 +31,13 @@ class CPUBlockPool:
     A call costs a few C calls per batch and a fraction of a microsecond per block.
     """
 
-    __slots__ = (
-        "_blank",
-        "_events",
-        "_events_on",
-        "_evictable",
-        "_evicted",
-        "_names",
-        "_refs",
-        "cached",
-        "evictions",
-        "num_blocks",
-        "pending",
-    )
-
-    def __init__(self, num_blocks: int, enable_events: bool = False) -> None:
+    def __init__(self, num_blocks: int, enable_events: bool = False, block_bytes: int = 0) -> None:
         """Create a pool of blank blocks.
 
         Args:
             num_blocks: number of blocks.
             enable_events: collect events for :meth:`take_events`; default: False.
+            block_bytes: bytes of one block, on all workers together; default: 0.
 
         Raises:
             ConfigError: ``num_blocks`` is not positive.
@@ -62,9 +51,11 @@ class CPUBlockPool:
         """Name → block of all blocks that are being stored. Read only."""
         self.evictions = 0
         """Blocks evicted since the start."""
+        self._block_bytes = block_bytes
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, OffloadKey] = OrderedDict()
-        self._refs: Counter[int] = Counter()
+        self.refs: Counter[int] = Counter()
+        """Number of references to each held block. Read only."""
         self._names: dict[int, OffloadKey] = {}
         """Names of held blocks."""
         self._evicted: list[OffloadKey] = []
@@ -81,14 +72,9 @@ class CPUBlockPool:
         """Number of blocks that can be allocated without an eviction."""
         return len(self._blank)
 
-    @property
-    def num_held_blocks(self) -> int:
-        """Number of blocks with references."""
-        return len(self._refs)
-
-    def ref_count(self, block: int) -> int:
-        """Return the number of references to ``block``."""
-        return self._refs.get(block, 0)
+    def knows(self, key: OffloadKey) -> bool:
+        """Return True if the block of that name can be found or is being stored."""
+        return key in self.cached or key in self.pending
 
     def victims(self) -> Iterator[OffloadKey]:
         """Yield the names of the evictable blocks, in the order in which allocations evict them."""
@@ -116,7 +102,7 @@ class CPUBlockPool:
         del self._blank[at:]
         if len(blocks) < count:
             blocks += self._evict(count - len(blocks))
-        self._refs.update(blocks)
+        self.refs.update(blocks)
         self._names.update(zip(blocks, keys, strict=True))
         self.pending.update(zip(keys, blocks, strict=True))
         return blocks
@@ -144,12 +130,12 @@ class CPUBlockPool:
                 discarded.append(key)
         return discarded
 
-    def touch(self, blocks: Sequence[int]) -> None:
+    def hold(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of ``blocks``, which protects them from eviction until it is given back."""
         evictable = self._evictable
         idle = [block for block in blocks if block in evictable]
         self._names.update(zip(idle, map(evictable.pop, idle), strict=True))
-        self._refs.update(blocks)
+        self.refs.update(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[int]) -> None:
         """Give back one reference to each block.
@@ -161,7 +147,7 @@ class CPUBlockPool:
             TieringError: a block has fewer references than are given back; nothing was changed.
         """
         blocks = list(ordered_blocks)
-        refs = self._refs
+        refs = self.refs
         given = Counter(blocks)
         if not all(map(refs.__contains__, given)) or any(count > refs[block] for block, count in given.items()):
             raise TieringError("a CPU block was freed more often than it was taken")
@@ -177,11 +163,21 @@ class CPUBlockPool:
             else:
                 self._evictable[block] = key
 
-    def refresh(self, keys: Iterable[OffloadKey]) -> None:
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
+        """Return the number of leading ``keys`` that can be found."""
+        missing = bytes(map(self.cached.__contains__, keys)).find(0)
+        return PrefixMatch(len(keys) if missing < 0 else missing, False)
+
+    def still_pending(self, req_context: ReqContext) -> bool:
+        """Return False: every lookup is decided at once."""
+        return False
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Mark evictable blocks of ``keys`` as recently used, the prefix's head more recently than its tail.
 
         Args:
             keys: names of a prefix's blocks, in their order; unknown names are ignored.
+            req_context: the request that has these blocks.
         """
         evictable = self._evictable
         found = [block for block in map(self.cached.get, keys) if block is not None and block in evictable]
@@ -196,6 +192,19 @@ class CPUBlockPool:
         """Return the events since the last call, in an order that a consumer can apply."""
         events, self._events = self._events, []
         return events
+
+    def get_stats(self) -> Mapping[str, Any]:
+        """Return fields of :class:`tiering.secondary.stats.TierStats`, under ``primary``."""
+        blocks, size = len(self.cached), self._block_bytes
+        return {
+            "primary": {
+                "evictions": self.evictions,
+                "blocks": blocks,
+                "occupancy_bytes": blocks * size,
+                "capacity_bytes": self.num_blocks * size,
+                "available": 1,
+            }
+        }
 
     def reset(self) -> None:
         """Drop every name. Blocks with references become blank when their last reference is given back."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.errors import ConfigError
-from tiering.offload.groups import KINDS, GroupKind, kind_of
+from tiering.offload.groups import GroupKind, OffloadGroup, kind_of, offload_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def derive_cpu_config(gpu: KVCacheConfig, cpu_capacity_bytes: int) -> KVCacheCon
     return KVCacheConfig(num_blocks, tensors, gpu.kv_cache_groups)
 
 
-def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
-    """Return the index of the first full-attention group.
+def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> tuple[OffloadGroup, ...]:
+    """Return the KV-cache groups as they are offloaded.
 
     Raises:
         ConfigError: the simple scheduler cannot serve this engine. The engine uses context parallelism, groups of an
@@ -72,35 +72,17 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> int:
             f"mode simple: context-parallel sizes of {engine.context_parallel_size} in all are not supported; "
             "use mode tiering"
         )
-    _check_kinds(cache)
     for index, group in enumerate(cache.kv_cache_groups):
         if group.gpu_block_size < 1 or group.gpu_block_size % engine.hash_block_size:
             raise ConfigError(
                 f"KV-cache group {index}: the block size {group.gpu_block_size} is not a multiple of the hash block "
                 f"size {engine.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
             )
-    first = next((index for index, group in enumerate(cache.kv_cache_groups) if kind_of(group) is GroupKind.FULL), None)
-    if first is None:
+    groups = offload_groups(cache.kv_cache_groups, engine.hash_block_size)
+    if not any(group.is_full for group in groups):
         kinds = ", ".join(group.kind for group in cache.kv_cache_groups) or "none"
         raise ConfigError(f"mode simple needs a KV-cache group with full attention; the model's groups are: {kinds}")
-    return first
-
-
-def _check_kinds(cache: KVCacheConfig) -> None:
-    others = [
-        f"{group.kind} (group {index})" for index, group in enumerate(cache.kv_cache_groups) if kind_of(group) is None
-    ]
-    if others:
-        raise ConfigError(
-            f"mode simple cannot offload KV-cache groups of the kind {', '.join(others)}; "
-            f"it knows {', '.join(sorted(KINDS))}"
-        )
-    for index, group in enumerate(cache.kv_cache_groups):
-        if kind_of(group) is GroupKind.WINDOW and (group.sliding_window is None or group.sliding_window < 1):
-            raise ConfigError(
-                f"KV-cache group {index} ({group.kind}): "
-                f"sliding_window {group.sliding_window} is not a number of tokens"
-            )
+    return groups
 
 
 def check_options(engine: EngineConfig, cache: KVCacheConfig, lazy_offload: bool, describes_events: bool) -> None:

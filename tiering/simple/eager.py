@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice, takewhile
-from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
-from tiering.offload.protocols import EngineRequest
+from tiering.offload.groups import OffloadGroup
+from tiering.offload.requests import NEVER
 from tiering.simple.block_pool import CPUBlockPool
-from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.requests import GroupState, RequestState
-
-Offer = tuple[OffloadKey, int]
-"""A block's name and its GPU block."""
-
-Record = Callable[[EngineRequest, int, Sequence[int], Sequence[OffloadKey]], None]
-"""A function that records blocks before they are stored, for KV events.
-
-Its arguments are the request, the index of the KV-cache group, the indexes of the blocks in that group (ascending), and
-the blocks' names.
-"""
-
-
-class _LeftOver(NamedTuple):
-    """A block of a request that has ended, not stored yet."""
-
-    key: OffloadKey
-    block: int
-    """GPU block."""
-    request: EngineRequest
-    group: int
-    """Index of the KV-cache group."""
-    place: int
-    """Index of the block in the request's group."""
+from tiering.simple.state import GroupState, Offer, RequestState
 
 
 class EagerStores:
@@ -45,25 +21,15 @@ class EagerStores:
     but copy.
     """
 
-    def __init__(
-        self,
-        cpu: CPUBlockPool,
-        needs: Sequence[GroupNeeds],
-        record: Record | None = None,
-        suspects: Container[int] = (),
-    ) -> None:
+    def __init__(self, cpu: CPUBlockPool, groups: Sequence[OffloadGroup]) -> None:
         """Create the eager mode.
 
         Args:
             cpu: the CPU pool.
-            needs: the needs of each KV-cache group.
-            record: called with the blocks of each store, for KV events; default: None.
-            suspects: GPU blocks that may not be stored; default: none.
+            groups: the KV-cache groups.
         """
         self._cpu = cpu
-        self._suspects = suspects
-        self._record = record
-        self._needs = needs
+        self._groups = groups
         self._running: dict[OffloadKey, GroupState | set[GroupState]] = {}
         """Name → the running request's group that has offered the block, or a set of several such groups.
 
@@ -71,9 +37,7 @@ class EagerStores:
         """
         self._places: dict[OffloadKey, int] = {}
         """Name → the block's index, the same in all groups: a name covers all tokens before its block."""
-        self._left_over: list[_LeftOver] = []
-        self.restored = 0
-        """Blocks that were offered again after an eviction."""
+        self._left_over: list[Offer] = []
         self.dropped = 0
         """Blocks of finished requests that could not be stored any more."""
 
@@ -82,26 +46,23 @@ class EagerStores:
         """True if no running request has offered a block that is still tracked."""
         return not self._running and not self._places
 
-    def offers(self, state: RequestState, pool: GPUBlockPool, room: int) -> list[Offer]:
+    def offers(self, state: RequestState, pool: GPUBlockPool, room: int, is_last: bool = False) -> list[Offer]:
         """Return a request's new blocks to store now; blocks without room are offered again next time.
 
         Args:
             state: the request.
             pool: the engine's pool.
             room: largest number of blocks.
+            is_last: True if the request ends, so that none of its tokens is computed again; default: False.
         """
         chosen: list[Offer] = []
-        if not state.policy.store or state.is_withheld:
-            return chosen
-        confirmed = state.confirmed_tokens()
-        limit = confirmed if state.policy.max_store_tokens is None else min(confirmed, state.policy.max_store_tokens)
-        next_at = 1 << 62
-        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
-            start, end = group.cursor, min(limit // need.gpu_block_size, len(group.keys), len(group.block_ids))
+        limit, next_at = state.storable_tokens(), NEVER
+        for state_of, group in zip(state.groups, self._groups, strict=True):
+            start, end = state_of.cursor, self._end(state_of, group, limit - (0 if is_last else group.volatile_tokens))
             if start < end:
-                keys, blocks = group.keys[start:end], group.block_ids[start:end]
-                if not need.is_full:
-                    blocks = self._still_there(state, need, start, keys, blocks, pool)
+                keys, blocks = state_of.keys[start:end], state_of.block_ids[start:end]
+                if not group.is_full:
+                    blocks = self._still_there(state, group, start, keys, blocks, pool)
                 null, cached, pending = pool.null_block.block_id, self._cpu.cached, self._cpu.pending
                 missing = [
                     (index, key)
@@ -111,14 +72,12 @@ class EagerStores:
                 if len(missing) > room:
                     end = start + missing[room][0]
                     del missing[room:]
-                chosen += [(key, blocks[index]) for index, key in missing]
-                if self._record is not None and missing:
-                    self._record(
-                        state.request, number, [start + index for index, _ in missing], [key for _, key in missing]
-                    )
+                chosen += [
+                    (key, blocks[index], state.request, group.group_idx, start + index) for index, key in missing
+                ]
                 room -= len(missing)
-                self._advance(group, end)
-            next_at = min(next_at, (group.cursor + 1) * need.gpu_block_size)
+                self._advance(state_of, end)
+            next_at = min(next_at, (state_of.cursor + 1) * group.gpu_block_size + group.volatile_tokens)
         state.next_store_at = next_at
         return chosen
 
@@ -131,22 +90,19 @@ class EagerStores:
         room = cpu.num_blank_blocks + sum(1 for _ in idle)
         if not room:
             return chosen
-        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
-            for index in sorted(group.lost):
-                if index >= group.cursor:  # The block's tokens were replaced; it is offered when it is computed again.
-                    group.lost.discard(index)
+        for state_of, group in zip(state.groups, self._groups, strict=True):
+            for index in sorted(state_of.lost):
+                if index >= state_of.cursor:  # The block's tokens were replaced; it is offered when computed again.
+                    state_of.lost.discard(index)
                     continue
-                key = group.keys[index]
-                if key in cpu.cached or key in cpu.pending:
-                    group.lost.discard(index)
+                key = state_of.keys[index]
+                if cpu.knows(key):
+                    state_of.lost.discard(index)
                 elif len(chosen) < room:
-                    group.lost.discard(index)
-                    (block,) = self._still_there(state, need, index, [key], [group.block_ids[index]], pool)
+                    state_of.lost.discard(index)
+                    (block,) = self._still_there(state, group, index, [key], [state_of.block_ids[index]], pool)
                     if block != pool.null_block.block_id:
-                        chosen.append((key, block))
-                        if self._record is not None:
-                            self._record(state.request, number, (index,), (key,))
-        self.restored += len(chosen)
+                        chosen.append((key, block, state.request, group.group_idx, index))
         return chosen
 
     def evicted(self, keys: Iterable[OffloadKey]) -> None:
@@ -176,55 +132,43 @@ class EagerStores:
                         running[key] = owner.pop()
                 elif owner is group:
                     del running[key], places[key]
-            group.cursor = 0
             group.lost.clear()
-        state.look_again()
 
     def leave_over(self, state: RequestState) -> None:
         """Keep the blocks of a finished request that are not stored yet.
 
         Later steps store them, as long as the GPU blocks keep their content.
         """
-        if not state.policy.store or state.is_withheld:
-            return
-        confirmed = state.confirmed_tokens()
-        if state.policy.max_store_tokens is not None:
-            confirmed = min(confirmed, state.policy.max_store_tokens)
-        for number, (group, need) in enumerate(zip(state.groups, self._needs, strict=True)):
-            end = min(confirmed // need.gpu_block_size, len(group.keys), len(group.block_ids))
+        for state_of, group in zip(state.groups, self._groups, strict=True):
             self._left_over += [
-                _LeftOver(group.keys[index], group.block_ids[index], state.request, number, index)
-                for index in range(group.cursor, end)
+                (state_of.keys[index], state_of.block_ids[index], state.request, group.group_idx, index)
+                for index in range(state_of.cursor, self._end(state_of, group, state.storable_tokens()))
             ]
 
-    def left_over(self, pool: GPUBlockPool, room: int) -> list[Offer]:
-        """Return blocks of finished requests to store now, at most ``room`` of them."""
+    def left_over(self, pool: GPUBlockPool, room: int, suspects: Container[int] = ()) -> list[Offer]:
+        """Return blocks of finished requests to store now, at most ``room`` of them and no ``suspects``."""
         if not self._left_over:
             return []
         cpu, blocks = self._cpu, pool.blocks
         # A GPU block keeps its name exactly as long as it keeps its content.
         alive = [
-            item
-            for item in self._left_over
-            if blocks[item.block].block_hash == item.key
-            and not blocks[item.block].is_null
-            and item.block not in self._suspects
+            offer
+            for offer in self._left_over
+            if blocks[offer[1]].block_hash == offer[0] and not blocks[offer[1]].is_null and offer[1] not in suspects
         ]
         self.dropped += len(self._left_over) - len(alive)
-        waiting = list(
-            {item.key: item for item in alive if item.key not in cpu.cached and item.key not in cpu.pending}.values()
-        )
+        waiting = list({offer[0]: offer for offer in alive if not cpu.knows(offer[0])}.values())
         chosen, self._left_over = waiting[:room], waiting[room:]
-        if self._record is not None:
-            for item in chosen:
-                self._record(item.request, item.group, (item.place,), (item.key,))
-        return [(item.key, item.block) for item in chosen]
+        return chosen
 
-    def reset(self, states: Iterable[RequestState]) -> None:
-        """Drop all blocks that were computed so far; none of them is stored any more."""
+    def reset(self) -> None:
+        """Drop the blocks of finished requests; none of them is stored any more."""
         self._left_over.clear()
-        for state in states:
-            self.forget(state)
+
+    @staticmethod
+    def _end(state_of: GroupState, group: OffloadGroup, tokens: int) -> int:
+        """Return the position behind the last whole block of ``tokens`` tokens."""
+        return min(tokens // group.gpu_block_size, len(state_of.keys), len(state_of.block_ids))
 
     def _advance(self, group: GroupState, end: int) -> None:
         """Record that the blocks of ``group`` before ``end`` were offered."""
@@ -241,7 +185,7 @@ class EagerStores:
     @staticmethod
     def _still_there(
         state: RequestState,
-        need: GroupNeeds,
+        group: OffloadGroup,
         start: int,
         keys: Sequence[OffloadKey],
         blocks: Sequence[int],
@@ -254,15 +198,15 @@ class EagerStores:
 
         Args:
             state: the request.
-            need: the needs of the group.
+            group: the KV-cache group.
             start: index of the first block in the group.
             keys: names of the blocks.
             blocks: GPU blocks, co-indexed with ``keys``.
             pool: the engine's pool.
         """
-        held_from = need.first_needed(state.request.num_computed_tokens)
+        held_from = group.skipped_blocks(state.request.num_computed_tokens)
         null, all_blocks = pool.null_block.block_id, pool.blocks
         return [
-            block if (not need.is_state and start + index >= held_from) or all_blocks[block].block_hash == key else null
-            for index, (key, block) in enumerate(zip(keys, blocks, strict=True))
+            block if (not group.is_state and index >= held_from) or all_blocks[block].block_hash == key else null
+            for index, (key, block) in enumerate(zip(keys, blocks, strict=True), start)
         ]

@@ -8,33 +8,31 @@ from itertools import repeat
 from typing import Any
 
 from tiering.api.keys import OffloadKey
+from tiering.offload.block_tables import BlockTables
+from tiering.offload.groups import OffloadGroup
 from tiering.offload.requests import BlockIds
 from tiering.simple.block_pool import CPUBlockPool
-from tiering.simple.hits import GroupNeeds
 from tiering.simple.protocols import GPUBlockPool
-
-Offer = tuple[OffloadKey, int]
-"""A block's name and its GPU block."""
+from tiering.simple.state import Offer, RequestState
 
 
-def lazy_target(needs: Sequence[GroupNeeds], max_batch_tokens: int) -> int:
+def lazy_target(groups: Sequence[OffloadGroup], max_batch_tokens: int) -> int:
     """Return the number of free blocks to offload ahead: as many as two steps can use up at most.
 
     The result is twice the sum over the groups. A group counts 2 for a state, ceil(window / block) + 1 for a window,
     and ceil(tokens of a step / block) otherwise.
 
     Args:
-        needs: the needs of each KV-cache group.
+        groups: the KV-cache groups.
         max_batch_tokens: largest number of tokens of a step.
     """
     total = 0
-    for need in needs:
-        if need.is_state:
+    for group in groups:
+        size = group.gpu_block_size
+        if group.is_state:
             total += 2
-        elif need.is_full:
-            total += -(-max_batch_tokens // need.gpu_block_size)
         else:
-            total += -(-need.window // need.gpu_block_size) + 1
+            total += -(-max_batch_tokens // size) if group.is_full else -(-(group.reach + 1) // size) + 1
     return 2 * total
 
 
@@ -47,20 +45,18 @@ class LazyStores:
     The content of a GPU block is offloaded once, until the engine uses the block again. A CPU pool that is smaller than
     the GPU's cache would otherwise store the blocks that it has just evicted, in turn and for ever.
 
-    Suspects are skipped. A block is refused if a request filled it whose policy forbids the store. It stays refused
+    A block is refused if a request filled it whose policy forbids the store. It stays refused
     until a request gets it whose policy allows the store.
     """
 
-    def __init__(self, cpu: CPUBlockPool, target: int, suspects: Container[int] = ()) -> None:
+    def __init__(self, cpu: CPUBlockPool, target: int) -> None:
         """Start at the head of the queue.
 
         Args:
             cpu: the CPU pool.
             target: number of blocks of the queue that one step looks at, see :func:`lazy_target`.
-            suspects: GPU blocks that may not be stored; default: none.
         """
         self._cpu = cpu
-        self._suspects = suspects
         self.target = target
         """Number of blocks of the queue that one step looks at."""
         self.cursor: Any = None
@@ -95,12 +91,13 @@ class LazyStores:
         for block in gpu_blocks:
             self._offloaded.pop(block, None)
 
-    def offers(self, pool: GPUBlockPool, room: int) -> list[Offer]:
+    def offers(self, pool: GPUBlockPool, room: int, suspects: Container[int] = ()) -> list[Offer]:
         """Return the blocks to store now; the caller must reference each at once, to take it off the queue.
 
         Args:
             pool: the engine's pool.
             room: largest number of blocks.
+            suspects: GPU blocks that may not be stored; default: none.
         """
         queue = pool.free_block_queue
         cursor = self.cursor
@@ -109,7 +106,6 @@ class LazyStores:
         node = queue.fake_free_list_head.next_free_block if cursor is None else cursor.next_free_block
         tail = queue.fake_free_list_tail
         cached, pending, offloaded, refused = self._cpu.cached, self._cpu.pending, self._offloaded, self._refused
-        suspects = self._suspects or ()
         chosen: dict[OffloadKey, int] = {}
         for _ in range(self.target):
             if node is tail or node is None:
@@ -125,7 +121,7 @@ class LazyStores:
             node = node.next_free_block
         self.cursor = cursor
         offloaded.update((block, key) for key, block in chosen.items())
-        return list(chosen.items())
+        return [(key, block, None, 0, 0) for key, block in chosen.items()]
 
     def reset(self) -> None:
         """Start over at the head of the queue, with no block offloaded.
@@ -134,3 +130,48 @@ class LazyStores:
         """
         self.cursor = None
         self._offloaded.clear()
+
+
+class HandedOutTables(BlockTables[RequestState]):
+    """Block tables that pass GPU blocks on to the lazy mode when requests get them.
+
+    Args:
+        groups: the KV-cache groups.
+        states: the requests by id.
+        lazy: the lazy mode.
+    """
+
+    def __init__(self, groups: Sequence[OffloadGroup], states: dict[str, RequestState], lazy: LazyStores) -> None:
+        super().__init__(groups, states)
+        self._lazy = lazy
+
+    def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
+        # Known blocks were handed out before; another request may have got them as well since.
+        starts = [len(old) if old == ids[: len(old)] else 0 for old, ids in zip(state.tables, block_ids, strict=True)]
+        self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
+        super()._assign(state, block_ids)
+
+    def _grew(self, req_id: str, block_ids: BlockIds) -> None:
+        state = self.states.get(req_id)
+        if state is not None:
+            self._handed_out(state, block_ids, [len(table) for table in state.tables])
+        super()._grew(req_id, block_ids)
+
+    def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
+        """Pass new GPU blocks of a request on, with the part of them that may be stored.
+
+        Args:
+            state: the request.
+            block_ids: the new blocks, per group.
+            starts: index of the first new block in the request's block table, per group.
+        """
+        limit = state.policy.max_store_tokens if state.policy.store else 0
+        if limit is None:
+            self._lazy.handed_out(block_ids)
+            return
+        places = [(group.gpu_block_size, start) for group, start in zip(self.groups, starts, strict=True)]
+        self._lazy.handed_out(
+            block_ids,
+            [max(0, limit // size - start) for size, start in places],
+            [max(0, (state.found_tokens or 0) // size - start) for size, start in places],
+        )

@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.connector.metadata import OffloadingConnectorMetadata, TransferOrder, add_report
+
 NO_EVENT = -1
 """Number of the load or store event of a step that has none."""
 
 NOT_HELD = -1
 """Entry of ``load_cpu_blocks`` for a block evicted after the match; no copy fills its GPU block."""
 
+ALL_REQUESTS = "of the step"
+"""Stands for the id of a request in the order of a step's stores, which are those of several requests."""
+
 
 @dataclass(slots=True)
 class SimpleCPUOffloadMetadata:
     """The step's loads and stores, from the scheduler to the workers.
 
-    Load events and store events are numbered separately.
+    Load events and store events are numbered separately. A load event takes a number for each of its requests.
     """
 
     load_event: int = NO_EVENT
@@ -45,48 +51,51 @@ class SimpleCPUOffloadMetadata:
     The identity "" asks the worker for the adapter's.
     """
 
-    def blocks_by_request(self) -> dict[str, set[int]]:
-        """Return the GPU blocks that this step's load fills, by request id."""
-        starts = [0, *self.load_ends]
-        requests = self.load_event_to_reqs.get(self.load_event, [])
-        blocks: dict[str, set[int]] = {}
-        for req_id, start, end in zip(requests, starts, self.load_ends, strict=False):
-            blocks.setdefault(req_id, set()).update(self.load_gpu_blocks[start:end])
-        return blocks
+    def orders(self) -> OffloadingConnectorMetadata:
+        """Return the loads, one for each request, and the stores in the form of the tiering mode.
+
+        The copy job of store event e has the number 2 e, that of the n-th request of load event e 2 (e + n) + 1.
+        """
+        orders = OffloadingConnectorMetadata()
+        start = 0
+        ends = self.load_ends or [len(self.load_gpu_blocks)]
+        for number, (req_id, end) in enumerate(
+            zip(self.load_event_to_reqs.get(self.load_event, ()), ends, strict=False)
+        ):
+            pairs = list(zip(self.load_gpu_blocks[start:end], self.load_cpu_blocks[start:end], strict=True))
+            held = [pair for pair in pairs if pair[1] != NOT_HELD]
+            if held:
+                gpu, cpu = (list(blocks) for blocks in zip(*held, strict=True))
+                spec = (CPULoadStoreSpec(cpu), GPULoadStoreSpec(gpu, (len(gpu),), (0,)))
+                orders.reqs_to_load[req_id] = TransferOrder(2 * (self.load_event + number) + 1, spec)
+            if len(held) < max(1, len(pairs)):
+                orders.failed_loads[req_id] = [gpu for gpu, cpu in pairs if cpu == NOT_HELD]
+            start = end
+        if self.store_event != NO_EVENT:
+            source = GPULoadStoreSpec(self.store_gpu_blocks, (len(self.store_gpu_blocks),), (0,))
+            orders.reqs_to_store[ALL_REQUESTS] = TransferOrder(
+                2 * self.store_event, (source, CPULoadStoreSpec(self.store_cpu_blocks))
+            )
+        return orders
 
 
 @dataclass(slots=True)
 class SimpleCPUOffloadWorkerMetadata:
-    """The store events that have ended, from the workers to the scheduler."""
+    """The stores that have ended, from the workers to the scheduler."""
 
     completed_store_events: dict[int, int] = field(default_factory=dict)
-    """Store event → number of workers that have completed it.
-
-    A worker whose part of event e failed reports ``failed(e)``, a negative number, instead. The event has then ended
-    for that worker, and its blocks never become visible.
-    """
+    """Store event → number of workers on which it has ended."""
+    failed: set[int] = field(default_factory=set)
+    """Store events that failed on any worker; their blocks never become visible."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
 
+    @property
+    def finished(self) -> dict[int, int]:
+        """Store event → number of workers on which it has ended, as in the report of the tiering mode."""
+        return self.completed_store_events
+
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
-        for event, workers in other.completed_store_events.items():
-            self.completed_store_events[event] = self.completed_store_events.get(event, 0) + workers
-        for name, identity in other.adapters.items():
-            self.adapters[name] = identity if self.adapters.get(name, identity) == identity else ""
+        add_report(self, other)
         return self
-
-
-def store_job(event: int) -> int:
-    """Return the number of the copy job of a store event; copy jobs of loads have odd numbers."""
-    return 2 * event
-
-
-def load_job(event: int) -> int:
-    """Return the number of the copy job of a load event."""
-    return 2 * event + 1
-
-
-def failed(event: int) -> int:
-    """Return the number that reports the failure of ``event``; called with that number, return the event."""
-    return ~event

@@ -1,18 +1,15 @@
 """The part of the engine's own block pool that the simple scheduler uses.
 
-Names and meanings are those of vLLM's block pool. A block has these attributes:
-
-- ``block_id``: its number.
-- ``is_null``: True for the null block.
-- ``ref_cnt``: number of requests and copies that use the block; 0: the block is in the free queue.
-- ``block_hash``: its name in the prefix cache, as in :func:`tiering.api.keys.make_offload_key`; None if it has none.
-- ``next_free_block``: the next block in the free queue.
+Names and meanings are those of vLLM's block pool. A block has the attributes that
+:class:`tiering.offload.suspects.EngineBlockPool` names, and ``next_free_block``, the next block in the free queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+from tiering.offload.suspects import EngineBlockPool
 
 
 class FreeBlockQueue(Protocol):
@@ -25,12 +22,8 @@ class FreeBlockQueue(Protocol):
     def fake_free_list_tail(self) -> Any: ...
 
 
-class GPUBlockPool(Protocol):
+class GPUBlockPool(EngineBlockPool, Protocol):
     """The engine's block pool."""
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """All blocks, indexed by their ids."""
 
     @property
     def null_block(self) -> Any: ...

@@ -14,50 +14,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from tiering.api.engine import EngineConfig
-from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.masking import shown_name
-from tiering.api.request_policy import NEITHER
-from tiering.errors import ConfigError
-from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
-from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.protocols import AllocatedBlocks, ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.requests import BlockIds, policy_of
+from tiering.api.keys import PRIMARY_TIER
+from tiering.api.request import ReqContext
+from tiering.api.request_policy import RequestPolicy
+from tiering.connector.counters import counts_seconds
+from tiering.connector.half import SchedulerHalf
+from tiering.connector.hits import HitSearch
+from tiering.connector.jobs import WorkerJobs
+from tiering.offload.block_tables import BlockTables
+from tiering.offload.event_types import EngineEvents, OffloadingKVEventsConfig
+from tiering.offload.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.offload.requests import NEVER
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, check_options, derive_cpu_config
-from tiering.simple.copies import Blocks, Load, Store
 from tiering.simple.eager import EagerStores
-from tiering.simple.hits import HitSearch, needs_of
-from tiering.simple.lazy import LazyStores, Offer, lazy_target
-from tiering.simple.metadata import (
-    NOT_HELD,
-    SimpleCPUOffloadMetadata,
-    SimpleCPUOffloadWorkerMetadata,
-    failed,
-    store_job,
-)
+from tiering.simple.lazy import HandedOutTables, LazyStores, lazy_target
+from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.requests import GroupState, RequestState
-from tiering.simple.stats import SimpleCounters, tier_fields
-from tiering.simple.tables import WatchedTables
+from tiering.simple.state import Blocks, GroupState, Load, Offer, RequestState, Store
 
 logger = logging.getLogger("kv_tiering.simple")
 
-NO_TOKENS: tuple[int, bool] = (0, False)
-"""The answer for a request without a hit."""
 
-
-class SimpleCPUOffloadScheduler:
-    """The scheduler half of a CPU pool that mirrors the GPU's blocks.
-
-    All calls come from the scheduler's thread, in the order of
-    :class:`tiering.connector.scheduler.OffloadingConnectorScheduler`.
-    """
+class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
+    """The scheduler half of a CPU pool that mirrors the GPU's blocks."""
 
     def __init__(
         self,
@@ -86,39 +71,35 @@ class SimpleCPUOffloadScheduler:
         Raises:
             ConfigError: the simple mode cannot serve this engine, or the options contradict one another.
         """
-        self.full_attention_group = check_engine(engine_config, kv_cache_config)
-        """Index of the first full-attention group."""
+        groups = check_engine(engine_config, kv_cache_config)
         check_options(engine_config, kv_cache_config, lazy_offload, self_describing_kv_events)
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         """Geometry of one worker's CPU pool."""
         self.lazy_offload = lazy_offload
         """True in the lazy mode."""
-        self.cpu_block_pool = CPUBlockPool(self.cpu_config.num_blocks, enable_kv_cache_events)
-        self._world_size = engine_config.world_size
-        self.needs = needs_of(kv_cache_config.kv_cache_groups, engine_config.hash_block_size)
-        """Blocks that a hit needs of each KV-cache group."""
-        self._search = HitSearch(self.needs)
-        config = OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events)
-        self.events = OffloadingEventsTracker(config, engine_events)
-        """Tracker of KV events."""
-        record = self._record if enable_kv_cache_events and self_describing_kv_events else None
-        self._gpu: GPUBlockPool | None = None
-        self.states: dict[str, RequestState] = {}
-        """Requests that have not ended, by id."""
-        self._tables = WatchedTables(self.needs, self.states)
-        suspects = self._tables.suspects
-        self.eager = EagerStores(self.cpu_block_pool, self.needs, record, suspects)
-        """Stores of blocks as soon as they are computed."""
-        self.lazy = LazyStores(self.cpu_block_pool, lazy_target(self.needs, engine_config.max_batch_tokens), suspects)
+        world_size = engine_config.world_size
+        self.cpu_block_pool = CPUBlockPool(
+            self.cpu_config.num_blocks, enable_kv_cache_events, self.cpu_config.block_bytes * world_size
+        )
+        self.lazy = LazyStores(self.cpu_block_pool, lazy_target(groups, engine_config.max_batch_tokens))
         """Stores of blocks that the engine will evict soon."""
-        self._tables.watch(self.eager, self.lazy if lazy_offload else None)
+        super().__init__(
+            self.cpu_block_pool,
+            HandedOutTables(groups, {}, self.lazy) if lazy_offload else BlockTables(groups, {}),
+            HitSearch(groups, self.cpu_block_pool, NEVER, tokens_to_leave=1),
+            OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events),
+            engine_events,
+            logger,
+        )
+        self.eager = EagerStores(self.cpu_block_pool, groups)
+        """Stores of blocks as soon as they are computed."""
+        self._gpu: GPUBlockPool | None = None
         self._loads: dict[str, list[Load]] = {}
-        self._stores: dict[int, Store] = {}
+        self._stores = WorkerJobs[Store](world_size)
         self.ordered: list[Blocks] = []
         """Stores of finished requests, not given to the workers yet; they hold their references already."""
-        self._next_load = self._next_store = 0
+        self._next_load = 0
         self._need_drain = False
-        self._counters = SimpleCounters()
         self._warn = LimitedWarning(logger, time.monotonic)
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -127,126 +108,59 @@ class SimpleCPUOffloadScheduler:
         """Set the engine's own block pool; no block is stored or loaded before this call."""
         self._gpu = gpu_block_pool
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Admit a new request. Later calls for the same request change nothing."""
-        if request.request_id not in self.states:
-            self._admit(request)
+    def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> RequestState:
+        groups = [GroupState() for _ in self.groups]
+        return RequestState(request, policy, groups, ctx, may_load=policy.load, rewinding=self.eager.forget)
 
-    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond ``num_computed_tokens`` can be loaded; never the last token.
+    def _is_paused(self) -> bool:
+        return self._gpu is None
 
-        A repeated call changes nothing.
+    def _load(self, state: RequestState, external_tokens: int) -> int:
+        """Order the load of the request's last hit.
 
-        Args:
-            request: a waiting request, which has no blocks.
-            num_computed_tokens: tokens that the engine's prefix cache holds.
-
-        Returns:
-            The number of tokens, and True if they are loaded asynchronously; ``NO_TOKENS`` if there is no hit.
+        A block that was evicted from the CPU pool after the match is ordered as :data:`NOT_HELD`; the worker reports
+        its GPU block as not filled.
         """
-        state = self.states.get(request.request_id) or self._admit(request)
-        if state.has_blocks or state.scheduled:
-            self._tables.start_over(state)
-        state.extend_keys(self.needs)
-        state.found_tokens = state.filled_tokens = num_computed_tokens
-        first_time, state.touched = not state.touched, True
-        if first_time:
-            self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
-            self.cpu_block_pool.refresh(chain.from_iterable(state.keys))
-        if self._gpu is None or not (state.policy.load and state.may_load):
-            return NO_TOKENS
-        limit = request.num_tokens - 1
-        if state.policy.max_load_tokens is not None:
-            limit = min(limit, state.policy.max_load_tokens)
-        end = self._search.longest(state.keys, num_computed_tokens, limit, self.cpu_block_pool.cached.__contains__)
-        if first_time:
-            size = self.needs[self.full_attention_group].gpu_block_size
-            self._counters.queried_blocks += max(0, limit // size - num_computed_tokens // size)
-            self._counters.hit_blocks += end // size - num_computed_tokens // size
-        if end <= num_computed_tokens:
-            return NO_TOKENS
-        state.matched_at = num_computed_tokens
-        return end - num_computed_tokens, True
-
-    def update_state_after_alloc(
-        self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
-    ) -> None:
-        """Take the request's blocks, and order its load.
-
-        The engine calls this method twice for a load: with the number of tokens, and with 0 when the request is
-        scheduled. A block that was evicted from the CPU pool after the match is ordered as :data:`NOT_HELD`; the worker
-        reports its GPU block as not filled.
-
-        Args:
-            request: the request.
-            blocks: all GPU blocks of the request.
-            num_external_tokens: tokens to load behind the computed ones.
-        """
-        state = self.states.get(request.request_id) or self._admit(request)
-        block_ids = blocks.get_block_ids()
-        self._tables.allocated(state, block_ids)
-        if num_external_tokens <= 0 or self._gpu is None:
-            return
-        state.filled_tokens = (state.found_tokens or 0) + num_external_tokens
-        null, cached = self._gpu.null_block.block_id, self.cpu_block_pool.cached
+        if self._gpu is None:
+            return 0
+        computed = state.match.computed if state.match is not None else 0
+        null, cached, hits = self._gpu.null_block.block_id, self.cpu_block_pool.cached, 0
         pairs: list[tuple[int, int]] = []
-        for group, need, ids in zip(state.groups, self.needs, block_ids, strict=True):
-            first = state.matched_at // need.gpu_block_size
-            end = -(-(state.matched_at + num_external_tokens) // need.gpu_block_size)
-            names = chain(group.keys[first:end], [b""] * (end - len(group.keys)))
-            pairs += [
+        for state_of, group in zip(state.groups, self.groups, strict=True):
+            first, end = computed // group.gpu_block_size, -(-(computed + external_tokens) // group.gpu_block_size)
+            names = chain(state_of.keys[first:end], [b""] * (end - len(state_of.keys)))
+            part = [
                 (block, cached.get(key, NOT_HELD))
-                for block, key in zip(ids[first:end], names, strict=False)
+                for block, key in zip(state_of.block_ids[first:end], names, strict=False)
                 if block != null
             ]
+            pairs += part
+            hits = len(part) if group is self.measure else hits
         load = Load(state=state, gpu_blocks=[gpu for gpu, _ in pairs], cpu_blocks=[cpu for _, cpu in pairs])
-        held = load.held
         self._gpu.touch([self._gpu.blocks[block] for block in load.gpu_blocks])
-        self.cpu_block_pool.touch(held)
-        self._loads.setdefault(request.request_id, []).append(load)
+        self.cpu_block_pool.hold(load.held)
+        self._loads.setdefault(state.ctx.req_id, []).append(load)
         state.loading += 1
-        self._counters.hit_tokens += num_external_tokens
-        self._counters.loaded_blocks += len(held)
-        self._counters.shrunk_blocks += len(load.cpu_blocks) - len(held)
+        self._counters.hits_shrunk += NOT_HELD in load.cpu_blocks
+        return hits
 
-    def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """End a request of an engine with one KV-cache group; see :meth:`request_finished_all_groups`."""
-        return self.request_finished_all_groups(request, (block_ids,))
+    def _ended(self, state: RequestState) -> None:
+        """Order the blocks that are computed and not stored yet, e.g. the last full block.
 
-    def request_finished_all_groups(
-        self, request: EngineRequest, block_ids: BlockIds
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, for any reason.
-
-        Blocks that are computed and not stored yet are ordered now, e.g. the last full block, unless a load of the
-        request has not ended. A load that was not given to the workers yet is dropped. A load that is under way is
-        awaited.
-
-        Args:
-            request: the request.
-            block_ids: its GPU blocks, per group.
-
-        Returns:
-            False and None: the engine may free the blocks at once, because copies hold their own references.
+        Nothing is ordered while a load of the request has not ended. A load that was not given to the workers yet is
+        dropped.
         """
-        req_id = request.request_id
-        state = self.states.pop(req_id, None)
-        self._drop_unissued(req_id)
-        if state is None:
-            return False, None
-        is_whole = state.scheduled and not state.loading and not state.is_withheld
-        self._tables.given_up(state)
-        if not self.lazy_offload and self._gpu is not None and is_whole and len(block_ids) == len(state.groups):
-            for group, ids in zip(state.groups, block_ids, strict=True):
-                group.block_ids = list(ids)
+        self._drop_unissued(state.ctx.req_id)
+        is_whole = state.scheduled and not state.loading and state.invalid_from is None and state.policy.store
+        if is_whole and not self.lazy_offload and self._gpu is not None:
             state.look_again()
-            self.ordered += self._take_request(state, self._gpu)
+            self.ordered += self._take_request(state, self._gpu, is_last=True)
             self.eager.leave_over(state)
         self.eager.forget(state)
-        return False, None
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
+    @counts_seconds
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """Return the step's loads and stores. The engine calls this method once per step, also without tokens."""
         self._tables.follow(scheduler_output)
@@ -254,21 +168,21 @@ class SimpleCPUOffloadScheduler:
             need_flush=bool(scheduler_output.preempted_req_ids), need_drain=self._need_drain
         )
         self._need_drain = False
-        for req_id, loads in self._loads.items():
-            for load in loads:
-                if not load.issued:
-                    load.issued = True
-                    meta.load_event = self._next_load
-                    meta.load_gpu_blocks += load.gpu_blocks
-                    meta.load_cpu_blocks += load.cpu_blocks
-                    meta.load_event_to_reqs.setdefault(self._next_load, []).append(req_id)
-                    meta.load_ends.append(len(meta.load_gpu_blocks))
-        self._next_load += meta.load_event >= 0
+        for load in chain.from_iterable(self._loads.values()):
+            if not load.issued:
+                load.issued = True
+                meta.load_event = self._next_load
+                meta.load_gpu_blocks += load.gpu_blocks
+                meta.load_cpu_blocks += load.cpu_blocks
+                meta.load_event_to_reqs.setdefault(self._next_load, []).append(load.state.ctx.req_id)
+                meta.load_ends.append(len(meta.load_gpu_blocks))
+        self._next_load += len(meta.load_ends)
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
-            meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = self._next_store, gpu_blocks, cpu_blocks
-            self._stores[self._next_store] = Store(gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-            self._next_store += 1
+            store = Store(self._stores.new_ids(), self._stores.world_size, gpu_blocks, cpu_blocks)
+            meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = store.job_id, gpu_blocks, cpu_blocks
+            self._stores.add(store)
+            self._counters.stores += 1
         return meta
 
     def prepare_store_specs(self, scheduler_output: SchedulerOutput) -> tuple[list[int], list[int]]:
@@ -279,42 +193,43 @@ class SimpleCPUOffloadScheduler:
             names.
         """
         ordered, self.ordered = self.ordered, []
-        gpu = self._gpu
-        if gpu is not None:
-            if self.lazy_offload:
-                ordered += self._take(self.lazy.offers(gpu, self.cpu_block_pool.num_free_blocks), gpu)
-            else:
-                ordered += self._take_eager(scheduler_output, gpu)
+        gpu, suspects, room = self._gpu, self._tables.suspects, self.cpu_block_pool.num_free_blocks
+        storable = [
+            state
+            for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
+            if (state := self.states.get(req_id)) is not None
+            and (state.invalid_from is None or self._tables.has_gone_back(state, tokens))
+        ]
+        if gpu is not None and self.lazy_offload:
+            ordered += self._take(self.lazy.offers(gpu, room, suspects), gpu)
+        elif gpu is not None:
+            ordered += self._take(self.eager.left_over(gpu, room, suspects), gpu)
+            for state in storable:
+                if state.policy.store and not state.loading:
+                    ordered += self._take_request(state, gpu)
         return [block for blocks, _ in ordered for block in blocks], [
             block for _, blocks in ordered for block in blocks
         ]
 
+    @counts_seconds
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Process the workers' reports. The engine may leave out the call if there is no report.
 
         A store is reported with its step or later. Blocks that the step's loads did not fill come in the same report,
         and are processed first.
         """
-        if connector_output.invalid_block_ids:
-            own = chain.from_iterable(load.gpu_blocks for loads in self._loads.values() for load in loads)
-            self._distrust(set(connector_output.invalid_block_ids).difference(own))
+        invalid = set(connector_output.invalid_block_ids or ())
+        if invalid:
+            loads = list(chain.from_iterable(self._loads.values()))
+            self._distrust(invalid.difference(chain.from_iterable(load.gpu_blocks for load in loads)))
+            self._counters.loads_failed += sum(load.has_failed(invalid) for load in loads)
         for req_id in connector_output.finished_recving or ():
             self._load_ended(req_id)
         report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta
-        if report is None:
-            return
-        for reported, workers in report.completed_store_events.items():
-            event = reported if reported >= 0 else failed(reported)
-            store = self._stores.get(event)
-            if store is None:
-                self._warn("copy job %d was reported but is not under way; the report is ignored", store_job(event))
-                continue
-            if reported >= 0:
-                store.completed += workers
-            else:
-                store.failed += workers
-            if store.completed + store.failed >= self._world_size:
-                self._store_ended(event, self._stores.pop(event))
+        if report is not None:
+            self._counters.stores_failed += len(self._stores.newly_failed(report))
+            for store in self._stores.take_done(report):
+                self._store_ended(store)
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
@@ -324,11 +239,7 @@ class SimpleCPUOffloadScheduler:
 
     def has_pending_work(self) -> bool:
         """Return True while copies are in flight: the engine must keep stepping, or they are never collected."""
-        return bool(self._stores or self.ordered or self._loads)
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the KV events since the last call, in an order that a consumer can apply."""
-        return self.events.take_events(self.cpu_block_pool.take_events())
+        return self.has_pending_stores() or bool(self._loads)
 
     def reset_cache(self) -> bool:
         """Drop all blocks, also those that running copies are storing, and return True.
@@ -339,14 +250,13 @@ class SimpleCPUOffloadScheduler:
         self.events.store_failed(self.cpu_block_pool.pending)
         self.cpu_block_pool.reset()
         self.lazy.reset()
-        self.eager.reset(self.states.values())
+        self.eager.reset()
         self._tables.reset(self._gpu)
         return True
 
     def copied_blocks(self) -> set[int]:
-        """Return the GPU blocks that copies hold references on."""
-        copies = chain(chain.from_iterable(self._loads.values()), self._stores.values())
-        return set(chain(*(copy.referenced for copy in copies), *(blocks for blocks, _ in self.ordered)))
+        ordered = chain.from_iterable(blocks for blocks, _ in self.ordered)
+        return set(chain(ordered, *(copy.referenced for copy in self._copies())))
 
     def give_up_blocks(self, req_ids: Iterable[str]) -> None:
         """Give back the references of all copies on GPU blocks, before the copies have ended.
@@ -357,65 +267,38 @@ class SimpleCPUOffloadScheduler:
         Args:
             req_ids: requests that were being loaded; they load no more.
         """
+        super().give_up_blocks(req_ids)
         self._need_drain = True
-        for req_id in req_ids:
-            if (state := self.states.get(req_id)) is not None:
-                state.may_load = False
         for gpu_blocks, cpu_blocks in self.ordered:
             self._discard(gpu_blocks, cpu_blocks)
             self._release(gpu_blocks, cpu_blocks)
         self.ordered = []
-        for store in self._stores.values():
-            self._discard(store.gpu_blocks, store.cpu_blocks)
-        for copy in chain(chain.from_iterable(self._loads.values()), self._stores.values()):
-            self._release(copy.give_up(), ())
+        for store in self._stores:
+            self._discard(store.referenced, store.cpu_blocks)
+        for copy in self._copies():
+            self._release(copy.referenced, ())
+            copy.referenced = []
 
     def get_stats(self) -> Mapping[str, Any]:
-        """Return the counters and gauges.
-
-        Returns:
-            The fields of :class:`SimpleCounters`, the pool's ``cached_blocks``, ``held_blocks`` and ``num_blocks``, and
-            under ``tiers`` the pool's counters as a tier.
-        """
-        counters, pool = self._counters, self.cpu_block_pool
-        counters.evicted_blocks, counters.restored_blocks = pool.evictions, self.eager.restored
-        counters.dropped_blocks = self.eager.dropped
-        return {
-            **asdict(counters),
-            "cached_blocks": len(pool.cached),
-            "held_blocks": pool.num_held_blocks,
-            "num_blocks": pool.num_blocks,
-            "tiers": {PRIMARY_TIER: tier_fields(counters, pool, self.cpu_config.block_bytes * self._world_size)},
-        }
+        self._counters.jobs_active = len(self._stores) + sum(map(len, self._loads.values()))
+        stats = super().get_stats()
+        stats["tiers"][PRIMARY_TIER]["stores_dropped"] = self.eager.dropped
+        return stats
 
     def shutdown(self) -> None:
         """Do nothing: the workers own the memory."""
 
     # -------------------------------------------------------------------------------------------------------- internals
 
-    def _admit(self, request: EngineRequest) -> RequestState:
-        try:
-            policy = policy_of(request)
-        except ConfigError as error:
-            self._warn("request %s neither loads nor stores KV: %s", shown_name(request.request_id), error)
-            policy = NEITHER
-        state = RequestState(request, policy, [GroupState() for _ in self.needs])
-        self.states[request.request_id] = state
-        return state
+    def _copies(self) -> Iterable[Load | Store]:
+        """Return all copies that have not ended and that the workers may have received."""
+        return chain(chain.from_iterable(self._loads.values()), self._stores)
 
-    def _take_eager(self, output: SchedulerOutput, gpu: GPUBlockPool) -> list[Blocks]:
-        ordered = self._take(self.eager.left_over(gpu, self.cpu_block_pool.num_free_blocks), gpu)
-        for req_id in output.num_scheduled_tokens:
-            state = self.states.get(req_id)
-            if state is not None and not state.loading and not state.is_withheld:
-                ordered += self._take_request(state, gpu)
-        return ordered
-
-    def _take_request(self, state: RequestState, gpu: GPUBlockPool) -> list[Blocks]:
+    def _take_request(self, state: RequestState, gpu: GPUBlockPool, is_last: bool = False) -> list[Blocks]:
         ordered: list[Blocks] = []
-        if state.confirmed_tokens() >= state.next_store_at:
-            state.extend_keys(self.needs)
-            ordered += self._take(self.eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks), gpu)
+        if state.storable_tokens() >= state.next_store_at:
+            state.extend_keys(self.groups)
+            ordered += self._take(self.eager.offers(state, gpu, self.cpu_block_pool.num_free_blocks, is_last), gpu)
         if any(group.lost for group in state.groups):
             ordered += self._take(self.eager.lost(state, gpu), gpu)
         return ordered
@@ -424,32 +307,30 @@ class SimpleCPUOffloadScheduler:
         """Allocate CPU blocks for ``offers``, and take the references on both sides."""
         if not offers:
             return []
-        gpu_blocks = [block for _, block in offers]
-        cpu_blocks = self.cpu_block_pool.get_new_blocks([key for key, _ in offers])
+        if self._describes_events:
+            for _, run in groupby(offers, key=lambda offer: (id(offer[2]), offer[3])):
+                keys, _, requests, groups, places = zip(*run, strict=True)
+                self.events.record_stores(requests[0], self.groups[groups[0]], places, keys)
+        gpu_blocks = [offer[1] for offer in offers]
+        cpu_blocks = self.cpu_block_pool.get_new_blocks([offer[0] for offer in offers])
         all_blocks = gpu.blocks
         gpu.touch([all_blocks[block] for block in gpu_blocks])
-        self._counters.stored_blocks += len(offers)
         evicted = self.cpu_block_pool.take_evicted()
         if evicted and not self.lazy_offload:
             self.eager.evicted(evicted)
         return [(gpu_blocks, cpu_blocks)]
 
-    def _record(self, request: EngineRequest, group: int, indexes: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Keep the tokens that events need of the blocks stored now, while their request is known."""
-        self.events.record_stores(request, self.needs[group], indexes, keys)
-
-    def _store_ended(self, event: int, store: Store) -> None:
+    def _store_ended(self, store: Store) -> None:
         if store.failed:
-            self._counters.failed_stores += 1
             self._warn(
                 "copy job %d failed: a store of %d blocks, which the CPU pool does not hold",
-                store_job(event),
+                2 * store.job_id,
                 len(store.cpu_blocks),
             )
-            self._discard(store.gpu_blocks, store.cpu_blocks)
+            self._discard(store.referenced, store.cpu_blocks)
         else:
             self.cpu_block_pool.publish(store.cpu_blocks)
-        self._release(store.give_up(), store.cpu_blocks)
+        self._release(store.referenced, store.cpu_blocks)
 
     def _discard(self, gpu_blocks: Iterable[int], cpu_blocks: Sequence[int]) -> None:
         """Let blocks that were being stored never become visible."""
@@ -461,8 +342,8 @@ class SimpleCPUOffloadScheduler:
         if not unfilled:
             return
         wrong = self._tables.distrust(unfilled)
-        stores = [*self.ordered, *((store.gpu_blocks, store.cpu_blocks) for store in self._stores.values())]
-        dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=True) if gpu in wrong]
+        stores = [*self.ordered, *((store.referenced, store.cpu_blocks) for store in self._stores)]
+        dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=False) if gpu in wrong]
         self.events.store_failed(self.cpu_block_pool.discard(dropped))
         self.lazy.failed(wrong)
         self._warn(
@@ -478,14 +359,14 @@ class SimpleCPUOffloadScheduler:
         load = loads.pop(0)
         if not loads:
             del self._loads[req_id]
-        self._release(load.give_up(), load.held)
+        self._release(load.referenced, load.held)
         load.state.loading -= 1
 
     def _drop_unissued(self, req_id: str) -> None:
         loads = self._loads.get(req_id, [])
         for load in [load for load in loads if not load.issued]:
             loads.remove(load)
-            self._release(load.give_up(), load.held)
+            self._release(load.referenced, load.held)
         if not loads:
             self._loads.pop(req_id, None)
 

@@ -21,7 +21,7 @@ def ordered_loads(
         The GPU blocks to fill per request; and the requests for which no hit can be loaded any more.
     """
     if isinstance(metadata, SimpleCPUOffloadMetadata):
-        return metadata.blocks_by_request(), ()
+        metadata = metadata.orders()
     blocks = {
         req_id: set(order.spec[1].block_ids.tolist())
         for req_id, order in metadata.reqs_to_load.items()
