@@ -1,4 +1,4 @@
-"""The default connector mode: its scheduler half, its worker half, and their messages.
+"""The connector: matches, block tables and copies of both modes, and the scheduler over tiers.
 
-Only the engines' adapters import it. It does not import the simple scheduler.
+Only the simple scheduler and the engines' adapters import it.
 """
