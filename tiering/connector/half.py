@@ -128,8 +128,10 @@ class SchedulerHalf(ABC, Generic[State]):
             state.touched = True
             self._counters.queried_tokens += max(0, request.num_tokens - num_computed_tokens)
             if state.may_load:
-                known = len(state.keys[self.measure.group_idx])
-                state.asked_blocks = max(0, known - num_computed_tokens // self.measure.offloaded_block_size)
+                size = self.measure.offloaded_block_size
+                loadable = (request.num_tokens - self._search.tokens_to_leave) // size
+                known = min(len(state.keys[self.measure.group_idx]), loadable)
+                state.asked_blocks = max(0, known - num_computed_tokens // size)
                 self._counters.queried_blocks += state.asked_blocks
             if any(state.keys):
                 self._held.touch(interleave(state.keys), state.ctx)
