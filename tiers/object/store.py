@@ -124,7 +124,6 @@ class ObjectStore(BlockStore):
             raise self._translate(error, f"list {self._options.location}") from error
         self._requests.use(client)
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
-        self._probers.start()
         age = self._options.renewal_age
         if age is not None:
             self._renewal = Renewal(age, self._modified, self._renew)

@@ -212,19 +212,6 @@ def test_a_reset_for_which_no_thread_can_be_started_is_done_by_those_that_are_th
     assert found(tmp_path) == []
 
 
-def test_a_reset_without_any_thread_is_done_when_one_can_be_started(tmp_path: Path, thread_limit: ThreadLimit) -> None:
-    with opened(tmp_path) as before:
-        store_all(before, OLD)
-    rig = LocalRig(tmp_path, breaker={"probe_after": "1ms", "probe_max": "1ms"}).open()
-    thread_limit.reach()
-    assert not reset(rig)
-    assert rig.held(OLD) == []
-    thread_limit.leave()
-    rig.wait(rig.tier.reset_done)
-    rig.abandon()
-    assert found(tmp_path) == []
-
-
 # ------------------------------------------------------------------------------------------------------ kills and power
 
 
