@@ -62,7 +62,7 @@ class Flow:
         data = np.frombuffer(mmap.mmap(-1, 2 * rows * BLOCK_BYTES), np.uint8).reshape(2 * rows, BLOCK_BYTES)
         data[:rows] = np.random.default_rng(0).integers(0, 256, (rows, BLOCK_BYTES), np.uint8)
         data[rows:] = 1
-        options = LocalOptions(type="local", path=str(directory), capacity=2 << 30, max_queued=1 << 40, deadline=600)
+        options = LocalOptions(type="local", path=str(directory), capacity=2 << 30, deadline=600)
         model = ModelIdentity(name="bench", weights="0", dtype="int8", layout="bench")
         context = TierContext("local", data.data, (BLOCK_BYTES,), Namespace.build(model, (BLOCK_BYTES,)))
         self.tier = LocalTier(context, options)

@@ -77,7 +77,6 @@ class TierRun:
             capacity=capacity,
             durability=durability,
             max_inflight=threads,
-            max_queued=1 << 40,
             deadline=600,
         )
         model = ModelIdentity(name="bench", weights="0", dtype="int8", layout="bench")

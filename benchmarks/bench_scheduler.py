@@ -255,11 +255,11 @@ def rows_of_waiting_stores(jobs: int, blocks: int, calls: int) -> tuple[float, f
     try:
         for number in range(jobs + calls):
             keys = [make_offload_key(at.to_bytes(32, "big"), 0) for at in range(number * blocks, (number + 1) * blocks)]
-            before = manager.get_stats()["manager"]["cascades_withdrawn"] if number >= jobs else 0
+            before = manager.get_stats()["manager"]["queued_evicted"] if number >= jobs else 0
             begun = time.thread_time()
-            output = manager.prepare_store(keys, ctx)
+            output = manager.prepare_store(keys, ctx, is_last=number < jobs)
             cpu = time.thread_time() - begun
-            if number >= jobs and manager.get_stats()["manager"]["cascades_withdrawn"] > before:
+            if number >= jobs and manager.get_stats()["manager"]["queued_evicted"] > before:
                 taken.append(cpu)
             if output is not None:
                 manager.complete_store(output.keys_to_store, ctx)
@@ -267,11 +267,11 @@ def rows_of_waiting_stores(jobs: int, blocks: int, calls: int) -> tuple[float, f
                 raise RuntimeError("the manager found no room")
             else:
                 time.sleep(0.01)  # A tier that has just begun a store keeps its rows.
-        withdrawn = manager.get_stats()["manager"]["cascades_withdrawn"]
+        evicted = manager.get_stats()["manager"]["queued_evicted"]
     finally:
         store.gate.set()
         manager.shutdown()
-    return max(taken, default=0.0), sum(taken) / max(withdrawn, 1)
+    return max(taken, default=0.0), sum(taken) / max(evicted, 1)
 
 
 def run(bench: Bench) -> None:

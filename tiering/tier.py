@@ -39,7 +39,6 @@ from tiering.secondary.contract import (
     SecondaryTierManager,
     TierContext,
     TransferJob,
-    WaitingStores,
 )
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
@@ -105,5 +104,4 @@ __all__ = [
     "TransferJob",
     "TtlOptions",
     "UnsupportedError",
-    "WaitingStores",
 ]

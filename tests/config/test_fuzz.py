@@ -189,7 +189,6 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "retries": st.fixed_dictionaries({}, optional={"attempts": st.integers(1, 20), "backoff": durations}),
     "breaker": st.fixed_dictionaries({}, optional={"failures": st.integers(1, 99), "probe_after": durations}),
     "max_inflight": st.integers(1, 128),
-    "max_queued": sizes,
     "primary_share": shares,
     "min_prefix_blocks": st.integers(1, 99),
     "required": st.booleans(),

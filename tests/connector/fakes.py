@@ -145,8 +145,6 @@ class FakeManager(OffloadingManager):
         self.unchanged = False
         self.policy = OffloadPolicy.BLOCK_LEVEL
         self.refuse_stores = False
-        self.put_stores_off = False
-        """True if stores are put off, apart from last ones."""
         self.reverse_stores = False
         self.offered: list[list[OffloadKey]] = []
         self.offered_last: list[list[OffloadKey]] = []
@@ -229,8 +227,6 @@ class FakeManager(OffloadingManager):
         self.offered.append(list(keys))
         if is_last:
             self.offered_last.append(list(keys))
-        if self.put_stores_off and not is_last:
-            return None
         wanted = [key for key in keys if key not in self.rows]
         idle = [key for key in self.rows if self.refs[key] == 0 and key not in keys]
         if self.refuse_stores or len(wanted) > len(self.free) + len(idle):
@@ -243,9 +239,6 @@ class FakeManager(OffloadingManager):
             self.rows[key] = self.free.pop()
             self.refs[key] = -1
         return PrepareStoreOutput(wanted, CPULoadStoreSpec([self.rows[key] for key in wanted]), evicted)
-
-    def was_put_off(self, req_context: ReqContext) -> bool:
-        return self.put_stores_off
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self.completed_stores.append((list(keys), success))

@@ -65,30 +65,6 @@ def test_only_the_offers_at_the_end_are_the_last_ones_so_that_the_manager_may_pu
     assert manager.offered_last == [request.keys()]
 
 
-def test_a_store_that_was_put_off_is_offered_whole_at_each_step(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler, manager = make_scheduler()
-    manager.put_stores_off = True
-    request = prompt(16)
-    run_prompt(scheduler, request, ids(4))
-    before = len(manager.offered)
-    for _ in range(3):
-        go_on(scheduler, request, 1)
-    assert manager.offered[before:] == [request.keys()] * 3
-    manager.put_stores_off = False
-    meta = go_on(scheduler, request, 1)
-    assert blocks_of(meta) == ids(4)
-    assert "no room" not in caplog.text
-
-
-def test_a_store_that_was_put_off_goes_out_at_the_end() -> None:
-    scheduler, manager = make_scheduler()
-    manager.put_stores_off = True
-    request = prompt(16)
-    run_prompt(scheduler, request, ids(4))
-    scheduler.request_finished(request, ids(4))
-    assert blocks_of(idle(scheduler)) == ids(4)
-
-
 def test_blocks_that_a_smaller_offer_left_out_go_out_at_the_end() -> None:
     scheduler, manager = make_scheduler()
     request = refused(scheduler, manager)

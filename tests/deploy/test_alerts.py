@@ -71,8 +71,8 @@ CASES: Mapping[str, Case] = {
     "KVTieringRowsStuck": Case({"rows_quarantined": ONE}, {"rows_quarantined": LATE}),
     "KVTieringRecoveringLong": Case({"recovering": ONE}, {"recovering": LATE}),
     "KVTieringStoresDropped": Case(
-        {"stores_dropped_total": STEADY, "cascades_total": STEADY, "writable": ONE},
-        {"stores_dropped_total": STEADY, "cascades_total": STEADY, "writable": NONE},
+        {"stores_evicted_total": STEADY, "cascades_total": STEADY, "writable": ONE},
+        {"stores_evicted_total": STEADY, "cascades_total": STEADY, "writable": NONE},
     ),
     "KVTieringTierTooSmall": Case(
         {"blocks": f"100x{60 * HOURS}", "evictions_total": STEADY},

@@ -80,12 +80,12 @@ def test_faults_that_are_provoked_fire_their_alerts_and_no_others(tmp_path: Path
         "breaker": {"failures": 3, "probe_after": "50ms", "probe_max": "100ms"},
         "retries": {"attempts": 1},
     }
-    narrow = {"type": "memory", "name": "narrow", "capacity": "16MiB", "max_queued": one_row()}
+    chaos_type = "tests.mini_engine.chaos_tier:CHAOS_TIER"
+    narrow = {"type": chaos_type, "name": "narrow", "seed": 0, "puts": {"DELAY": 1.0}, "max_inflight": 1}
     stack: dict[str, Any] = {"primary": {"capacity": 64 * one_row()}, "secondary": [broken, narrow]}
     with Engine(options(stack=stack)) as engine, metrics_endpoint(engine) as url, prometheus(url, tmp_path) as server:
         driver, expected = Driver(engine), {"KVTieringStoresDropped"}
-        assert ChaosTier.latest is not None
-        chaos = ChaosTier.latest.chaos
+        chaos = ChaosTier.built["CHAOS_TIER"].chaos
         assert driver.until(lambda: server.values("kv_tiering_promotions_total", "tier").get("CHAOS_TIER", 0) > 100)
         assert driver.until(lambda: expected == server.firing()), server.firing()
 

@@ -37,7 +37,6 @@ CALLS: dict[str, Call] = {
     "has_pending_work": lambda rig: rig.manager.has_pending_work(),
     "take_events": lambda rig: rig.manager.take_events(),
     "still_pending": lambda rig: rig.manager.still_pending(rig.ctx),
-    "was_put_off": lambda rig: rig.manager.was_put_off(rig.ctx),
     "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
     "open_tier": lambda rig: rig.manager.open_tier(0, 0.0),
     "get_stats": lambda rig: rig.manager.get_stats(),

@@ -9,7 +9,7 @@ import pytest
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
-from tiering.manager.jobs import NOBODY
+from tiering.manager.cascade_queue import NOBODY
 from tiering.secondary.contract import JobResult
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.manager.test_state_machine import ROWS, ManagerMachine, WritingTier, choices
+from tests.manager.test_state_machine import ManagerMachine, WritingTier, choices
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.manager.rest import LONGEST_REST
-from tiering.secondary.contract import JobResult, PrefixAnswer, WaitingStores
+from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.secondary.stats import TierStats
 from tiering.testing.keys import keys_of
 
@@ -68,9 +68,7 @@ LIES: list[Callable[[], object]] = [
     lambda: [OffloadingEvent(keys_of(1), MEDIUM_STORAGE, LOCAL, "fast", True)],
     lambda: [OffloadingEvent(None, "TAPE", LOCAL, "fast", True)],  # type: ignore[arg-type]
     lambda: TierStats(blocks=-1), lambda: TierStats(job_latency=[]), lambda: TierStats(hits="3"),  # type: ignore[arg-type]
-    lambda: WaitingStores([], NAN), lambda: WaitingStores([[ROWS]] * 3, 0.0), lambda: WaitingStores(None, 0.0),  # type: ignore[arg-type]
-    lambda: WaitingStores([range(10**9)], 0.0), lambda: WaitingStores([[-1]], 0.0),
-    lambda: [(10**9, [0])], lambda: [(1, [ROWS])], lambda: {1: [-1]},
+    lambda: [0, 0], lambda: [1, 0], lambda: range(10**9), lambda: [-1], lambda: {0: 1}, lambda: 0.5,
     lambda: RuntimeError("raised"), lambda: Panic("raised"), RecursionError, StopIteration,
     GeneratorExit,
 ]  # fmt: skip
@@ -80,7 +78,7 @@ TAKES_BACK = ("get_finished",)
 """Methods whose honest answer must not get lost, because it is not given twice."""
 
 METHODS = (
-    "lookup", "lookup_prefix", "submit_store", "submit_load", "get_finished", "waiting_stores", "withdraw_stores",
+    "lookup", "lookup_prefix", "submit_store", "submit_load", "get_finished", "admit", "credit", "not_stored",
     "touch", "refresh", "used", "take_wanted_keys", "on_new_request", "on_request_finished", "on_schedule_end",
     "rest", "take_events", "has_pending_work", "get_stats", "drain", "reset", "reset_done", "superseded", "follow",
     "shutdown",

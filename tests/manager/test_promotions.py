@@ -13,8 +13,9 @@ from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.manager.promotions import Promotion, Promotions, Started
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
+from tiering.manager.row_broker import RowBroker
 from tiering.manager.stats import ManagerStats
-from tiering.manager.tiers import TierState
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
@@ -34,11 +35,12 @@ class World:
         self.stats = ManagerStats()
         self.primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 16), np.uint8).data, enable_events=True)
         self.reservations = Reservations(self.primary, self.stats, self.clock, RESERVED)
-        self.promotions = Promotions(self.primary, self.reservations, self.stats, self.clock, share)
-        self.fast, self.slow = (
-            TierState.of(FakeTier(name, load_deadline=DEADLINE, primary_share=min(1.0, tier_rows / rows)), rank, rows)
-            for rank, name in enumerate(("fast", "slow"))
-        )
+        share_of_tier = min(1.0, tier_rows / rows)
+        fakes = [FakeTier(name, load_deadline=DEADLINE, primary_share=share_of_tier) for name in ("fast", "slow")]
+        tiers = SecondaryTiers(fakes, rows, self.stats, self.clock, lambda state: None)
+        broker = RowBroker(self.primary, tiers, self.stats, self.clock)
+        self.promotions = Promotions(self.primary, self.reservations, broker, self.stats, self.clock, share)
+        self.fast, self.slow = tiers.states
         self.r1, self.r2 = self.request("r1"), self.request("r2")
 
     def request(self, req_id: str) -> Request:

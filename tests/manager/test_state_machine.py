@@ -83,7 +83,7 @@ class ManagerMachine(RuleBasedStateMachine):
             tier.buffer = self.buffer
             tier.contents = {}
             tier.read = {}
-            tier.waits = True
+            tier.allowance = 3
             tier.news = self.news
         primary = CPUPrimaryTierOffloadingManager(self.buffer.data, policy)
         self.manager = TieringOffloadingManager(
@@ -208,7 +208,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not jobs:
             return
         job: TransferJob = jobs[choice % len(jobs)]
-        keys = [key for key in job.keys if key not in medium.withdrawn.get(job.job_id, ())]
+        keys = list(job.keys)
         done = keys if how == "success" else [] if how == "failure" else keys[::2]
         row_of = dict(zip(job.keys, job.block_ids.tolist(), strict=True))
         if job.is_promotion:
@@ -228,13 +228,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not job.is_promotion and not self.keep:
             medium.held = {key for key in medium.held if medium.contents.get(key) == self.epoch}
 
-    @rule(choice=choices, tier=st.integers(0, 1))
-    def tier_begins_a_store(self, choice: int, tier: int) -> None:
-        """From now on, the tier reads the rows of the store, which no store may take."""
-        waiting = [job for job in self.tiers[tier].stores if job.job_id in self.tiers[tier].unbegun]
-        if waiting:
-            self.tiers[tier].begin(waiting[choice % len(waiting)])
-            self.tiers[tier].begun_at = self.clock()
+    @rule(tier=st.integers(0, 1), allowance=st.sampled_from([0, 1, 2, 3, 6, None]))
+    def tier_changes_its_credit(self, tier: int, allowance: int | None) -> None:
+        self.tiers[tier].allowance = allowance
 
     @rule(tier=st.integers(0, 1), keys=prefixes)
     def tier_gains_blocks(self, tier: int, keys: list[bytes]) -> None:
@@ -306,18 +302,8 @@ class ManagerMachine(RuleBasedStateMachine):
             busy.update(used.tolist())
         for tier in self.tiers:
             busy.update(row for job in tier.loads for row in job.block_ids.tolist())
-            busy.update(self._rows_read(tier))
+            busy.update(row for job in tier.stores for row in job.block_ids.tolist())
         assert not busy & set(rows.tolist())
-
-    @staticmethod
-    def _rows_read(tier: WritingTier) -> list[int]:
-        """Return the rows of a tier's stores, withdrawn blocks left out."""
-        return [
-            row
-            for job in tier.stores
-            for key, row in zip(job.keys, job.block_ids.tolist(), strict=True)
-            if key not in tier.withdrawn.get(job.job_id, ())
-        ]
 
     @invariant()
     def every_row_is_in_one_place(self) -> None:
@@ -328,8 +314,23 @@ class ManagerMachine(RuleBasedStateMachine):
         rows = [*primary.readable.values(), *primary.pending.values()]
         assert len(rows) == len(set(rows))
         read = {row for _, _, rows, _ in self.reads for row in rows.tolist()}
-        read.update(row for tier in self.tiers for row in self._rows_read(tier))
+        read.update(row for tier in self.tiers for job in tier.stores for row in job.block_ids.tolist())
         assert counts.evictable <= len(set(primary.readable.values()) - read)
+
+    @invariant()
+    def queued_blocks_hold_their_rows(self) -> None:
+        if not hasattr(self, "primary"):
+            return
+        held = set(np.flatnonzero(self.manager._broker._held).tolist())
+        named: set[int] = set()
+        for state in self.manager._states:
+            keys = [key for key in KEYS if key in state.queue]
+            assert len(keys) == len(state.queue)
+            assert len(keys) <= ROWS
+            named.update(self.primary.readable[key] for key in keys)
+        assert held <= named
+        assert len(held) == self.manager._broker.rows_held
+        assert all(self.primary.readers(np.array(sorted(held), np.int64)) > 0)
 
     @invariant()
     def what_is_readable_is_right(self) -> None:
@@ -358,6 +359,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.on_request_finished(ctx)
         for _ in range(4):
             for tier in self.tiers:
+                tier.allowance = None
                 for job in [*tier.loads, *tier.stores]:
                     tier.finish(job, False)
                 tier.wanted = []
@@ -383,7 +385,7 @@ TestManagerMachine.settings = settings(
 WEIGHTS = {
     "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14,
     "prepare_load": 8, "complete_load": 9,
-    "tier_begins_a_store": 5, "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
+    "tier_changes_its_credit": 5, "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
     "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
     "tier_does_not_know_yet": 1, "tier_wants_keys": 1, "reset_now_and_then": 6,
 }  # fmt: skip
@@ -407,6 +409,7 @@ def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
             "how": rnd.choice(["success", "success", "failure", "partial"]),
             "wait": rnd.choice([0.0, 0.0, 6.0, 12.0]),
             "arrive": rnd.random() < 0.7,
+            "allowance": rnd.choice([0, 1, 2, 3, 6, None]),
         }
         if (name == "complete_store" and not machine.writes) or (name == "complete_load" and not machine.reads):
             continue
@@ -419,10 +422,11 @@ def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
         machine.every_row_is_in_one_place()
         machine.what_is_readable_is_right()
         machine.reservations_stay_within_their_share()
+        machine.queued_blocks_hold_their_rows()
     stats = machine.manager.get_stats()["manager"]
     machine.teardown()
     assert stats["evicted_blocks"] > 50
     assert stats["promotions_overdue"] > 0
-    assert stats["cascades_withdrawn"] > 0
+    assert stats["queued_evicted"] > 0
     assert stats["promotions_waited"] > 0
     assert stats["resets"] > 0

@@ -37,6 +37,8 @@ class ChaosTier(BlockTier):
     index: SlotIndex
     latest: ClassVar[ChaosTier | None] = None
     """The tier that was built last."""
+    built: ClassVar[dict[str, ChaosTier]] = {}
+    """The tier of each name that was built last."""
 
     def __init__(self, options: ChaosOptions, context: TierContext) -> None:
         plan = ChaosPlan(
@@ -46,7 +48,7 @@ class ChaosTier(BlockTier):
         )
         self.chaos = ChaosLayer(MemoryStore(), seed=options.seed, plan=plan)
         super().__init__(context, options, self.chaos, SlotIndex(options.capacity // max(context.group_bytes)))
-        ChaosTier.latest = self
+        ChaosTier.latest = ChaosTier.built[self.name] = self
 
     def on_opened(self, namespace: Namespace) -> None:
         self.index.add_free(np.arange(self.index.num_slots))

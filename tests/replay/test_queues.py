@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from tiering.block_store import Done
 from tiering.errors import OverdueError
 from tiering.replay.queues import Speed, StoreQueue
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
@@ -38,28 +37,6 @@ def test_stores_are_written_one_after_the_other() -> None:
     assert queue.next_end == pytest.approx(9.1), "the medium has rested since"
     assert (queue.jobs, queue.blocks, queue.written_bytes) == (3, 15, 1500)
     assert queue.written_seconds == pytest.approx(1.5)
-
-
-def test_blocks_that_have_not_begun_are_withdrawn_and_the_queue_ends_earlier() -> None:
-    queue = StoreQueue(TEN_A_SECOND, 0.5)
-    for number, blocks in ((1, 10), (2, 4), (3, 2)):
-        queue.submit(store(number, blocks), 0.0)
-    # At 20 blocks a second, which the ratio makes of ten: four blocks are written, and the fifth is under way.
-    assert queue.waiting_rows(1, 0.21) == [109, 108, 107, 106, 105]
-    assert queue.waiting_rows(2, 0.21) == [203, 202, 201, 200]
-    assert queue.waiting_rows(7, 0.21) == []
-    wanted = {1: {101, 104, 105, 109}, 2: {201, 202, 999}, 3: {300, 301}, 7: {1}}
-    assert queue.withdraw(wanted, 0.21) == [(1, [105, 109]), (2, [201, 202]), (3, [300, 301])]
-    assert queue.withdraw(wanted, 0.21) == [], "they are withdrawn already, or have begun"
-    assert queue.waiting_rows(2, 0.21) == [203, 200]
-    assert queue.next_end <= 0.21, "a store without blocks has ended"
-    (gone,) = queue.take_ended(0.21)
-    assert (gone.job.job_id, gone.outcomes, gone.transfer_bytes) == (3, [Done.ABSENT] * 2, 0)
-    assert queue.next_end == pytest.approx(0.4)
-    first, second = queue.take_ended(0.5)
-    assert [at for at, outcome in enumerate(first.outcomes) if outcome is Done.ABSENT] == [5, 9]
-    assert (second.outcomes, second.transfer_bytes) == ([Done.DONE, Done.ABSENT, Done.ABSENT, Done.DONE], 200)
-    assert (queue.blocks, queue.written_bytes) == (10, 500)
 
 
 def test_a_store_fails_at_its_deadline_if_it_has_not_begun() -> None:

@@ -89,7 +89,7 @@ def test_a_medium_that_is_too_slow_drops_stores() -> None:
     slow = MediumModel(read_bytes_per_second=BLOCK_BYTES, write_bytes_per_second=BLOCK_BYTES, latency=0.01)
     model = MODEL.model_copy(update={"tiers": {"local": slow}})
     trace = [request(number / 10, range(number * 100, number * 100 + 50)) for number in range(20)]
-    result = replayed(trace, 5000, {**DISK, "max_queued": 60 * BLOCK_BYTES}, model=model)
+    result = replayed(trace, 120, DISK, model=model)
     assert result.tiers[1].blocks_dropped > 500
     assert result.tiers[1].bytes_written < 500 * BLOCK_BYTES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -93,10 +93,8 @@ class FakeIo:
         self.ran: list[IoTask] = []
         self.hold = False
         self.load_depth = self.store_depth = 8
-        self.unbegun: set[int] = set()
-        """Jobs that no thread has begun."""
-        self.store_begun = 0.0
         self.hanging_stores = 0
+        self.busy_bytes = 16 * BLOCK_BYTES
         self._ended: list[IoResult] = []
         self._done: list[tuple[IoTask, Any, BaseException | None]] = []
 
@@ -105,18 +103,6 @@ class FakeIo:
 
     def start(self, deadline: float, *, lookups: bool) -> None:
         """Do nothing: there are no threads."""
-
-    def waiting_rows(self, job_id: int) -> list[int]:
-        return [row for job in self.jobs if job.job_id == job_id in self.unbegun for row in reversed(job.rows)]
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        """Withdraw whole jobs or none of their blocks, as far as a test has not begun them."""
-        withdrawn: list[tuple[int, Sequence[int]]] = []
-        for job_id, wanted in rows.items():
-            waiting = self.waiting_rows(job_id)
-            if waiting and set(waiting) <= set(wanted):
-                withdrawn.append((job_id, self.finish(job_id, [Done.ABSENT] * len(waiting)).rows))
-        return withdrawn
 
     def run(self, task: IoTask) -> None:
         self.ran.append(task)

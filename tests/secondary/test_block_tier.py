@@ -15,6 +15,7 @@ from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, DeviceError, OutOfSpaceError, OverdueError, TemporaryStoreError
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, PrefixAnswer
+from tiering.secondary.credit import STORE_SHARE
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoKind
 from tiering.secondary.service.pace import LoadPace
@@ -63,18 +64,6 @@ def test_a_block_whose_write_is_under_way_is_not_reported_stored_by_another_job(
     assert rig.finished() == [JobResult(second, False, [])]
     rig.io.finish(first, [TemporaryStoreError("no")])
     assert rig.finished()[0].success is False
-
-
-def test_the_first_block_in_the_queue_is_never_too_large_for_it() -> None:
-    rig = Rig(max_queued=BLOCK_BYTES - 1).opened()
-    first = rig.submit_store(K[:2])
-    assert [list(job.keys) for job in rig.io.jobs] == [[K[0]]]
-    rig.submit_store(K[2:3])
-    assert len(rig.io.jobs) == 1
-    rig.io.finish(first)
-    rig.finished()
-    rig.submit_store(K[3:4])
-    assert [list(job.keys) for job in rig.io.jobs] == [[K[3]]]
 
 
 def test_a_store_of_held_blocks_only_ends_without_io() -> None:
@@ -176,18 +165,6 @@ def test_blocks_for_which_there_is_no_room_are_declined() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- bounds, deadlines
-
-
-def test_the_tail_of_what_exceeds_the_queue_is_dropped() -> None:
-    rig = Rig(max_queued=4 * BLOCK_BYTES).opened()
-    first = rig.submit_store(K[:3])
-    rig.submit_store(K[3:6])
-    assert [list(job.keys) for job in rig.io.jobs] == [K[:3], K[3:4]]
-    assert rig.tier.get_stats().stores_dropped == 2
-    rig.io.finish(first)
-    rig.finished()
-    rig.submit_store(K[6:9])
-    assert list(rig.io.jobs[-1].keys) == K[6:9]
 
 
 def test_rows_of_overdue_loads_open_the_breaker_when_they_have_spent_their_share() -> None:
@@ -407,29 +384,59 @@ def test_an_error_of_the_device_drops_the_block_and_retires_its_slot() -> None:
 
 def test_admission_none_takes_no_block() -> None:
     rig = Rig(admission="none").opened()
-    job_id = rig.submit_store(K[:2])
-    assert rig.finished() == [JobResult(job_id, False, [])]
+    assert rig.tier.admit(K[:2], CTX, False) == []
     assert rig.tier.get_stats().stores_declined == 2
+
+
+def test_a_tier_that_takes_no_stores_admits_no_block() -> None:
+    rig = Rig().opened()
+    assert rig.tier.admit(K[:2], CTX, False) is None
+    rig.io.breakers.writes.trip("test")
+    rig.finished()
+    assert rig.tier.admit(K[:2], CTX, False) == ()
+    assert rig.tier.get_stats().stores_dropped == 2
+    assert rig.tier.credit(1000, 1.0) is None, "what is queued ends at once"
+
+
+def test_the_credit_is_what_keeps_the_medium_busy_until_the_end_of_the_next_step() -> None:
+    rig = Rig(slots=NUM_ROWS).opened()
+    rig.io.busy_bytes = 4 * BLOCK_BYTES
+    assert rig.tier.credit(1000, 0.0) == 4
+    job_id = rig.submit_store(K[:3])
+    assert rig.tier.credit(1000, 0.0) == 1
+    rig.clock.advance(1.0)
+    rig.io.finish(job_id)
+    rig.finished()
+    assert rig.tier.credit(1000, 2.0) == 6, "3 blocks a second"
+    assert rig.tier.credit(1000, 1000.0) == int(STORE_SHARE * NUM_ROWS), "a share of the rows"
+
+
+def test_the_credit_is_no_larger_than_the_places_that_are_ready() -> None:
+    rig = Rig(slots=5).opened()
+    assert isinstance(rig.tier.index, SlotIndex)
+    rig.tier.index.growing = True
+    assert rig.tier.credit(1000, 0.0) == 5
+    rig.submit_store(K[:5])
+    assert rig.tier.credit(1000, 0.0) == 0
+    rig.tier.index.growing = False
+    assert rig.tier.credit(1000, 0.0), "old blocks are evicted"
 
 
 def test_second_touch_takes_a_block_that_is_stored_again() -> None:
     rig = Rig(admission="second_touch").opened()
-    rig.submit_store(K[:2])
-    assert not rig.io.jobs
-    rig.submit_store(K[1:3])
-    assert [(list(job.keys), list(job.rows)) for job in rig.io.jobs] == [([K[1]], [0])]
+    assert rig.tier.admit(K[:2], CTX, False) == []
+    assert rig.tier.admit(K[1:3], CTX, False) == [0]
 
 
 def test_second_touch_asks_for_a_declined_block_that_another_request_uses() -> None:
     rig = Rig(admission="second_touch").opened()
-    rig.submit_store(K[:3])
+    assert rig.tier.admit(K[:3], CTX, False) == []
     rig.tier.touch(K[:3], CTX)
     assert list(rig.tier.take_wanted_keys()) == []
     rig.tier.touch(K[:2], ReqContext("r2"))
     wanted = list(rig.tier.take_wanted_keys())
     assert wanted == K[:2]
-    rig.submit_store(wanted)
-    assert list(rig.io.jobs[0].keys) == K[:2]
+    assert rig.tier.admit(wanted, CTX, False) is None
 
 
 # -------------------------------------------------------------------------------------------------------------- opening

@@ -213,55 +213,6 @@ def test_the_granted_claims_of_stores_that_a_reset_drops_are_given_up() -> None:
     assert rig.finished() == [(job, [])]
 
 
-def test_rows_of_a_store_that_waits_for_an_answer_can_be_taken() -> None:
-    rig = Rig()
-    job, other = rig.submit(K[:4]), rig.submit(K[4:6])
-    assert rig.tier.waiting_stores([job, other]) == ([[3, 2, 1, 0], [1, 0]], rig.clock())
-    assert rig.tier.withdraw_stores({job: {1, 3, 7}}) == [(job, [1, 3])]
-    claim = rig.fleet.claims[0]
-    assert (claim.dropped, rig.fleet.given_up) == ({claim.places[1], claim.places[3]}, [])
-    assert rig.tier.waiting_stores([job]) == ([[2, 0]], rig.clock())
-    claim.granted = [True, True, False, True]
-    rig.finished()
-    (upload,) = rig.io.jobs
-    assert (upload.keys, upload.rows, upload.places) == ([K[0]], [0], [claim.places[0]])
-    assert rig.fleet.watched == [K[2]]
-    rig.io.finish(job)
-    assert rig.finished() == [(job, [K[0]])]
-    rig.fleet.claims[1].granted = [True, True]
-    rig.finished()
-    assert [list(upload.rows) for upload in rig.io.jobs] == [[0, 1]]
-    assert rig.tier.get_stats().cascades_active == 2
-
-
-def test_the_claim_of_a_store_that_is_withdrawn_as_a_whole_is_given_up_whenever_it_is_granted() -> None:
-    rig = Rig()
-    early, late = rig.submit(K[:2]), rig.submit(K[2:4])
-    rig.fleet.claims[0].granted = [True, False]
-    assert rig.tier.withdraw_stores({early: {0, 1}, late: {0, 1}}) == [(early, [0, 1]), (late, [0, 1])]
-    assert rig.fleet.given_up == rig.fleet.claims[0].places[:1]
-    assert rig.fleet.claims[1].dropped == set(rig.fleet.claims[1].places)
-    assert rig.finished() == [(early, []), (late, [])]
-    assert (rig.io.jobs, rig.tier.has_pending_work(), rig.tier.get_stats().cascades_active) == ([], False, 0)
-    assert rig.tier.waiting_stores([early, late]) is None
-    again = rig.submit(K[:2])
-    rig.fleet.claims[2].granted = [True, True]
-    rig.finished()
-    assert [upload.job_id for upload in rig.io.jobs] == [again], "the places of the blocks are free again"
-
-
-def test_an_upload_that_is_withdrawn_gives_its_claim_up_at_once() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
-    rig.fleet.claims[0].granted = [True, True]
-    rig.finished()
-    rig.io.unbegun.add(job)
-    rig.tier.withdraw_stores({job: {0, 1}})
-    assert rig.fleet.given_up == rig.fleet.claims[0].places
-    rig.finished()
-    assert rig.fleet.given_up == rig.fleet.claims[0].places, "another machine may hold the claim by now"
-
-
 def left_to_others(rig: Rig, keys: Sequence[OffloadKey]) -> None:
     """Submit a store whose blocks another machine has claimed."""
     rig.submit(keys)
@@ -347,10 +298,10 @@ def test_a_block_that_another_machine_has_stored_is_held_at_once() -> None:
 
 def test_a_second_touch_in_the_fleet_makes_a_declined_block_wanted() -> None:
     rig = Rig(admission="second_touch")
-    job = rig.submit(K[:2])
-    assert (rig.finished(), rig.fleet.declines) == ([(job, [])], K[:2])
+    assert (rig.tier.admit(K[:2], CTX, False), rig.fleet.declines) == ([], K[:2])
     rig.fleet.inbox.touched.append(K[1])
     rig.finished()
     assert list(rig.tier.take_wanted_keys()) == [K[1]]
+    assert rig.tier.admit(K[1:2], CTX, False) is None
     rig.submit(K[1:2])
     assert len(rig.fleet.claims) == 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.secondary.fakes import BLOCK_BYTES
+from tests.secondary.fakes import BLOCK_BYTES, NUM_ROWS
 from tests.secondary.rig import Rig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -19,7 +19,7 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.index.shared import SharedIndex, object_name
 from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, AdmitAll, Offers, StoreBudget
+from tiering.secondary.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, AdmitAll, Offers
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -142,14 +142,31 @@ def test_a_store_that_failed_is_offered_again_but_not_at_once(shared: bool) -> N
             stack.rig.clock.advance(OFFER_AGAIN_AFTER)
 
 
-def test_what_was_dropped_beyond_the_budget_is_offered_and_leaves_room_for_new_stores() -> None:
-    stack = Stack(max_queued=4 * BLOCK_BYTES)
-    stack.store(K[:10])
-    assert stack.rig.tier.get_stats().stores_dropped == 6
-    stack.use(K[:10])
-    assert stack.written() == K[:4]
-    assert [stack.written() for _ in range(4)] == [K[4:6], K[6:8], K[8:10], []]
-    assert stack.held() == 10
+def test_blocks_that_lost_their_rows_in_the_queue_are_offered_again() -> None:
+    stack = Stack(slots=2 * NUM_ROWS)
+    stack.rig.io.busy_bytes = BLOCK_BYTES
+    keys = keys_of(*range(2 * NUM_ROWS))
+    stack.store(keys[:NUM_ROWS])
+    stack.rig.clock.advance(1.0)
+    stack.store(keys[NUM_ROWS : NUM_ROWS + 8])
+    assert stack.rig.tier.get_stats().stores_evicted == 8
+    while stack.written():
+        stack.rig.clock.advance(1.0)
+    assert stack.held() == NUM_ROWS
+    lost = [key for key in keys[:NUM_ROWS] if key not in stack.primary.readable]
+    assert len(lost) == 8
+    stack.store(lost)
+    while stack.written():
+        stack.rig.clock.advance(1.0)
+    assert stack.held() == NUM_ROWS + 8
+
+
+def test_an_admitted_block_that_lost_its_row_is_admitted_at_its_next_store() -> None:
+    stack = Stack(admission="second_touch")
+    stack.rig.tier.admit(K[:2], CTX, False)
+    assert stack.rig.tier.admit(K[:2], CTX, False) is None, "the second touch"
+    stack.rig.tier.not_stored(K[:1])
+    assert stack.rig.tier.admit(K[:2], CTX, False) == [0]
 
 
 @pytest.mark.parametrize("words", [{"store": False}, {"tiers": []}, {"lod": 1}])
@@ -191,7 +208,7 @@ def test_second_touch_gets_what_it_missed_in_an_outage_at_the_second_use() -> No
 
 
 def test_a_reset_forgets_what_was_to_be_offered() -> None:
-    stack = Stack(opened=False, max_queued=4 * BLOCK_BYTES)
+    stack = Stack(opened=False)
     stack.store(K[:8])
     stack.rig.opened()
     stack.use(K[:8])
@@ -327,7 +344,7 @@ class TestOwnMedium:
 
 class TestRate:
     def make(self) -> Offers:
-        return Offers(AdmitAll(), StoreBudget((1,), 1 << 40))
+        return Offers(AdmitAll())
 
     def test_is_bounded_for_many_blocks(self) -> None:
         offers, keys = self.make(), keys_of(*range(3 * OFFERS_AT_ONCE))
@@ -346,20 +363,3 @@ class TestRate:
             offers.add(K[:1], 1000.0 + second)
             taken += len(offers.take())
         assert taken == 10
-
-
-def test_a_full_budget_is_asked_about_few_of_the_blocks_that_wait() -> None:
-    class Counted(dict[bytes, None]):
-        looked_at = 0
-
-        def __iter__(self) -> Iterator[bytes]:
-            for key in super().__iter__():
-                Counted.looked_at += 1
-                yield key
-
-    budget = StoreBudget((1000,), 20_000)
-    waiting = Counted.fromkeys(keys_of(*range(5000)))
-    assert budget.spare(waiting) == 10
-    budget.used = 15_000
-    assert budget.spare(waiting) == 0
-    assert Counted.looked_at <= 12

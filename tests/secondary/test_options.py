@@ -38,7 +38,6 @@ GIVEN: Mapping[type[TierOptions], Mapping[str, object]] = {
         "retries": {"attempts": 2},
         "breaker": {"failures": 2},
         "max_inflight": 2,
-        "max_queued": "1MiB",
         "primary_share": 0.25,
         "min_prefix_blocks": 2,
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -116,19 +115,3 @@ def test_a_tier_with_an_io_side_from_elsewhere_does_not_rest() -> None:
     rig = Rig().opened()
     rig.tier.on_schedule_end()
     assert rig.tier.rest() == 0
-
-
-def test_a_tier_that_waits_for_places_does_not_rest() -> None:
-    rig = TierRig(make_tier, group_bytes=GROUP_BYTES).open()
-    settle(rig)
-    assert isinstance(rig.tier, BlockTier)
-    index = rig.tier.index
-    assert isinstance(index, SlotIndex)
-    index.growing = True
-    for start in range(0, 64, 16):
-        rig.store([key_of(100 + number) for number in range(start, start + 16)])
-    settle(rig)
-    rig.submit_store(K[:4])
-    assert rig.tier.waiting_blocks == 4
-    assert rig.tier.rest() == 0
-    rig.tier.shutdown(time.monotonic() + 60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import chain, pairwise
 
@@ -472,11 +473,11 @@ def test_a_growing_medium_declines_the_tail_instead_of_evicting() -> None:
     index.add_free(np.arange(4))
     store(index, K[:3])
     index.growing = True
-    assert index.missing_places(K[2:6]) == 2
+    assert index.places_ready == 1
     plan = index.plan_store(K[2:6], NOW)
     assert (plan.positions, plan.already_held, plan.evicted) == ([1], [0], [])
     index.growing = False
-    assert index.missing_places(K[4:6]) == 0
+    assert index.places_ready == math.inf
     assert len(index.plan_store(K[4:6], NOW).evicted) == 2
 
 
@@ -484,7 +485,7 @@ def test_a_growing_medium_uses_foreign_slots() -> None:
     index = SlotIndex(8)
     index.states.add_foreign(np.arange(4))
     index.growing = True
-    assert index.missing_places(K[:4]) == 0
+    assert index.places_ready == 4
     assert len(index.plan_store(K[:4], NOW).positions) == 4
 
 

@@ -59,10 +59,6 @@ class InertManager:
         """Return None: there is no room."""
         return None
 
-    def was_put_off(self, req_context: ReqContext) -> bool:
-        """Return False: no later store would be taken, either."""
-        return False
-
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Do nothing."""
 

@@ -186,19 +186,12 @@ class OffloadingManager(ABC):
         Args:
             keys: the keys in the order of the prefix.
             req_context: the request that stores the blocks.
-            is_last: the caller will not offer these blocks again, so that the store must not be put off. Default False.
+            is_last: the caller will not offer these blocks again, so that the store must not wait. Default False.
 
         Returns:
-            The reserved rows; or None, with nothing changed, if the tier has no room for all of them, or puts the store
-            off until slower tiers have taken more blocks. The caller may offer the blocks again at a later step.
+            The reserved rows; or None, with nothing changed, if the tier has no room for all of them, or waits until
+            slower tiers have taken more blocks. The caller may offer the blocks again at a later step.
         """
-
-    def was_put_off(self, req_context: ReqContext) -> bool:
-        """Return True if the last store of a request was put off, rather than refused for lack of room.
-
-        The same blocks may be offered again at the next step; a smaller store would wait as long.
-        """
-        return False
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Make stored blocks readable, or free their rows if the store failed.

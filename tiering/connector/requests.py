@@ -42,14 +42,6 @@ class StorePace:
         self.retry_at_step = step + self.backoff_steps
         self.backoff_steps = min(2 * self.backoff_steps, MAX_BACKOFF_STEPS)
 
-    def put_off(self, step: int) -> None:
-        """Record that an offer was put off at ``step``.
-
-        It is repeated at the next step, with all blocks until then.
-        """
-        self.waiting = True
-        self.retry_at_step = step + 1
-
     def accepted(self, *, all_blocks: bool) -> None:
         """Record that an offer found room: the next one may be larger.
 

@@ -229,9 +229,6 @@ class StorePlanner:
     def _refused(self, state: RequestState, tokens: int, step: int) -> None:
         """Record that an offer was not taken: if it found no room, a smaller part is offered at a later step."""
         self.refused_offers += 1
-        if self._manager.was_put_off(state.ctx):
-            state.pace.put_off(step)
-            return
         state.pace.refused(tokens, step, self._largest_block)
         self._warn_full(
             "no room in the primary tier for %d tokens of request %s; they are offered again later "

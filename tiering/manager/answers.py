@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from numbers import Real
 from operator import index
 from typing import Any, Generic, TypeVar
@@ -119,12 +119,29 @@ def _wanted(answer: Any) -> list[OffloadKey]:
     return list(dict.fromkeys(islice(answer, count))) if count else []
 
 
-def _unread(answer: Any, *_: object) -> tuple[Any]:
-    return (answer,)
+def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> list[int]:
+    """Return the positions of the admitted keys; a tier that admits all of them returns None."""
+    if answer is None:
+        return list(range(len(keys)))
+    if len(answer) > len(keys):
+        raise BreachError
+    positions = list(map(index, answer))
+    if any(at >= after for at, after in pairwise([-1, *positions, len(keys)])):
+        raise BreachError
+    return positions
 
 
-UNREAD = Answer("anything", _unread)
-"""Any answer, in a tuple of its own; the caller reads it."""
+def _credit(answer: object, *_: object) -> float:
+    """Return the number of blocks that may be submitted; a tier that takes all of them returns None."""
+    if answer is None:
+        return math.inf
+    if not isinstance(answer, (int, np.integer)) or isinstance(answer, bool) or answer < 0:
+        raise BreachError
+    return int(answer)
+
+
+POSITIONS = Answer("None or ascending positions of the keys that it was asked for", _positions)
+CREDIT = Answer("None or a whole number of blocks", _credit)
 TRUTH = Answer("True or False", truth)
 PREFIX = Answer("a PrefixAnswer for the keys that it was asked for", _prefix)
 POLICY = Answer("a RequestOffloadingContext", _policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, islice
@@ -10,18 +11,19 @@ import numpy as np
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
-from tiering.api.transfer import Rows, as_rows
-from tiering.manager.answers import PROCESS_ENDS, SECONDS, BreachError, text_of, truth
+from tiering.api.transfer import Rows
+from tiering.manager.answers import CREDIT, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
+from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
+from tiering.manager.row_broker import RowBroker
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.intake import HELD_FOR
 
-_NO_ROWS: Rows = as_rows(())
 _PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 
@@ -30,9 +32,6 @@ COUNTS_OVERDUE = 60.0
 
 The I/O of most overdue jobs ends within this time, because requests to shared media have time limits of their own.
 """
-
-NOBODY = ReqContext("")
-"""Context of cascades that belong to no request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,95 +48,14 @@ class Job:
     """Time by which the tier should have reported the job."""
     promotion: Promotion | None = None
     """The promotion; None for a cascade."""
-    gave_up: bool = False
-    """True if the tier gave up rows of the cascade before it began them."""
-    linked: bool = False
-    """True while the job is in a :class:`CascadeOrder`."""
-    older: Job | None = None
-    """Neighbour in the order."""
-    newer: Job | None = None
-    """Neighbour in the order."""
-
-
-class CascadeOrder:
-    """The cascades that may be withdrawn, the oldest first, and the place at which the next search begins.
-
-    A search looks at a bounded number of rows. If it finds too few of them to take, the next search goes on behind
-    them. Rows that nothing can free, however many, thus keep no search from the rows behind them for ever. Once the
-    searches have reached the cascade that was the newest at their begin, they begin again with the oldest.
-    """
-
-    def __init__(self) -> None:
-        self.rows = 0
-        """Number of rows of all these cascades, those included that have begun."""
-        self._oldest: Job | None = None
-        self._newest: Job | None = None
-        self._next: Job | None = None
-        self._last = 0
-
-    def append(self, job: Job) -> None:
-        """Add the newest cascade."""
-        job.linked, job.older = True, self._newest
-        if self._newest is None:
-            self._oldest = job
-        else:
-            self._newest.newer = job
-        self._newest = job
-        self.rows += len(job.rows)
-
-    def remove(self, job: Job) -> None:
-        """Remove a cascade, if it is in the order."""
-        if not job.linked:
-            return
-        if job.older is None:
-            self._oldest = job.newer
-        else:
-            job.older.newer = job.newer
-        if job.newer is None:
-            self._newest = job.older
-        else:
-            job.newer.older = job.older
-        if self._next is job:
-            self._next = job.newer
-        job.linked, job.older, job.newer = False, None, None
-        self.rows -= len(job.rows)
-
-    def shrink(self, job: Job, rows: Rows) -> None:
-        """Replace the rows of a cascade that lost some; one without rows is removed."""
-        self.rows -= len(job.rows) - len(rows)
-        job.rows = rows
-        if not len(rows):
-            self.remove(job)
-
-    def window(self, rows: int) -> tuple[list[Job], Job | None]:
-        """Return the next cascades to look at.
-
-        Args:
-            rows: number of rows after which the window ends, with the cascade that reaches it.
-
-        Returns:
-            The cascades, the oldest first, and the first one behind them; None if there is none.
-        """
-        if self._newest is not None and (self._next is None or self._next.job_id > self._last):
-            self._next, self._last = self._oldest, self._newest.job_id
-        jobs: list[Job] = []
-        job = self._next
-        while job is not None and rows > 0:
-            jobs.append(job)
-            rows -= len(job.rows)
-            job = job.newer
-        return jobs, job
-
-    def go_on(self, job: Job | None) -> None:
-        """Begin the next search with ``job``; None: with the oldest cascade."""
-        self._next = job
 
 
 class TierJobs:
     """The jobs of a manager in its tiers, and the cascades that wait for blocks to become readable.
 
-    A cascade offers readable blocks to tiers and pins their rows until every tier has reported its job. A tier with the
-    request-level policy wants all blocks of a request. Blocks that another request is storing are *awaited*, and
+    A cascade offers readable blocks to tiers. The rows of a job are pinned until its tier has reported it; blocks that
+    wait for a tier's credit are queued, and pulled at the end of a step. A tier with the request-level policy wants all
+    blocks of a request. Blocks that another request is storing are *awaited*, and
     cascaded as soon as they are readable.
     """
 
@@ -147,6 +65,7 @@ class TierJobs:
         tiers: SecondaryTiers,
         promotions: Promotions,
         reservations: Reservations,
+        broker: RowBroker,
         stats: ManagerStats,
         clock: Callable[[], float],
     ) -> None:
@@ -157,6 +76,7 @@ class TierJobs:
             tiers: the secondary tiers.
             promotions: the promotions, which this class submits and ends.
             reservations: the reservations of promoted blocks, which this class lets expire.
+            broker: holds the rows of blocks that wait for a tier's credit.
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
         """
@@ -170,11 +90,10 @@ class TierJobs:
         self._ask = tiers.ask
         self._promotions = promotions
         self._reservations = reservations
+        self._broker = broker
         self._stats = stats
         self._clock = clock
         self._jobs: dict[int, Job] = {}
-        self.weak = CascadeOrder()
-        """Cascades of the tiers that know which of their stores have not begun."""
         self._ids = count(1)
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}
         """Per request, the blocks that it needs and other requests are writing.
@@ -196,7 +115,9 @@ class TierJobs:
         *,
         is_fill: bool = False,
     ) -> None:
-        """Offer blocks to tiers, one job per tier; the rows are pinned until the jobs are reported.
+        """Offer blocks to tiers.
+
+        A tier that has no credit for all admitted blocks gets the others when the manager pulls them from its queue.
 
         Args:
             states: the tiers; those out of service are left out.
@@ -206,28 +127,142 @@ class TierJobs:
             is_fill: True if the blocks were just promoted from a slower tier; default False.
         """
         serving = [state for state in states if state.in_service]
-        if not serving:
-            return
-        self._primary.pin(rows, len(serving))
-        # A tier must not change what the engine, the manager and the other tiers use as well.
-        keys, shared = tuple(keys), rows.view()
-        shared.flags.writeable = False
-        for state in serving:
-            job_id = next(self._ids)
+        taking = [state for state in serving if state.takes_all and not state.chooses]
+        if taking:
+            self._primary.pin(rows, len(taking))
+            # A tier must not change what the engine, the manager and the other tiers use as well.
+            keys, shared = tuple(keys), rows.view()
+            shared.flags.writeable = False
             now = self._clock()
-            self._jobs[job_id] = cascade = Job(job_id, state, rows, _store_deadline(state, now))
-            state.cascading_rows += len(rows)
-            if state.holds_weakly:
-                self.weak.append(cascade)
-            job = TransferJob(job_id, keys, shared, False, ctx, now, is_fill)
-            self._submit(state, state.tier.submit_store, job)
+            for state in taking:
+                self._submit_store(state, keys, rows, shared, ctx, now, is_fill=is_fill)
+        if len(taking) < len(serving):
+            for state in serving:
+                if state not in taking:
+                    self._offer(state, keys, rows, ctx, is_fill=is_fill)
+
+    def _offer(
+        self, state: TierState, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext, *, is_fill: bool
+    ) -> None:
+        """Submit those blocks that a tier admits and has credit for; queue the others that it admits."""
+        queue = state.queue
+        if queue and (new := queue.new(keys)) is not keys:
+            keys, rows = new, self._rows_of(new)
+        if state.chooses and keys:
+            keys = tuple(keys)
+            chosen = self._ask(state, POSITIONS, state.tier.admit, keys, ctx, is_fill)
+            if chosen is None:
+                return
+            if len(chosen) < len(keys):
+                keys, rows = [keys[position] for position in chosen], rows[chosen]
+        if not keys:
+            return
+        now, count = self._clock(), 0
+        if not queue:
+            if not state.takes_all and state.credit < len(keys):
+                self._ask_credit(state, len(keys))
+            count = len(keys) if state.takes_all else int(min(state.credit, len(keys)))
+        if count:
+            state.credit -= count
+            begun = rows[:count]
+            self._primary.pin(begun)
+            begun.flags.writeable = False
+            self._submit_store(state, tuple(keys[:count]), begun, begun, ctx, now, is_fill=is_fill)
+        if count < len(keys) and state.in_service:
+            if not queue:
+                state.queued_since = now
+            queue.append(ctx, keys[count:], is_fill=is_fill)
+            waiting = rows[count:]
+            state.has[waiting], state.settled_until[waiting] = False, math.inf
+            self._broker.hold(state, waiting)
+
+    def _ask_credit(self, state: TierState, wanted: int) -> None:
+        """Ask a tier for how many of ``wanted`` blocks it has credit until the end of the next step."""
+        state.credit = self._ask(state, CREDIT, state.tier.credit, wanted, 2 * self._broker.longest_step) or 0.0
+
+    def pull(self) -> None:
+        """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
+        now = self._clock()
+        self._broker.end_step(now)
+        for state in self._states:
+            if state.queue and state.in_service:
+                self._pull(state, now)
+        if self._jobs:
+            self._broker.begin_step(now)
+
+    def _pull(self, state: TierState, now: float) -> None:
+        self._ask_credit(state, len(state.queue))
+        while state.queue and state.credit > 0 and state.in_service:
+            ctx, is_fill, taken = state.queue.take(int(min(state.credit, len(state.queue))))
+            keys, rows = tuple(taken), self._rows_of(taken)
+            rows.flags.writeable = False
+            state.credit -= len(keys)
+            state.queued_since = now
+            state.settled_until[rows] = 0.0
+            self._broker.pass_on(state, keys, rows)
+            self._submit_store(state, keys, rows, rows, ctx, now, is_fill=is_fill)
+        self._tiers.end_requests(state)
+
+    def _submit_store(
+        self,
+        state: TierState,
+        keys: tuple[OffloadKey, ...],
+        rows: Rows,
+        shared: Rows,
+        ctx: ReqContext,
+        now: float,
+        *,
+        is_fill: bool,
+    ) -> None:
+        """Submit a store of pinned rows; ``shared`` is a view of ``rows`` that the tier cannot change."""
+        job_id = next(self._ids)
+        self._jobs[job_id] = Job(job_id, state, rows, _store_deadline(state, now))
+        state.cascading_rows += len(rows)
+        self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, shared, False, ctx, now, is_fill))
+
+    def _rows_of(self, keys: Sequence[OffloadKey]) -> Rows:
+        """Return the rows of readable blocks."""
+        return np.fromiter(self._readable.rows(keys), np.int64, len(keys))
+
+    @property
+    def queued_in_time(self) -> bool:
+        """True if blocks are queued for a tier that has taken some lately, or still may."""
+        now = self._clock()
+        return any(
+            state.queue and state.in_service and now < _store_deadline(state, state.queued_since)
+            for state in self._states
+        )
+
+    def drain(self, state: TierState, deadline: float) -> None:
+        """Let a tier end its jobs and take its queued blocks, until ``deadline`` or until it takes no more."""
+        waited = False
+        while True:
+            before = len(state.queue)
+            if before and state.in_service:
+                self._pull(state, self._clock())
+            self._tiers.call(state, state.tier.on_schedule_end)
+            self._tiers.call(state, state.tier.drain, deadline)
+            if not state.queue or not state.in_service or (waited and len(state.queue) == before):
+                return
+            if self._clock() >= deadline:
+                return
+            self.collect()
+            waited = True
+
+    def drop_all(self) -> int:
+        """Empty the queues of all tiers, and return the number of blocks that were in them."""
+        dropped = 0
+        for state in self._states:
+            if state.queue:
+                dropped += self._broker.empty(state)
+                self._tiers.end_requests(state)
+        return dropped
 
     def cascade_held(self, states: Iterable[TierState], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Offer those of ``keys`` that are readable to tiers, as :meth:`cascade` does."""
         held = [key for key in dict.fromkeys(keys) if key in self._readable]
         if held:
-            rows = np.fromiter(self._readable.rows(held), np.int64, len(held))
-            self.cascade(states, held, rows, ctx)
+            self.cascade(states, held, self._rows_of(held), ctx)
 
     def submit_promotions(self) -> None:
         """Submit each queued promotion as one load job; a long one as several jobs with the same deadline."""
@@ -250,37 +285,6 @@ class TierJobs:
             raise
         except BaseException as error:
             self._tiers.retire_raising(state, submit, error)
-
-    def give_up(self, state: TierState, given: Sequence[tuple[Job, Sequence[int]]]) -> None:
-        """Release rows of a tier's cascades that have not begun.
-
-        The tier is told of the next use of their blocks.
-
-        Args:
-            state: the tier.
-            given: the cascades, each with the rows to release; some of its own.
-        """
-        released: list[int] = []
-        for job, rows in given:
-            left: Rows = _NO_ROWS
-            if len(rows) < len(job.rows):
-                # Most of these jobs have a few rows, for which sets are much cheaper than numpy's functions of sets.
-                lost = frozenset(rows)
-                left = as_rows([row for row in job.rows.tolist() if row not in lost])
-            self.weak.shrink(job, left)
-            job.gave_up = True
-            released += rows
-        # A block may wait in two cascades of the tier, and each of them has pinned the row.
-        rounds = [released] if len(set(released)) == len(released) else [rows for _, rows in given]
-        for rows in rounds:
-            self._primary.unpin(as_rows(rows))
-        state.cascading_rows -= len(released)
-        state.settled_until[released] = 0.0
-        self._stats.cascades_withdrawn += len(released)
-
-    def count_misreport(self) -> None:
-        """Count an answer of a tier about jobs or rows that are not its own."""
-        self._stats.misreported_jobs += 1
 
     # ---------------------------------------------------------------------------------------------------------- collect
 
@@ -314,23 +318,21 @@ class TierJobs:
             raise
         except BaseException as error:
             # Nothing is released: perhaps the tier still uses the rows of this job.
-            self.count_misreport()
+            self._stats.misreported_jobs += 1
             breach = str(error) if type(error) is BreachError else ""
             self._tiers.retire(
                 state, breach or f"its get_finished returned {text_of(result)} instead of the result of a job"
             )
             return
         del self._jobs[job.job_id]
-        self.weak.remove(job)
         if job.promotion is not None:
             self._end_promotion(state, job.promotion, arrived)
             return
         if success and arrived is None:
             self._note_held(state, job.rows)
-        if len(job.rows):  # a store that was withdrawn has none
-            self._primary.unpin(job.rows)
-            state.cascading_rows -= len(job.rows)
-            state.cascade_ended = self._clock()
+        self._primary.unpin(job.rows)
+        state.cascading_rows -= len(job.rows)
+        state.cascade_ended = self._clock()
 
     def _read(self, state: TierState, result: JobResult) -> tuple[Job, bool, frozenset[OffloadKey] | None]:
         """Return the job of a result, its success, and the keys that succeeded.
@@ -347,8 +349,6 @@ class TierJobs:
         if job is None or job.state is not state:
             raise BreachError(f"it reported job {text_of(result.job_id)}, which is not one of its own in flight")
         if keys is None:
-            if success and job.gave_up:
-                raise BreachError(f"it reported job {job.job_id} as stored, of which it had given up blocks")
             return job, success, None if success else _NO_KEYS
         if job.promotion is None:
             return job, False, _NO_KEYS
@@ -373,6 +373,7 @@ class TierJobs:
     def _note_held(self, state: TierState, rows: Rows) -> None:
         state.settled_until[rows] = self._clock() + HELD_FOR
         state.has[rows] = True
+        self._broker.release(rows)
 
     def running_promotions(self) -> list[Promotion]:
         """Return the promotions whose tier has not reported the load."""

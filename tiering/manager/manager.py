@@ -8,6 +8,7 @@ The manager runs on the scheduler's thread and does no I/O.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,6 @@ from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import TRUTH
-from tiering.manager.backlog import Backlog
 from tiering.manager.jobs import TierJobs
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
@@ -32,10 +32,10 @@ from tiering.manager.report import report
 from tiering.manager.requests import Request, Requests
 from tiering.manager.reservations import Reservations
 from tiering.manager.rest import Rest
+from tiering.manager.row_broker import RowBroker
 from tiering.manager.stats import ManagerStats
 from tiering.manager.steps import TierSteps
-from tiering.manager.tiers import SecondaryTiers
-from tiering.manager.weak_rows import WeakRows
+from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.news import News
@@ -103,7 +103,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
         self._owner = OwnerThread(enabled=one_thread)
         self.primary_tier = primary_tier
-        primary_tier.before_reset = self._end_promotions
+        primary_tier.before_reset = self._before_reset
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._readable = primary_tier.readable
         self._enable_events = enable_events
@@ -113,20 +113,20 @@ class TieringOffloadingManager(OffloadingManager):
         self._stats = ManagerStats()
         rows = primary_tier.num_rows
         self._reservations = Reservations(primary_tier, self._stats, clock, reservation_deadline)
+        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._on_retired)
+        self._states = self._tiers.states
+        self._call = self._tiers.call
+        self._broker = RowBroker(primary_tier, self._tiers, self._stats, clock)
+        self._most_waiting = self._broker.most_rows
         self._promotions = Promotions(
-            primary_tier, self._reservations, self._stats, clock, max(1, int(promotion_share * rows))
+            primary_tier, self._reservations, self._broker, self._stats, clock, max(1, int(promotion_share * rows))
         )
         self._waiters = self._promotions.waiters
         self._waits = self._waiters.waits
-        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._promotions.give_up_all)
-        self._states = self._tiers.states
-        self._call = self._tiers.call
-        self._jobs = TierJobs(primary_tier, self._tiers, self._promotions, self._reservations, self._stats, clock)
+        self._jobs = TierJobs(
+            primary_tier, self._tiers, self._promotions, self._reservations, self._broker, self._stats, clock
+        )
         self._steps = TierSteps(self._tiers, self._jobs)
-        self._weak_rows = WeakRows(primary_tier, self._tiers, self._jobs, clock)
-        self._promotions.make_room = self._weak_rows.make_room
-        self._backlog = Backlog(primary_tier, clock)
-        self._most_cascading = self._backlog.most_rows
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
         self._rest = Rest(self._tiers, self.news, clock)
@@ -261,44 +261,37 @@ class TieringOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        request.put_off = (
-            not is_last
-            and any(state.cascading_rows > self._most_cascading for state in request.tiers)
-            and self._backlog.puts_off(request, keys)
-        )
-        if request.put_off:
-            self._stats.stores_put_off += 1
-            return None
-        output = self.primary_tier.prepare_store(keys, req_context)
-        if output is None:
-            self._jobs.collect()
+        waits = not is_last and any(state.waiting_rows > self._most_waiting for state in request.tiers)
+        output = None
+        if not waits or not self._broker.refuses(request, keys):
             output = self.primary_tier.prepare_store(keys, req_context)
-            if output is None and self._take_rows(keys, request):
+            if output is None:
+                self._jobs.collect()
                 output = self.primary_tier.prepare_store(keys, req_context)
+                if output is None and self._take_rows(keys, request, is_last=is_last):
+                    output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             self._stats.stores_without_room += 1
             if request.refused_since is None:
                 request.refused_since = self._clock()
             return None
-        request.refused_since = None
-        self._stats.evicted_blocks += len(output.evicted_keys)
+        if output.keys_to_store:
+            request.refused_since = None
+        if output.evicted_keys:
+            self._stats.evicted_blocks += len(output.evicted_keys)
+            self._broker.evicted(output.evicted_keys)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)
         return output
 
-    def was_put_off(self, req_context: ReqContext) -> bool:
-        if get_ident() != self._owner.ident:
-            self._owner.claim()
-        request = self._known.get(req_context.req_id)
-        return request is not None and request.put_off
-
-    def _take_rows(self, keys: Sequence[OffloadKey], request: Request) -> bool:
-        """Take rows of waiting cascades for a store of ``keys``, and return True if some were taken."""
+    def _take_rows(self, keys: Sequence[OffloadKey], request: Request, *, is_last: bool) -> bool:
+        """Take rows of queued blocks for a store of ``keys``, and return True if some were taken."""
         new = len(self.primary_tier.unknown(keys))
         # No row is taken from a block of the same store.
         missing = max(1, new - self.primary_tier.room) + len(keys) - new
-        return self._weak_rows.make_room(missing, request.refused_since, missing) > 0
+        since = -math.inf if is_last else request.refused_since
+        return self._broker.make_room(missing, since, least=missing, keep=frozenset(keys)) > 0
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if get_ident() != self._owner.ident:
@@ -402,6 +395,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade_awaited()
         if self._promotions.queued:
             self._jobs.submit_promotions()
+        self._jobs.pull()
         if self._steps.end():
             self._follow(self._clock())
         self._jobs.collected = False
@@ -434,7 +428,12 @@ class TieringOffloadingManager(OffloadingManager):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        return self._promotions.queued or self._jobs.expected()
+        return self._promotions.queued or self._jobs.expected() or self._jobs.queued_in_time
+
+    @property
+    def blocks_queued(self) -> int:
+        """Number of readable blocks that wait for the credit of a tier, per tier."""
+        return sum([len(state.queue) for state in self._states])
 
     def take_events(self) -> list[OffloadingEvent]:
         if get_ident() != self._owner.ident:
@@ -472,10 +471,16 @@ class TieringOffloadingManager(OffloadingManager):
             self._advisor.forget()
         self.primary_tier.reset_cache()
 
-    def _end_promotions(self) -> None:
-        """Let no promotion bring a block into the primary table, which is about to be emptied."""
+    def _on_retired(self, state: TierState) -> None:
+        """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
+        self._promotions.give_up_all(state)
+        self._stats.queued_retired += self._broker.empty(state)
+
+    def _before_reset(self) -> None:
+        """Drop all promotions and queued blocks, because the primary table is about to be emptied."""
         self._promotions.drop_queued()
         self._jobs.collect()
+        self._stats.queued_reset += self._jobs.drop_all()
         self._promotions.reset(self._jobs.running_promotions())
         self._requests.forget_refusals()
 
@@ -487,10 +492,13 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._shut_down = True
         self._promotions.drop_queued()
-        stopped = self._tiers.shut_down(self._shutdown_deadline)
+        stopped = self._tiers.shut_down(self._shutdown_deadline, self._jobs.drain)
         self._jobs.collect()
         if len(self._jobs):
             _log.warning("%d jobs of secondary tiers were not finished at shutdown", len(self._jobs))
+        if dropped := self._jobs.drop_all():
+            self._stats.queued_retired += dropped
+            _log.warning("%d blocks waited for secondary tiers at shutdown and were not stored", dropped)
         self._tiers.leave()
         if stopped:
             self.primary_tier.shutdown()

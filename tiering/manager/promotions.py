@@ -28,6 +28,7 @@ from tiering.api.transfer import Rows, as_rows
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.room import RoomWaiters
+from tiering.manager.row_broker import RowBroker
 from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -72,6 +73,7 @@ class Promotions:
         self,
         primary: CPUPrimaryTierOffloadingManager,
         reservations: Reservations,
+        broker: RowBroker,
         stats: ManagerStats,
         clock: Callable[[], float],
         max_rows: int,
@@ -81,6 +83,7 @@ class Promotions:
         Args:
             primary: the primary tier that the blocks are promoted into.
             reservations: the reservations of promoted blocks.
+            broker: gives rows of queued blocks to promotions.
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
             max_rows: largest number of rows that promotions and reservations may hold together.
@@ -89,13 +92,12 @@ class Promotions:
         self._readable = primary.readable
         self._pending = primary.pending
         self._reservations = reservations
+        self._broker = broker
         self._stats = stats
         self._clock = clock
         self._max_rows = max_rows
         self.waiters = RoomWaiters(stats, clock)
         """Requests that wait for rows."""
-        self.make_room: Callable[[int, float | None], int] = lambda count, since: 0
-        """Function that frees rows of waiting cascades (:mod:`tiering.manager.weak_rows`)."""
         self._in_flight: dict[OffloadKey, Promotion] = {}
         self._queued: dict[tuple[int, str], Promotion] = {}
         self._running: dict[int, deque[Promotion]] = {}
@@ -135,7 +137,7 @@ class Promotions:
         tier_share = state.max_loading_rows - state.loading_rows
         count = max(0, min(len(keys), share, tier_share))
         if count > self._primary.room:
-            self.make_room(count - self._primary.room, self.waiters.since(request))
+            self._broker.make_room(count - self._primary.room, self.waiters.since(request))
             count = min(count, self._primary.room)
         waits = False
         if count < len(keys):
@@ -191,7 +193,9 @@ class Promotions:
         rows, evicted = taken
         if len(rows) < len(chosen):
             chosen = list(dict.fromkeys(chosen))
-        self._stats.evicted_blocks += len(evicted)
+        if evicted:
+            self._stats.evicted_blocks += len(evicted)
+            self._broker.evicted(evicted)
         queue_key = (state.rank, request.ctx.req_id)
         promotion = self._queued.get(queue_key)
         if promotion is None:

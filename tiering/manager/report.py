@@ -34,6 +34,7 @@ def report(
     rows = primary.count_rows()
     stats.ignored_completions = primary.ignored_completions
     stats.jobs_in_flight = len(jobs)
+    stats.blocks_queued = sum([len(state.queue) for state in tiers.states])
     stats.rows, stats.rows_free, stats.rows_evictable = rows.rows, rows.free, rows.evictable
     stats.rows_reserved, stats.rows_quarantined = reservations.rows, rows.quarantined
     of_primary, of_tiers = _primary_fields(primary, stats), tiers.stats()

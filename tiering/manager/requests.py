@@ -52,12 +52,6 @@ class Request:
 
     refused_since: float | None = None
     """Time since when the request's stores find no room; None while they find room."""
-    put_off: bool = False
-    """True if the request's last store was put off."""
-    put_off_in: int = 0
-    """Number of the busy period in which a store of the request was put off last; 0: none was."""
-    put_off_since: float = 0.0
-    """Time at which that period put off a store of the request for the first time."""
 
     def awaited_hits(self, keys: Sequence[OffloadKey], at_least: int) -> int | None:
         """Return the number of hits in ``keys`` while the request waits for promotions in flight alone.
@@ -154,6 +148,10 @@ class Requests:
             if len(tiers) < len(names):
                 self._unknown_names.tell(ctx.req_id, names)
         request = Request(ctx, policy, tiers, [])
+        for state in self._tiers.states:
+            if state.queue:
+                state.queue.disown(ctx.req_id)
+                self._tiers.end_requests(state)
         for state in tiers:
             if not state.in_service:
                 continue
@@ -183,11 +181,11 @@ class Requests:
         )
 
     def end(self, request: Request) -> None:
-        """Forget a finished request, and tell its tiers that no cascade for it follows."""
+        """Forget a finished request; so do its tiers, each once no cascade for it follows."""
         if self.known.get(request.ctx.req_id) is request:
             del self.known[request.ctx.req_id]
         for state in request.tiers:
-            if state.in_service:
+            if state.in_service and not (state.queue and state.queue.finish(request.ctx)):
                 self._tiers.call(state, state.tier.on_request_finished, request.ctx)
 
     def forget_refusals(self) -> None:

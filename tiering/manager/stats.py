@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MANAGER_GAUGES = frozenset(
-    ("jobs_in_flight", "rows", "rows_free", "rows_evictable", "rows_reserved", "rows_quarantined")
+    ("jobs_in_flight", "blocks_queued", "rows", "rows_free", "rows_evictable", "rows_reserved", "rows_quarantined")
 )
 """Fields of :class:`ManagerStats` that are gauges; all others are counters since the start."""
 
@@ -15,15 +15,17 @@ class ManagerStats:
     """Counters since the start, and gauges of the primary tier in rows."""
 
     stores_without_room: int = 0
-    """Calls of ``prepare_store`` that were refused because too few rows were free or evictable."""
-    stores_put_off: int = 0
-    """Calls of ``prepare_store`` that were put off: cascades to the fastest tier hold too many rows."""
+    """Calls of ``prepare_store`` that were refused: rows were in use, or too many waited for a tier."""
     promotions_without_room: int = 0
     """Promotions that were cut short or refused for lack of rows."""
     promotions_waited: int = 0
     """Times that a request waited for rows for its promotion."""
-    cascades_withdrawn: int = 0
-    """Cascades of blocks that were given up before they began because their rows were needed, per tier."""
+    queued_evicted: int = 0
+    """Blocks that left the queue of a tier unstored because their rows were needed, per tier."""
+    queued_reset: int = 0
+    """Blocks that left the queue of a tier unstored because of a reset or a new common epoch, per tier."""
+    queued_retired: int = 0
+    """Blocks that left the queue of a tier unstored because the tier went out of service or shut down."""
     promotions_overdue: int = 0
     """Blocks whose promotion passed its tier's deadline."""
     promotions_dropped: int = 0
@@ -46,6 +48,8 @@ class ManagerStats:
     """Blocks that were evicted from the primary tier."""
     jobs_in_flight: int = 0
     """Gauge: jobs that tiers have not reported yet."""
+    blocks_queued: int = 0
+    """Gauge: readable blocks that wait for the credit of a tier, per tier."""
     rows: int = 0
     """Gauge: all rows of the primary tier."""
     rows_free: int = 0

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.manager.answers import PROCESS_ENDS, TRUTH, WANTED
-from tiering.manager.jobs import NOBODY, TierJobs
+from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.jobs import TierJobs
 from tiering.manager.tiers import SecondaryTiers
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.api.keys import PRIMARY_TIER
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.masking import shown
 from tiering.errors import ConfigError
 from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_events, text_of, truth
+from tiering.manager.cascade_queue import CascadeQueue
 from tiering.manager.stats import ManagerStats
 from tiering.secondary.contract import SecondaryTierManager
 
@@ -52,8 +53,16 @@ class TierState:
 
     The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
     """
-    holds_weakly: bool
-    """True if the tier knows which of its stores have not begun."""
+    takes_all: bool
+    """True if the tier states no credit: each block is submitted as soon as it is readable."""
+    chooses: bool
+    """True if the tier has an admission of its own."""
+    queue: CascadeQueue = field(default_factory=CascadeQueue)
+    """Readable blocks that wait for the tier's credit."""
+    credit: float = 0.0
+    """Number of blocks that may be submitted before the tier is asked again."""
+    queued_since: float = -math.inf
+    """Time of the last pull, or at which an empty queue got blocks, on the manager's clock."""
     in_service: bool = True
     """True if the manager may call the tier and submit jobs to it."""
     resetting: bool = False
@@ -61,7 +70,7 @@ class TierState:
     loading_rows: int = 0
     """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
     cascading_rows: int = 0
-    """Primary rows of the tier's cascades; a row counts once for each of them."""
+    """Primary rows of the cascades that were submitted; a row counts once for each of them."""
     cascade_ended: float = -math.inf
     """Time at which the last cascade to the tier ended, on the manager's clock."""
 
@@ -91,8 +100,14 @@ class TierState:
             max_loading_rows=max(1, int(share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            holds_weakly=type(tier).waiting_stores is not SecondaryTierManager.waiting_stores,
+            takes_all=type(tier).credit is SecondaryTierManager.credit,
+            chooses=type(tier).admit is not SecondaryTierManager.admit,
         )
+
+    @property
+    def waiting_rows(self) -> int:
+        """Number of rows whose blocks are queued for the tier, or submitted to it."""
+        return self.cascading_rows + len(self.queue)
 
     def deadline(self, now: float) -> float:
         """Return the time by which a load that is submitted at ``now`` should have ended."""
@@ -272,6 +287,19 @@ class SecondaryTiers:
             self.retire(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
             return None
 
+    def leave_queue(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
+        """Note that ``keys`` have left a tier's queue unstored, and end the requests without further blocks."""
+        if keys and state.in_service:
+            self.call(state, state.tier.not_stored, tuple(keys))
+        self.end_requests(state)
+
+    def end_requests(self, state: TierState) -> None:
+        """Let a tier forget the finished requests whose last block has left its queue."""
+        ended, state.queue.ended = state.queue.ended, []
+        for ctx in ended:
+            if state.in_service:
+                self.call(state, state.tier.on_request_finished, ctx)
+
     def retire_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""
         self.retire(state, f"its {_name(method)} raised {text_of(error)}", exc_info=True)
@@ -356,11 +384,12 @@ class SecondaryTiers:
             )
         return False
 
-    def shut_down(self, seconds: float) -> bool:
+    def shut_down(self, seconds: float, drain: Callable[[TierState, float], None]) -> bool:
         """Drain and shut down all tiers.
 
         Args:
             seconds: time that all tiers may take together.
+            drain: function that lets a tier end its jobs until a time.
 
         Returns:
             True if every tier has stopped to use the primary rows.
@@ -369,7 +398,7 @@ class SecondaryTiers:
         stopped = True
         for state in self.states:
             deadline = shares.next_deadline()
-            self.call(state, state.tier.drain, deadline)
+            drain(state, deadline)
             stopped = bool(self.ask(state, TRUTH, state.tier.shutdown, deadline)) and stopped
         return stopped
 

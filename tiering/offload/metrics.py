@@ -51,14 +51,8 @@ _MANAGER = (
     _of_manager(
         "stores_without_room",
         "stores",
-        "Stores refused because every row of the CPU tier was in use",
-        "The CPU tier is too small for what runs at the same time: raise `primary.capacity`.",
-    ),
-    _of_manager(
-        "stores_put_off",
-        "stores",
-        "Stores put off because blocks that wait for the fastest tier hold half of the CPU tier",
-        "Normal in bursts. If it goes on, stores come faster than that tier writes, and some blocks are not kept.",
+        "Stores refused because rows were in use, or half of all rows waited for the fastest tier",
+        "Normal in bursts. If it goes on, raise `primary.capacity`, or see `queued_evicted`.",
     ),
     _of_manager(
         "promotions_without_room",
@@ -73,10 +67,22 @@ _MANAGER = (
         "Hits come later than they could: raise `primary.capacity` if the time to the first token matters.",
     ),
     _of_manager(
-        "cascades_withdrawn",
+        "queued_evicted",
         "blocks",
-        "Cascades given up before they began because their rows were needed",
-        "See `stores_withdrawn` of the tiers.",
+        "Blocks that left the queue of a tier unstored because their rows were needed",
+        "Stores come faster than the tier writes, or it is in trouble: see `stores_evicted` of the tiers.",
+    ),
+    _of_manager(
+        "queued_reset",
+        "blocks",
+        "Blocks that left the queue of a tier unstored because of a reset or a new common epoch",
+        "Normal after resets.",
+    ),
+    _of_manager(
+        "queued_retired",
+        "blocks",
+        "Blocks that left the queue of a tier unstored because the tier went out of service",
+        "See `tiers_out_of_service`, and the log.",
     ),
     _of_manager(
         "promotions_overdue",
@@ -136,6 +142,12 @@ _MANAGER = (
         "Jobs that tiers have not reported yet",
         "If it grows without end, a medium hangs.",
     ),
+    _manager_gauge(
+        "blocks_queued",
+        "blocks",
+        "Readable blocks that wait until a tier takes them",
+        "If it stays high, stores come faster than a tier writes: see `queued_evicted` for the losses.",
+    ),
     _manager_gauge("rows", "rows", "Rows of the CPU tier", "Changes with `primary.capacity` only."),
     _manager_gauge("rows_free", "rows", "Rows that hold nothing", "0 is normal once the CPU tier is full."),
     _manager_gauge(
@@ -190,7 +202,7 @@ _CONNECTOR = (
         "stores_refused",
         "offers",
         "Offers of a request's blocks that the CPU tier did not take",
-        "Either no row was free (`stores_without_room`), or the store was put off (`stores_put_off`).",
+        "See `stores_without_room`; the blocks are offered again at later steps.",
     ),
     _of_connector(
         "hits_shrunk",

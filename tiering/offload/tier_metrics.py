@@ -115,8 +115,8 @@ _NOT_STORED = (
     _counter(
         "stores_dropped",
         "blocks",
-        "Blocks dropped because the tier could not keep up or was out of service",
-        "While `writable` is 1, the tier is too slow: use `admission: second_touch`, or a faster medium.",
+        "Blocks dropped because the tier took no stores",
+        "`writable` is 0: look at `breaker_state`, and at the log.",
     ),
     _counter(
         "stores_left",
@@ -125,9 +125,9 @@ _NOT_STORED = (
         "Uploads that `coordination` has saved.",
     ),
     _counter(
-        "stores_withdrawn",
+        "stores_evicted",
         "blocks",
-        "Blocks whose waiting store was given up because their row was needed",
+        "Blocks that waited for the tier and were not stored because their rows were needed",
         "The tier is slower than the engine stores, or in trouble; the blocks are offered again at their next use.",
     ),
     _counter(

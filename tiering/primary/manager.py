@@ -342,6 +342,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             self._events.add(_event(taken[1], removed=True))
         return taken
 
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Evict readable blocks, whatever the policy would choose; the rows of those without readers are free."""
+        dropped = self._table.drop(keys)
+        if dropped and self._enable_events:
+            self._events.add(_event(dropped, removed=True))
+
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make pending ``keys`` readable, because their rows are written."""
         self._table.commit(keys, rows)

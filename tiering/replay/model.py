@@ -6,7 +6,7 @@ Simple on purpose, so that each number can be checked by hand:
 - A load from the primary tier takes ``bytes / device_bytes_per_second``.
 - A job of n blocks between the primary tier and another tier begins when the previous job in its direction has ended.
   The job takes the longer of ``latency + bytes / bandwidth`` and ``ceil(n / max_inflight) * latency``.
-- Stores that wait can be withdrawn, block by block, as in an engine: other stores and promotions may take their rows.
+- Blocks wait for a tier's credit in the manager, as in an engine: other stores and promotions may take their rows.
 - A store that finds no room is offered once more a moment later, and then the half of it that has room.
 - A probe of a shared medium takes one ``latency``.
 """

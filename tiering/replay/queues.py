@@ -6,7 +6,6 @@ Each direction moves one job after the other. :mod:`tiering.replay.model` descri
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tiering.block_store import Done, Outcome
@@ -68,33 +67,17 @@ class _Store:
 
     job: IoJob
     blocks: int
-    """Number of blocks that were not withdrawn."""
+    """Number of blocks."""
     raw_bytes: int
     """Raw bytes of these blocks."""
-    left: list[int] | None = None
-    """Positions of the blocks that were not withdrawn; None: all of them."""
     begun: float = 0.0
     """Time at which its first block began."""
     end: float = math.inf
     """Time at which its last block will have been written; infinity before its first block begins."""
 
-    def rows(self, begun: int) -> list[int]:
-        """Return the rows of its blocks behind the ``begun`` first ones, the tail first."""
-        rows, left = self.job.rows, self.left
-        if left is None:
-            return list(reversed(rows[begun:] if begun else rows))
-        return [rows[at] for at in reversed(left[begun:] if begun else left)]
-
-    def keep(self, left: list[int]) -> None:
-        """Keep the blocks at the positions ``left`` only."""
-        sizes = self.job.sizes
-        self.left, self.blocks, self.raw_bytes = left, len(left), sum([sizes[at] for at in left])
-
 
 class StoreQueue:
-    """The stores of one medium; blocks that have not begun can be withdrawn.
-
-    A store's blocks begin evenly over its duration, as many of them at once as the medium moves at the same time.
+    """The stores of one medium.
 
     Args:
         speed: speed of the medium.
@@ -168,63 +151,6 @@ class StoreQueue:
                 self.next_end = min(running.end, store.job.deadline)
                 break
 
-    def waiting_rows(self, job_id: int, now: float) -> list[int]:
-        """Return the rows of a store's blocks that have not begun, the tail first; none for other jobs."""
-        store = self._waiting.get(job_id)
-        if store is not None:
-            return store.rows(0)
-        running = self._running
-        if running is None or running.job.job_id != job_id:
-            return []
-        return running.rows(self._begun(running, now))
-
-    def withdraw(self, rows: Mapping[int, Collection[int]], now: float) -> list[tuple[int, list[int]]]:
-        """Take back blocks of stores that have not begun.
-
-        Args:
-            rows: rows of the blocks, by the number of their job.
-            now: current time, in seconds.
-
-        Returns:
-            The number of each job that lost blocks, and their rows.
-        """
-        withdrawn: list[tuple[int, list[int]]] = []
-        running = self._running
-        for job_id, wanted in rows.items():
-            if (store := self._waiting.get(job_id)) is not None:
-                begun = 0
-            elif running is not None and running.job.job_id == job_id:
-                store, begun = running, self._begun(running, now)
-            else:
-                continue
-            lost = self._shorten(store, begun, wanted)
-            if not lost:
-                continue
-            withdrawn.append((job_id, lost))
-            if store is running:
-                store.end = max(now, store.begun + self._seconds(store))
-            elif not store.left:
-                del self._waiting[job_id]
-                self._ended.append(_result(store, Done.DONE))
-        self._find_next_end()
-        return withdrawn
-
-    @staticmethod
-    def _shorten(store: _Store, begun: int, rows: Collection[int]) -> list[int]:
-        """Remove those of ``rows`` from a store whose blocks have not begun, and return them."""
-        held, wanted = store.job.rows, frozenset(rows)
-        left = list(range(len(held))) if store.left is None else store.left
-        waiting = left[begun:]
-        lost = [held[at] for at in waiting if held[at] in wanted]
-        if lost:
-            store.keep(left[:begun] + [at for at in waiting if held[at] not in wanted])
-        return lost
-
-    def _begun(self, running: _Store, now: float) -> int:
-        """Return the number of blocks of the running store that have begun."""
-        share = (now - running.begun) / (running.end - running.begun) if running.end > running.begun else 1.0
-        return min(running.blocks, self._speed.at_once + int(share * running.blocks))
-
     def _seconds(self, store: _Store) -> float:
         return self._speed.seconds(store.blocks, int(store.raw_bytes * self._ratio))
 
@@ -242,12 +168,7 @@ class StoreQueue:
 
 
 def _result(store: _Store, outcome: Outcome) -> IoResult:
-    """Return the result of a store whose remaining blocks have ended with ``outcome``."""
+    """Return the result of a store whose blocks have ended with ``outcome``."""
     job = store.job
     moved = store.raw_bytes if outcome is Done.DONE else 0
-    if store.left is None:
-        return IoResult(job, [outcome] * len(job.keys), moved, 0.0)
-    outcomes: list[Outcome] = [Done.ABSENT] * len(job.keys)
-    for at in store.left:
-        outcomes[at] = outcome
-    return IoResult(job, outcomes, moved, 0.0)
+    return IoResult(job, [outcome] * len(job.keys), moved, 0.0)

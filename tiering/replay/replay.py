@@ -16,7 +16,7 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
-from tiering.manager.weak_rows import TAKE_AFTER
+from tiering.manager.row_broker import TAKE_AFTER
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.quiet import quiet_log
 from tiering.replay.result import ReplayResult, TierResult, Times
@@ -38,7 +38,7 @@ SHORTEST_WAIT = 1e-6
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
 """Seconds after which a store that found no room is offered again.
 
-It may take rows of waiting stores then.
+It may take rows of queued blocks then.
 """
 
 
@@ -156,6 +156,12 @@ class Replay:
                 reported = self._blocks
                 progress(self._blocks)
         self._run_until(math.inf)
+        while True:
+            for tier in self.stack.tiers:
+                tier.tier.drain(math.inf)
+            self._manager.on_schedule_end()
+            if not self._manager.blocks_queued:
+                break
         for tier in self.stack.tiers:
             tier.tier.drain(math.inf)
         self._manager.on_schedule_end()
@@ -190,6 +196,9 @@ class Replay:
             self._wait(asking, now)
         else:
             self._look_at = math.inf
+        if self._manager.blocks_queued:
+            # The engine takes further steps for them.
+            self._look_at = min(self._look_at, max(self.stack.next_end(), now + SHORTEST_WAIT))
 
     def _wait(self, asking: list[_Running], now: float) -> None:
         """Choose the time at which each of the requests that wait asks again.
@@ -399,7 +408,7 @@ class Replay:
             bytes_written=io.stats.written_bytes,
             requests=io.loads.blocks + io.stores.blocks + io.probes,
             blocks_declined=stats["stores_declined"],
-            blocks_dropped=stats["stores_dropped"] + stats["stores_withdrawn"] + stats["cascades_failed"],
+            blocks_dropped=stats["stores_dropped"] + stats["stores_evicted"] + stats["cascades_failed"],
             loads_overdue=stats["loads_overdue"],
             seconds_out_of_service=tier.tier.out_of_service,
             blocks_at_end=blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, repeat
 from typing import Any
@@ -14,6 +14,7 @@ from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, Store
 from tiering.errors import OverdueError, StoreError
 from tiering.replay.model import MediumModel
 from tiering.replay.queues import LoadQueue, Speed, StoreQueue
+from tiering.secondary.io.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
 from tiering.secondary.io.layers.breaker import Breakers
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.stats import IoStats
@@ -49,7 +50,8 @@ class SimulatedStore(BlockStore):
 
     def __init__(self, medium: str, *, named: bool, ttl: float | None, clock: Clock) -> None:
         self._traits = StoreTraits(medium, header_bytes=SLOT_HEADER_BYTES)
-        self._named = named
+        self.named = named
+        """True if places are names (a shared medium)."""
         self._ttl = math.inf if ttl is None else ttl
         self._clock = clock
         self._stored: dict[Place, float] = {}
@@ -61,7 +63,7 @@ class SimulatedStore(BlockStore):
 
     def hold(self, places: Sequence[Place]) -> None:
         """Record that blocks were written."""
-        if not self._named:
+        if not self.named:
             return
         if self._ttl == math.inf:
             self._stored.update(dict.fromkeys(places, self._clock.now))
@@ -76,7 +78,7 @@ class SimulatedStore(BlockStore):
 
         A medium with slots is asked for blocks that it holds only.
         """
-        if not self._named:
+        if not self.named:
             return [True] * len(places)
         now, ttl = self._clock.now, self._ttl
         if ttl == math.inf:
@@ -170,6 +172,11 @@ class SimulatedIo:
         if loads and loads[0][0] < end:
             end = loads[0][0]
         return tasks[0][0] if tasks and tasks[0][0] < end else end
+
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of stores that keep the medium busy."""
+        return 2 * self.store_depth * (SINGLE_UNIT_BYTES if self.store.named else BATCH_UNIT_BYTES)
 
     def submit(self, job: IoJob) -> None:
         now = self._clock.now
@@ -268,19 +275,6 @@ class SimulatedIo:
 
     def start(self, deadline: float, *, lookups: bool) -> None:
         """Do nothing: there are no threads."""
-
-    def waiting_rows(self, job_id: int) -> list[int]:
-        return self.stores.waiting_rows(job_id, self._clock.now)
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        withdrawn = self.stores.withdraw(rows, self._clock.now)
-        self.due = min(self.due, self.stores.next_end)
-        return withdrawn
-
-    @property
-    def store_begun(self) -> float:
-        """The present time: stores never stall."""
-        return self._clock.now
 
     @property
     def hanging_stores(self) -> int:

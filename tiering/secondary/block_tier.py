@@ -8,7 +8,7 @@ closes, and :class:`~tiering.secondary.intake.Intake` chooses the blocks to stor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,6 @@ from tiering.secondary.contract import (
     SecondaryTierManager,
     TierContext,
     TransferJob,
-    WaitingStores,
 )
 from tiering.secondary.coordination import Coordination
 from tiering.secondary.event_log import EventLog
@@ -129,10 +128,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self._lookup_index = index.lookup_prefix
         self._coordination = coordination
         self._ask = self.io.store.probe if coordination is None else partial(coordination.ask, self.io.store.probe)
-        limit = options.max_queued
-        if limit is None:
-            limit = len(context.primary_view) * max(context.group_bytes)
-        self._intake = Intake.build(options.admission, context.group_bytes, limit, options.fill_policy)
+        self._intake = Intake.build(options.admission, context.group_bytes, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
         self._jobs = TierJobs(parts, self)
@@ -162,11 +158,6 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def failed_attempts(self) -> int:
         """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
         return self._life.failed_attempts
-
-    @property
-    def waiting_blocks(self) -> int:
-        """Number of blocks of stores that wait for places that the medium prepares."""
-        return self._jobs.waiting_blocks
 
     def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
@@ -247,6 +238,19 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        if self._life.storing:
+            return self._jobs.admit(keys, req_context.req_id, fill=is_fill)
+        self.stats.stores_dropped += len(keys)
+        return ()
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        return self._jobs.credit(wanted, seconds) if self._life.storing else None
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        self.stats.stores_evicted += len(keys)
+        self._intake.admission.remember(keys)
+
     def submit_store(self, job: TransferJob) -> None:
         if self._life.storing:
             self._jobs.store(job)
@@ -268,12 +272,6 @@ class BlockTier(TierHooks, SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         return self._jobs.unreported
-
-    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        return self._jobs.withdrawal.waiting(job_ids)
-
-    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        return self._jobs.withdrawal.withdraw(rows)
 
     # ---------------------------------------------------------------------------------------------------------- notices
 

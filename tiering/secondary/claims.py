@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -52,22 +52,6 @@ class StoreClaims:
         self._waiting[store.job.job_id] = _Waiting(store, claim, self._clock() + CLAIM_SECONDS)
         return True
 
-    def get(self, job_id: int) -> PlannedStore | None:
-        """Return the store of a job that waits; None if there is none."""
-        waiting = self._waiting.get(job_id)
-        return None if waiting is None else waiting.store
-
-    def withdraw(self, job_id: int, rows: Collection[int]) -> PlannedStore:
-        """Take the blocks in ``rows`` from a store that waits, and return this part; its claims are given up."""
-        waiting = self._waiting[job_id]
-        lost, kept = waiting.store.split([row in rows for row in waiting.store.rows])
-        self._give_up(waiting.claim, lost.places)
-        if kept.keys:
-            waiting.store = kept
-        else:
-            del self._waiting[job_id]
-        return lost
-
     def take_decided(self) -> list[tuple[PlannedStore, Sequence[bool] | None]]:
         """Return the stores that need not wait any longer, each with the answer to its claim.
 
@@ -81,9 +65,6 @@ class StoreClaims:
                 break
             store = first.store
             del self._waiting[store.job.job_id]
-            if granted is not None and len(store.places) < len(first.claim.places):
-                answers = dict(zip(first.claim.places, granted, strict=True))
-                granted = [answers[place] for place in store.places]
             decided.append((store, granted))
         return decided
 

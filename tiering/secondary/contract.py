@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -75,15 +75,6 @@ class JobResult(NamedTuple):
 
 MAX_EVENTS = 100_000
 """Largest number of events that :meth:`SecondaryTierManager.take_events` may return at once."""
-
-
-class WaitingStores(NamedTuple):
-    """Blocks of some stores that a tier has not begun."""
-
-    rows: Sequence[Sequence[int]]
-    """Primary rows of these blocks, for each store asked about; those to give up first come first."""
-    since: float
-    """Time since when the tier has begun no store, on the tier's clock."""
 
 
 _BLOCK_LEVEL = RequestOffloadingContext()
@@ -212,11 +203,37 @@ class SecondaryTierManager(ABC):
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        """Return the positions of the keys that the tier wants to store, in order; None (default): all.
+
+        The manager calls this method once, when the blocks become readable. A tier with a limited :meth:`credit` gets
+        admitted blocks later, or never if their rows are needed before (:meth:`not_stored`).
+
+        Args:
+            keys: the blocks, in the order of the prefix.
+            req_context: the request that the blocks are stored for.
+            is_fill: True if the blocks were just promoted from a slower tier.
+        """
+        return None
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        """Return the number of further blocks that may be submitted now; None (default): any number.
+
+        Blocks beyond the credit wait in a queue of the manager, without a row that could not be taken from them. The
+        credit should keep the medium busy for ``seconds``, until the manager asks again. A tier that does not override
+        this method gets each block as soon as it is readable.
+
+        Args:
+            wanted: number of blocks that wait; a larger credit is of no use now.
+            seconds: duration of two steps of the engine.
+        """
+        return None
+
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
         """Write ``job``'s rows to the medium.
 
-        The tier may decline keys (admission, no room); the result reports them as not successful.
+        The tier may decline keys (no room); the result reports them as not successful.
         """
 
     @abstractmethod
@@ -226,33 +243,6 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
-
-    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        """Return which blocks of some stores have not begun; None (default): none, or the tier does not know.
-
-        These blocks hold their rows weakly: the manager may withdraw them when their rows are needed. Until then, the
-        tier may begin each of them at any time. The manager asks about a bounded number of stores at once. A tier that
-        does not override this method is never asked.
-
-        Args:
-            job_ids: numbers of stores that the tier has not reported, the oldest first.
-        """
-        return None
-
-    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        """Give up blocks of stores that have not begun, and return what was given up.
-
-        The tier does not touch a row any more that it returns. The result of the job reports the block as not
-        successful. Blocks whose store has begun meanwhile are left out.
-
-        Args:
-            rows: rows that :meth:`waiting_stores` returned, by the number of their job.
-
-        Returns:
-            The number of each job that lost blocks, and their rows. Any row that was not asked for is a breach of
-            contract. The default gives up nothing.
-        """
-        return ()
 
     # -------------------------------------------------------------------------------------- notices (harmless defaults)
 
@@ -276,6 +266,9 @@ class SecondaryTierManager(ABC):
             Seconds during which this method need not be called for these keys; 0 to be called at their next use.
         """
         return math.inf
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys``, which :meth:`admit` has admitted, lost their rows in the manager's queue."""
 
     def take_wanted_keys(self) -> Sequence[OffloadKey]:
         """Return keys, each once, that the tier lacks and would store now.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob, WaitingStores
+from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
 from tiering.secondary.stats import TierStats
 
 
@@ -32,13 +32,16 @@ class InertTier:
     def submit_load(self, job: TransferJob) -> None:
         """Do nothing, and report nothing."""
 
-    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        """Return None: no store waits."""
-        return None
-
-    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        """Give up nothing."""
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        """Return no positions: no block is stored."""
         return ()
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        """Return 0: no block is stored."""
+        return 0
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing."""
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return no results."""

@@ -1,23 +1,21 @@
-"""Intake of a tier: which blocks it stores, which of them fit, and which it asks for again.
+"""Intake of a tier: which blocks it stores, and which it asks for again.
 
 - Admission policies decide if a tier stores a block that is offered to it. ``all`` admits every block, and ``none`` no
   block (a tier that is only read). ``second_touch`` admits blocks that were seen before, because a block that is used
   once is not worth a write. A fixed table of hashes remembers declined blocks, so it never grows and never stalls.
   Blocks that come from a slower tier (*fills*) may have a stricter policy than other stores.
-- The store budget bounds the bytes of stores that may wait or run. A tier that cannot keep up drops stores instead of
-  pinning rows of the primary tier.
 - Offers bring back blocks that are in use in the primary tier and that the tier lacks. A tier misses blocks that were
-  stored while it was out of service, before it existed, or beyond its budget. The blocks among these that matter are
-  used again, and then the tier asks for them. The tier asks at a bounded rate, and rarely for the same block. A block
-  that was declined, or failed to be stored, would most likely be declined again.
+  stored while it was out of service, before it existed, or that lost their rows in its queue. The blocks among these
+  that matter are used again, and then the tier asks for them. The tier asks at a bounded rate, and rarely for the same
+  block. A block that was declined, or failed to be stored, would most likely be declined again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, islice, takewhile
+from itertools import compress, islice
 from operator import itemgetter
 from typing import Literal, Self
 
@@ -69,6 +67,9 @@ class Admission(ABC):
             req_id: request that the blocks are stored for; empty: no request.
             fill: True if the blocks come from a slower tier; default False.
         """
+
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
         """Record that request ``req_id`` used ``keys``."""
@@ -183,6 +184,11 @@ class AdmitSecondTouch(Admission):
         admitted: list[int] = np.flatnonzero(known).tolist()
         return admitted
 
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self._declined = True
+            self._ghost.add(self._ghost.hashes(keys))
+
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Forget that ``keys`` were declined, because they are stored for another reason."""
         if self._declined:
@@ -255,6 +261,9 @@ class AdmitFillsApart(Admission):
             return []
         return self._fills.admit(keys, req_id)
 
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        self._stores.remember(keys)
+
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
         if self._never:
             # A touch must not make a block wanted that came from a slower tier, although its own store was declined.
@@ -298,56 +307,22 @@ def make_admission(
     return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
-class StoreBudget:
-    """Counts the raw bytes of stores in flight.
+class BlockSizes:
+    """Raw bytes of the blocks of each KV-cache group.
 
     Args:
         group_bytes: bytes of one block of each KV-cache group.
-        limit: maximum bytes of stores in flight.
     """
 
-    def __init__(self, group_bytes: tuple[int, ...], limit: int) -> None:
+    def __init__(self, group_bytes: tuple[int, ...]) -> None:
         self._group_bytes = group_bytes
-        self._largest = max(group_bytes)
-        self._limit = limit
-        self.used = 0
-        """Raw bytes of the stores in flight."""
 
-    def sizes(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the raw bytes of each block."""
         if len(self._group_bytes) == 1:
             return list(self._group_bytes) * len(keys)
         # The last byte of a key is its group: an engine has a few, never more than 256.
         return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
-
-    def spare(self, keys: Collection[OffloadKey]) -> int:
-        """Return how many leading ``keys`` fit into the first half of the budget.
-
-        The other half is for newly stored blocks. With nothing in flight, one block always fits. Keys beyond the first
-        one that does not fit are not looked at: every step asks, and many keys may wait for a slow medium.
-        """
-        room = self._limit // 2 - self.used
-        if len(self._group_bytes) == 1:
-            fitting = min(len(keys), max(0, room) // self._group_bytes[0])
-        else:
-            sizes = map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys))
-            fitting = len(list(takewhile(room.__ge__, accumulate(sizes))))
-        return fitting or int(bool(keys) and not self.used)
-
-    def fitting(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many leading ``keys`` fit into the budget.
-
-        A prefix without its tail is of use, a tail without its head is not. With nothing in flight one block always
-        fits, however small the limit is.
-        """
-        room = self._limit - self.used
-        if len(keys) * self._largest <= room:
-            return len(keys)
-        sizes = self.sizes(keys)
-        if sum(sizes) <= room:
-            return len(keys)
-        fitting = len(list(takewhile(room.__ge__, accumulate(sizes))))
-        return fitting or int(not self.used)
 
 
 class Offers:
@@ -355,12 +330,10 @@ class Offers:
 
     Args:
         admission: admission policy of the tier.
-        budget: store budget of the tier.
     """
 
-    def __init__(self, admission: Admission, budget: StoreBudget) -> None:
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._budget = budget
         self._allowance = float(OFFERS_AT_ONCE)
         self._allowance_at = 0.0
         self._offered: dict[OffloadKey, float] = {}
@@ -392,15 +365,9 @@ class Offers:
         return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
 
     def take(self) -> list[OffloadKey]:
-        """Return the blocks to offer now, the oldest first.
-
-        Offers leave half of the tier's budget to newly stored blocks.
-        """
-        if not self.waiting:
-            return []
-        taken = list(islice(self.waiting, self._budget.spare(self.waiting)))
-        for key in taken:
-            del self.waiting[key]
+        """Return the blocks to offer now, the oldest first."""
+        taken = list(self.waiting)
+        self.waiting.clear()
         return taken
 
     def clear(self) -> None:
@@ -415,8 +382,8 @@ class Intake:
 
     admission: Admission
     """Admission policy."""
-    budget: StoreBudget
-    """Bytes of stores in flight, and their bound."""
+    sizes: BlockSizes
+    """Raw bytes of blocks."""
     offers: Offers
     """Blocks to offer again."""
 
@@ -425,7 +392,6 @@ class Intake:
         cls,
         admission: Literal["all", "second_touch", "none"],
         group_bytes: tuple[int, ...],
-        max_queued: int,
         fill: Literal["all", "second_touch", "none"] = "all",
     ) -> Self:
         """Return the intake of a tier.
@@ -433,13 +399,12 @@ class Intake:
         Args:
             admission: name of the admission policy.
             group_bytes: bytes of one block of each KV-cache group.
-            max_queued: maximum bytes of stores in flight.
             fill: name of the admission policy for blocks from slower tiers; default "all".
         """
-        policy, budget = make_admission(admission, fill), StoreBudget(group_bytes, max_queued)
-        return cls(policy, budget, Offers(policy, budget))
+        policy = make_admission(admission, fill)
+        return cls(policy, BlockSizes(group_bytes), Offers(policy))
 
     def clear(self) -> None:
-        """Forget all blocks (a reset); the stores in flight still count."""
+        """Forget all blocks, for a reset."""
         self.admission.clear()
         self.offers.clear()

@@ -3,7 +3,7 @@
 The manager submits a :class:`TransferJob`. An :class:`IoJob` moves its blocks on the I/O side, an :class:`IoResult`
 reports them, and a :class:`JobResult` ends the job. All four, and all log lines, name the job by the manager's number.
 
-- Store: admission and budget choose keys → the index chooses places → an I/O job → its result → the index has the keys.
+- Store: the index chooses places → an I/O job → its result → the index has the keys.
 - Load: the index returns the places → an I/O job → verified bytes are in the rows → its result.
 """
 
@@ -20,22 +20,16 @@ from tiering.block_store import Done, Place
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.secondary.claims import LeftBlocks, StoreClaims
 from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.credit import StoreCredit
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.parts import TierHooks, TierParts
 from tiering.secondary.service.corrupt import CorruptBlocks
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.overdue import OverdueLoads
 from tiering.secondary.service.pace import LoadPace
-from tiering.secondary.stages import PlannedStore, RunningJob, WaitingStore
-from tiering.secondary.withdrawal import StoreWithdrawal
+from tiering.secondary.stages import PlannedStore, RunningJob
 
 logger = logging.getLogger("kv_tiering.tier")
-
-ROOM_WAIT_SECONDS = 1.0
-"""Seconds that a store waits for places that the medium prepares, at most.
-
-Its primary rows are pinned so long. Then its head takes the places that are free, and its tail is dropped.
-"""
 
 
 class TierJobs:
@@ -60,7 +54,9 @@ class TierJobs:
             LoadPace(parts.options.longest_load, lambda: parts.io.load_depth, context.clock) if index.shared else None
         )
         self._admission = parts.intake.admission
-        self._budget = parts.intake.budget
+        self._sizes = parts.intake.sizes.of
+        largest = max(context.group_bytes)
+        self._credit = StoreCredit(lambda: parts.io.busy_bytes // largest, num_rows, context.clock)
         self._index = index
         self._io = parts.io
         self._events = parts.events
@@ -83,47 +79,41 @@ class TierJobs:
         self._fingerprint = b""
         self._epochs = 0
         self._running: dict[int, RunningJob] = {}
-        self._waiting: dict[int, WaitingStore] = {}
         self._finished: list[JobResult] = []
-        self.withdrawal = StoreWithdrawal(
-            parts, self._running, self._waiting, self._claims, give_back=self._give_back, finish=self._finish
-        )
-        """Withdrawal of stores that have not begun."""
+        self.places_wanted = 0
+        """Number of places that the last credit would have used, if fewer were ready; else 0."""
         self.stored = False
         """True if a store has begun since the present epoch was entered."""
 
     # ------------------------------------------------------------------------------------------------------- submission
 
-    def store(self, job: TransferJob) -> None:
-        """Submit a store of the keys that are admitted, fit into the budget, and get a place."""
-        keys = job.keys
-        positions = self._admission.admit(keys, job.req_context.req_id, fill=job.is_fill)
-        if len(positions) < len(keys):
-            self._stats.stores_declined += len(keys) - len(positions)
-            if self._tells_touches:
-                self._tell_touches(job, positions)
-            keys = [keys[position] for position in positions]
-        fitting = self._budget.fitting(keys)
-        if fitting < len(keys):
-            self._stats.stores_dropped += len(keys) - fitting
-            keys, positions = keys[:fitting], positions[:fitting]
-        if self._waiting or self._index.missing_places(keys):
-            waiting_bytes = sum(self._budget.sizes(keys))
-            self._budget.used += waiting_bytes
-            until = self._clock() + ROOM_WAIT_SECONDS
-            self._waiting[job.job_id] = WaitingStore(job, positions, keys, waiting_bytes, until)
-        else:
-            self._begin_store(job, positions, keys)
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool) -> list[int] | None:
+        """Return the positions of the keys to store; None: all."""
+        positions = self._admission.admit(keys, req_id, fill=fill)
+        if len(positions) == len(keys):
+            return None
+        self._stats.stores_declined += len(keys) - len(positions)
+        if self._tells_touches:
+            self._tell_touches(keys, positions)
+        return positions
 
-    def _tell_touches(self, job: TransferJob, admitted: list[int]) -> None:
-        """Let the fleet count a touch of the keys of ``job`` that were not admitted."""
+    def credit(self, wanted: int, seconds: float) -> int:
+        """Return how many of the ``wanted`` blocks keep the medium busy for ``seconds`` and get places."""
+        limit = max(0, min(wanted, self._credit.limit(seconds) - self._stats.cascades_active))
+        ready = self._index.places_ready
+        self.places_wanted = limit if limit > ready else 0
+        return int(min(limit, ready))
+
+    def _tell_touches(self, keys: Sequence[OffloadKey], admitted: list[int]) -> None:
+        """Let the fleet count a touch of those of ``keys`` that were not admitted."""
         taken = set(admitted)
-        keys = [key for position, key in enumerate(job.keys) if position not in taken]
+        keys = [key for position, key in enumerate(keys) if position not in taken]
         if self._coordination is not None:
             self._coordination.declined(keys, [place for place in self._index.begin_load(keys) if place is not None])
 
-    def _begin_store(self, job: TransferJob, positions: list[int], keys: Sequence[OffloadKey]) -> None:
-        """Submit a store of ``keys``, at ``positions`` of the job, as far as the index has places."""
+    def store(self, job: TransferJob) -> None:
+        """Submit a store, as far as the index has places."""
+        keys = job.keys
         stats = self._stats
         planned, places, already_held, evicted = self._index.plan_store(keys, self._clock())
         if evicted:
@@ -140,31 +130,30 @@ class TierJobs:
             return
         rows: list[int] = job.block_ids.tolist()
         if len(planned) < len(rows):
-            chosen = [positions[position] for position in planned]
-            keys = [job.keys[position] for position in chosen]
-            rows = [rows[position] for position in chosen]
-        sizes = self._budget.sizes(keys)
-        stored_bytes = sum(sizes)
-        self._budget.used += stored_bytes
+            keys = [keys[position] for position in planned]
+            rows = [rows[position] for position in planned]
+        sizes = self._sizes(keys)
         stats.cascades_active += len(keys)
         self.stored = True
         if self._claims is None or not self._claims.hold(PlannedStore(job, held, keys, rows, places, sizes)):
-            self._submit(IoKind.STORE, job, held, keys, rows, places, sizes, stored_bytes)
+            self._submit(IoKind.STORE, job, held, keys, rows, places, sizes)
 
     def _upload(self, store: PlannedStore) -> None:
-        sizes = store.sizes
-        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, sizes, sum(sizes))
+        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
 
     def _give_back(self, store: PlannedStore) -> None:
         """Give back the places of blocks that this machine does not upload."""
-        self._budget.used -= sum(store.sizes)
         self._stats.cascades_active -= len(store.keys)
         self._index.end_store(store.keys, store.places, [False] * len(store.keys), self._clock())
 
-    def _begin_claimed(self) -> None:
-        """Begin the stores whose claims are answered; blocks that another machine uploads are left to it."""
+    def begin_claimed(self) -> bool:
+        """Begin the stores whose claims are answered; blocks that another machine uploads are left to it.
+
+        Returns:
+            True if no store waits for an answer any more.
+        """
         if self._claims is None or self._coordination is None:
-            return
+            return True
         for store, granted in self._claims.take_decided():
             if granted is not None and not all(granted):
                 store, others = store.split(granted)
@@ -177,45 +166,12 @@ class TierJobs:
                 self._upload(store)
             else:
                 self._finish(store.job, store.held)
-
-    def _drop_claimed(self) -> None:
-        for store in () if self._claims is None else self._claims.take_all():
-            self._give_back(store)
-            self._stats.stores_dropped += len(store.keys)
-            self._finish(store.job, ())
-
-    @property
-    def waiting_blocks(self) -> int:
-        """Number of blocks of stores that wait for places."""
-        return sum([len(store.keys) for store in self._waiting.values()]) if self._waiting else 0
-
-    def begin_waiting(self) -> bool:
-        """Begin the stores for which there are places now, or that have waited long enough.
-
-        Returns:
-            True if no store waits any more.
-        """
-        self._begin_claimed()
-        while self._waiting:
-            store = next(iter(self._waiting.values()))
-            keys = store.keys
-            if missing := self._index.missing_places(keys):
-                if self._clock() < store.until:
-                    return False
-                self._stats.stores_dropped += missing
-                keys = keys[: len(keys) - missing]
-            del self._waiting[store.job.job_id]
-            self._budget.used -= store.waiting_bytes
-            self._begin_store(store.job, store.positions[: len(keys)], keys)
         return not self._claims
 
-    def drop_waiting(self) -> None:
-        """End the stores that wait for places, or for an answer to a claim: they are dropped."""
-        self._drop_claimed()
-        waiting = list(self._waiting.values())
-        self._waiting.clear()
-        for store in waiting:
-            self._budget.used -= store.waiting_bytes
+    def drop_claimed(self) -> None:
+        """End the stores that wait for an answer to a claim: they are dropped."""
+        for store in () if self._claims is None else self._claims.take_all():
+            self._give_back(store)
             self._stats.stores_dropped += len(store.keys)
             self._finish(store.job, ())
 
@@ -233,7 +189,7 @@ class TierJobs:
             there = [place is not None for place in places]
             keys, rows = list(compress(keys, there)), list(compress(rows, there))
             self._stats.promotions_failed += len(places) - len(known)
-        sizes = self._budget.sizes(keys)
+        sizes = self._sizes(keys)
         if self._pace is not None and (fitting := self._pace.fitting(sizes)) < len(keys):
             self._stats.loads_too_long += len(keys) - fitting
             keys, rows, known, sizes = keys[:fitting], rows[:fitting], known[:fitting], sizes[:fitting]
@@ -245,7 +201,7 @@ class TierJobs:
         deadline = job.submitted_at + self._load_deadline
         self.overdue.begin(job.job_id, deadline, len(known), job.req_context.req_id)
         self._stats.promotions_active += len(keys)
-        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes, 0)
+        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
 
     def fail_load(self, job: TransferJob) -> None:
         """End a load at once, because the tier is out of service."""
@@ -261,9 +217,8 @@ class TierJobs:
         rows: list[int],
         places: list[Place],
         sizes: list[int],
-        stored_bytes: int,
     ) -> None:
-        # A store may have waited for places; a request waits for a load from its submission on.
+        # A store may have waited for an answer; a request waits for a load from its submission on.
         if kind is IoKind.LOAD:
             deadline = job.submitted_at + self._load_deadline
         else:
@@ -272,7 +227,7 @@ class TierJobs:
             if self.stores_due == math.inf:
                 self._await_stores(deadline)
         io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
-        self._running[job.job_id] = RunningJob(job, held, io_job, stored_bytes, self._epochs)
+        self._running[job.job_id] = RunningJob(job, held, io_job, self._epochs)
         self._io.submit(io_job)
 
     # ---------------------------------------------------------------------------------------------------------- results
@@ -290,12 +245,12 @@ class TierJobs:
     @property
     def unreported(self) -> bool:
         """True if there are jobs that :meth:`take_finished` has not returned."""
-        return bool(self._running or self._waiting or self._finished or self._claims)
+        return bool(self._running or self._finished or self._claims)
 
     @property
     def calm(self) -> bool:
         """True if nothing happens here before the I/O side ends a job or a task, or another job is submitted."""
-        return not (self._finished or self._waiting or self._claims or self.overdue.deadlines)
+        return not (self._finished or self._claims or self.overdue.deadlines)
 
     def take_finished(self) -> list[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
@@ -303,11 +258,11 @@ class TierJobs:
         return finished
 
     def poll(self) -> None:
-        """Process the jobs and tasks that the I/O side has ended, and begin stores that have waited."""
+        """Process the jobs and tasks that the I/O side has ended, and begin stores whose claims are answered."""
         for result in self._io.poll():
             self._end(result)
-        if self._waiting or self._claims:
-            self.begin_waiting()
+        if self._claims:
+            self.begin_claimed()
 
     def expire(self, now: float) -> None:
         """Count the loads that are overdue at ``now`` as failures of the medium."""
@@ -349,14 +304,16 @@ class TierJobs:
     def leave(self) -> None:
         """Leave the present epoch: from now on no result counts, not even those of running jobs."""
         for running in self._running.values():
-            if running.io.kind is IoKind.STORE:
-                self.withdrawal.release_claims(running.io, running.io.rows)
+            places = running.io.places
+            if running.io.kind is IoKind.STORE and self._coordination and self._index.holds_epoch(places):
+                self._coordination.released(places)
         if self.left is not None:
             self.left.clear()
         self._epochs += 1
         self._fingerprint = b""
         self.stored = False
-        self.drop_waiting()
+        self.places_wanted = 0
+        self.drop_claimed()
         self._finished = [result._replace(success=False, successful_keys=[]) for result in self._finished]
 
     def _finish(
@@ -414,21 +371,15 @@ class TierJobs:
         io_job = result.job
         self._stores -= 1
         self._await_stores(now + self._store_deadline if self._stores else math.inf)
-        self._budget.used -= running.stored_bytes
+        self._credit.ended(len(io_job.keys))
         self._index.end_store(io_job.keys, io_job.places, arrived, now)
         if self._coordination is not None and self._index.holds_epoch(io_job.places):
             self._coordination.stored(list(compress(io_job.places, arrived)))
             if len(stored) < len(io_job.keys):
-                # The claims on withdrawn blocks, which are absent, were given up at once.
-                failed = [
-                    not good and outcome is not Done.ABSENT
-                    for good, outcome in zip(arrived, result.outcomes, strict=True)
-                ]
-                self._coordination.released(list(compress(io_job.places, failed)))
+                failed = [place for place, good in zip(io_job.places, arrived, strict=True) if not good]
+                self._coordination.released(failed)
         self._stats.cascades += len(stored)
-        if len(stored) < len(io_job.keys):
-            # A put is never absent: these blocks were withdrawn.
-            self._stats.cascades_failed += len(io_job.keys) - len(stored) - result.outcomes.count(Done.ABSENT)
+        self._stats.cascades_failed += len(io_job.keys) - len(stored)
         self._stats.cascades_active -= len(io_job.keys)
         self._events.stored(stored)
 

@@ -181,10 +181,11 @@ class TierLife:
 
     def drain(self, deadline: float) -> bool:
         """Wait at most until ``deadline`` for all jobs to end, and return True if none runs."""
-        self.wait(self._jobs.begin_waiting, deadline)
+        self.wait(self._jobs.begin_claimed, deadline)
         self._io.drain(deadline)
         self._jobs.poll()
-        return self._jobs.begin_waiting() and not self._jobs.running
+        self.wait(lambda: not self._jobs.places_wanted or self._index.places_ready > 0, deadline)
+        return self._jobs.begin_claimed() and not self._jobs.running
 
     def reset(self, deadline: float, revision: str | None) -> bool:
         """Begin a new epoch, and return True if the invalidation of all older blocks is certain.
@@ -234,7 +235,7 @@ class TierLife:
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
-        self._jobs.drop_waiting()
+        self._jobs.drop_claimed()
         if first:
             try:
                 self._hooks.before_close(now + (deadline - now) * _PREPARE_SHARE)

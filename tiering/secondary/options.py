@@ -103,6 +103,8 @@ class TierOptions(Strict):
         for word, value in words.items():
             common = _COMMON_WORDS.get(word) if isinstance(word, str) else None
             reason = cls.unsupported.get(word) if isinstance(word, str) else None
+            if reason is None and isinstance(word, str):
+                reason = _REPLACED.get(word)
             if reason is None and common is not None and word not in cls.model_fields:
                 reason = common.absence
             field = cls.model_fields.get(word, None if common is None else common.field)
@@ -161,11 +163,6 @@ class BlockTierOptions(TierOptions):
 
     "auto" begins with 8. For loads and for stores, it then finds the number beyond which they no longer become faster,
     from 2 to 32.
-    """
-    max_queued: Size | None = None
-    """Bytes of stores that may wait or run; default: as many as the primary tier has.
-
-    The tail of a larger store is dropped. A waiting store gives up its row when another block needs it.
     """
     primary_share: Share = 0.5
     """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
@@ -249,6 +246,10 @@ class CompressionOptions(TierOptions):
 
     compression: Literal["none", "zstd"] = "none"
     """Compression of the blocks on the medium; default none."""
+
+
+_REPLACED: Mapping[str, str] = {"max_queued": "replaced by credit; delete the line"}
+"""Words of the version before that are refused, with the reasons."""
 
 
 class _CommonWord(NamedTuple):

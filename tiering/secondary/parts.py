@@ -34,7 +34,7 @@ class TierParts:
     io: IoSide
     """I/O side of the tier."""
     intake: Intake
-    """Admission, store budget and offers of the tier."""
+    """Admission and offers of the tier."""
     events: EventLog
     """Events of the tier."""
     stats: TierStats

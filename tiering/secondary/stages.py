@@ -1,37 +1,14 @@
-"""Stages of a job in a tier: a store waits for places, is planned, and then runs on the I/O side."""
+"""Stages of a job in a tier: a store is planned, and then runs on the I/O side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.io.messages import IoJob
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingStore:
-    """Store that waits for places that the medium prepares."""
-
-    job: TransferJob
-    """The job as the manager submitted it."""
-    positions: list[int]
-    """Positions of the keys to store."""
-    keys: Sequence[OffloadKey]
-    """Keys to store, co-indexed with ``positions``."""
-    waiting_bytes: int
-    """Bytes that count against the store budget while the store waits."""
-    until: float
-    """Time in monotonic seconds at which the store stops waiting."""
-
-    @property
-    def rows(self) -> list[int]:
-        """Primary row of each key to store."""
-        rows: list[int] = self.job.block_ids[self.positions].tolist()
-        return rows
 
 
 class PlannedStore(NamedTuple):
@@ -75,7 +52,5 @@ class RunningJob(NamedTuple):
     """Keys that need no I/O, because the medium holds them already."""
     io: IoJob
     """The job as it was submitted to the I/O side."""
-    stored_bytes: int
-    """Bytes of the job that count against the store budget; 0 for loads."""
     epochs: int
     """Number of epochs that the tier had left when the job was submitted."""

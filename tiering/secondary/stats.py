@@ -79,11 +79,11 @@ class TierStats:
     stores_declined: int = 0
     """Blocks that were not stored: declined by admission or without a place, or their write was under way."""
     stores_dropped: int = 0
-    """Blocks that were not stored: beyond the budget of queued bytes, or the tier took no stores."""
+    """Blocks that were not stored because the tier took no stores."""
     stores_left: int = 0
     """Blocks that were not stored because another machine of the fleet was storing them."""
-    stores_withdrawn: int = 0
-    """Blocks whose waiting store was given up because a store or a promotion needed the primary row."""
+    stores_evicted: int = 0
+    """Blocks that waited for the tier's credit and were not stored because their primary rows were needed."""
     loads_overdue: int = 0
     """Blocks whose load did not end, or did not begin, before its deadline."""
     loads_too_long: int = 0

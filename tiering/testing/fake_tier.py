@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob, WaitingStores
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob
 
 
 @dataclass
@@ -65,16 +65,14 @@ class FakeTier(SecondaryTierManager):
     """Names of the methods that raise."""
     settled: float = math.inf
     """Seconds during which the uses of a block need not be reported again; default: for ever."""
-    waits: bool = False
-    """True if new stores wait until :meth:`begin`; default False."""
-    begun_at: float = 0.0
-    """Time at which the tier last began a store; default 0."""
-    unbegun: dict[int, list[int]] = field(default_factory=dict)
-    """Rows of each store that waits, by the job's number."""
-    withdrawn: dict[int, set[OffloadKey]] = field(default_factory=dict)
-    """Keys that were withdrawn from each open store, by the job's number."""
-    asked_about: list[list[int]] = field(default_factory=list)
-    """The stores that each call of :meth:`waiting_stores` has asked about, by their jobs' numbers."""
+    allowance: int | None = None
+    """Largest number of blocks of the stores that have not ended; default None: no limit."""
+    offered: list[list[OffloadKey]] = field(default_factory=list)
+    """Keys that each call of :meth:`admit` was asked for."""
+    horizons: list[float] = field(default_factory=list)
+    """Seconds that each call of :meth:`credit` was asked for."""
+    admits: set[OffloadKey] | None = None
+    """Keys that admission admits; default None: all."""
     resting: float = 0.0
     """Seconds for which the tier offers to rest; default 0."""
     results: list[JobResult] = field(default_factory=list)
@@ -98,16 +96,9 @@ class FakeTier(SecondaryTierManager):
             keys: keys of the blocks that were moved; default None: all of them if the job succeeded.
         """
         (self.loads if job.is_promotion else self.stores).remove(job)
-        self.begin(job)
-        if lost := self.withdrawn.pop(job.job_id, None):
-            keys = [key for key in (job.keys if keys is None and success else keys or ()) if key not in lost]
         if not job.is_promotion and success:
             self.held.update(job.keys if keys is None else keys)
         self.results.append(JobResult(job.job_id, success, keys))
-
-    def begin(self, job: TransferJob) -> None:
-        """Begin a store that waits: its rows are read from now on."""
-        self.unbegun.pop(job.job_id, None)
 
     def finish_all(self) -> None:
         """End all open jobs with success."""
@@ -120,34 +111,28 @@ class FakeTier(SecondaryTierManager):
         self.asked.append(key)
         return None if key in self.unknown else key in self.held
 
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        self.offered.append(list(keys))
+        if "admit" in self.raises:
+            raise RuntimeError("told to raise in admit")
+        return None if self.admits is None else [at for at, key in enumerate(keys) if key in self.admits]
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        self.horizons.append(seconds)
+        if "credit" in self.raises:
+            raise RuntimeError("told to raise in credit")
+        return None if self.allowance is None else max(0, self.allowance - sum(len(job.keys) for job in self.stores))
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        self._enter("not_stored", list(keys))
+
     def submit_store(self, job: TransferJob) -> None:
         self._enter("submit_store", job.job_id)
         self.stores.append(job)
-        if self.waits:
-            self.unbegun[job.job_id] = job.block_ids.tolist()
 
     def submit_load(self, job: TransferJob) -> None:
         self._enter("submit_load", job.job_id)
         self.loads.append(job)
-
-    def waiting_stores(self, job_ids: Sequence[int]) -> WaitingStores | None:
-        self.asked_about.append(list(job_ids))
-        rows = [self.unbegun.get(job_id, [])[::-1] for job_id in job_ids]
-        return WaitingStores(rows, self.begun_at) if any(rows) else None
-
-    def withdraw_stores(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        withdrawn: list[tuple[int, Sequence[int]]] = []
-        for job in [job for job in self.stores if job.job_id in self.unbegun and job.job_id in rows]:
-            lost = [row for row in self.unbegun[job.job_id] if row in rows[job.job_id]]
-            if not lost:
-                continue
-            withdrawn.append((job.job_id, lost))
-            self.unbegun[job.job_id] = [row for row in self.unbegun[job.job_id] if row not in lost]
-            keys = {key for key, row in zip(job.keys, job.block_ids.tolist(), strict=True) if row in lost}
-            self.withdrawn.setdefault(job.job_id, set()).update(keys)
-            if not self.unbegun[job.job_id]:
-                self.finish(job, False)
-        return withdrawn
 
     def get_finished(self) -> Iterable[JobResult]:
         if "get_finished" in self.raises:

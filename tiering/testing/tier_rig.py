@@ -8,8 +8,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import index
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,8 +19,6 @@ from tiering.secondary.contract import JobResult, SecondaryTierManager, TierCont
 from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 
-OTHER_BYTES = 0xA7
-"""Value of all bytes of a row after its block was withdrawn."""
 REQUEST = ReqContext("conformance")
 """The request in whose name all calls are made."""
 PATIENCE_SECONDS = 60.0
@@ -130,63 +127,6 @@ class TierRig:
         self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST, self.context.clock()))
         return self._jobs
 
-    def waiting(self, job_ids: Sequence[int] | None = None) -> dict[int, list[int]]:
-        """Return the rows of stores that have not begun, by the id of their job, in the order of the tier.
-
-        Args:
-            job_ids: the jobs to ask about; default: all stores so far.
-
-        Raises:
-            AssertionError: the tier's answer breaks its contract.
-        """
-        asked = list(self._stores) if job_ids is None else list(job_ids)
-        answer = self.tier.waiting_stores(asked)
-        if answer is None:
-            return {}
-        if len(answer.rows) != len(asked):
-            raise AssertionError(f"the tier gave {len(answer.rows)} answers for {len(asked)} jobs")
-        if not answer.since <= self.context.clock():
-            raise AssertionError(f"the tier has begun a store at {answer.since}, which is no time before now")
-        waiting: dict[int, list[int]] = {}
-        for job_id, found in zip(asked, answer.rows, strict=True):
-            rows = list(map(index, found))
-            if len(set(rows)) < len(rows) or not set(rows).issubset(self._stores.get(job_id, ())):
-                raise AssertionError(f"the tier named rows {rows} for job {job_id}, which is no store with these rows")
-            if rows:
-                waiting[job_id] = rows
-        return waiting
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, OffloadKey]]:
-        """Withdraw rows from stores that have not begun, and overwrite those that the tier gives up.
-
-        Args:
-            rows: the rows, by the id of their job.
-
-        Returns:
-            Each block that was given up: the id of its job, and its key.
-
-        Raises:
-            AssertionError: the tier gave up a row that was not asked for, or that is not a row of that job's store.
-        """
-        given: list[tuple[int, OffloadKey]] = []
-        seen: set[int] = set()
-        for job_id, found in self.tier.withdraw_stores(rows):
-            if job_id in seen:
-                raise AssertionError(f"the tier named job {job_id} twice")
-            seen.add(job_id)
-            for row in map(index, found):
-                if row not in rows.get(job_id, ()) or row not in self._stores.get(job_id, ()):
-                    raise AssertionError(f"the tier gave up row {row} for job {job_id}")
-                self.rows[row] = OTHER_BYTES
-                given.append((job_id, self._stores[job_id][row]))
-        if len(set(given)) < len(given):
-            raise AssertionError("the tier gave up a row twice")
-        return given
-
-    def withdraw_all(self) -> list[tuple[int, OffloadKey]]:
-        """Withdraw all rows of all stores so far, as far as they have not begun."""
-        return self.withdraw({job_id: list(rows) for job_id, rows in self._stores.items()})
-
     def wait(self, predicate: Callable[[], object]) -> None:
         """Run steps until ``predicate()`` holds.
 
@@ -220,8 +160,16 @@ class TierRig:
         return result
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store ``keys``, and return those that were stored."""
-        return self.stored(self.submit_store(keys))
+        """Store ``keys`` in parts, as the tier has credit for them, and return those that were stored."""
+        stored: list[OffloadKey] = []
+        left = list(keys)
+        while left:
+            self.wait(lambda: self.tier.credit(len(left), 0.0) != 0)
+            credit = self.tier.credit(len(left), 0.0)
+            count = len(left) if credit is None else min(credit, len(left))
+            stored += self.stored(self.submit_store(left[:count]))
+            del left[:count]
+        return stored
 
     def load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> list[OffloadKey]:
         """Load ``keys``, and return those that were loaded.

@@ -16,7 +16,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.frames import key_of
-from tiering.testing.tier_rig import OTHER_BYTES, PATIENCE_SECONDS, REQUEST, TierRig
+from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
 
 K = [key_of(number) for number in range(32)]
 
@@ -110,81 +110,37 @@ class TierTests(ABC):
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
 
-    # --------------------------------------------------------------------------------------- stores that have not begun
+    # --------------------------------------------------------------------------------------------- admission and credit
 
-    def _holds_no_withdrawn_row(self, rig: TierRig) -> None:
-        for place in self.raw_places():
-            assert bytes([OTHER_BYTES]) * 64 not in (self.raw_read(place) or b""), "WRONG KV: a withdrawn row was read"
-        rig.load(K)
+    def test_admission_names_positions_of_the_keys_and_leaves_them_as_they_are(self, rig: TierRig) -> None:
+        keys = tuple(K[:8])
+        admitted = rig.tier.admit(keys, REQUEST, False)
+        assert admitted is None or list(admitted) == sorted(set(admitted).intersection(range(8)))
+        assert rig.tier.admit((), REQUEST, False) in (None, [], ())
 
-    def test_withdrawn_rows_are_not_read_any_more_while_other_blocks_are_stored(self, rig: TierRig) -> None:
-        """Rows are withdrawn and overwritten after each submission, while the tier works on the stores before."""
-        jobs: dict[int, set[OffloadKey]] = {}
-        withdrawn: set[OffloadKey] = set()
-        for first in range(0, len(K), 4):
-            keys = K[first : first + 4]
-            jobs[rig.submit_store(keys, first_row=first)] = set(keys)
-            for job_id, key in rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()}):
-                assert key not in withdrawn
-                withdrawn.add(key)
-                jobs[job_id].remove(key)
-        assert {job_id: set(rig.stored(job_id)) for job_id in jobs} == jobs
-        rig.wait(lambda: not rig.tier.has_pending_work())
-        assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
-        self._holds_no_withdrawn_row(rig)
-        kept = [key for key in K if key not in withdrawn]
-        assert rig.load(kept) == kept
-        assert rig.store(K) == K, "withdrawn blocks can be stored later"
+    def test_stores_within_the_credit_are_taken_and_give_the_credit_back(self, rig: TierRig) -> None:
+        """The manager submits no more blocks than the credit, and asks again later."""
+        left, stored = list(K), []
+        jobs: list[int] = []
+        while left:
+            rig.wait(lambda: rig.tier.credit(1000, 0.1) != 0)
+            credit = rig.tier.credit(1000, 0.1)
+            count = len(left) if credit is None else min(credit, len(left), 5)
+            jobs.append(rig.submit_store(left[:count], first_row=len(K) - len(left)))
+            after = rig.tier.credit(1000, 0.1)
+            assert after is None or after >= 0
+            del left[:count]
+        for job_id in jobs:
+            stored += rig.stored(job_id)
+        assert stored == K
         assert rig.load(K) == K
-        assert rig.close()
-        if self.persistent:
-            again = self.make_rig().open()
-            try:
-                self._holds_no_withdrawn_row(again)
-            finally:
-                again.close()
+        rig.wait(lambda: rig.tier.credit(1000, 0.1) != 0)
 
-    def test_a_store_that_is_withdrawn_as_a_whole_is_reported_once_as_failed(self, rig: TierRig) -> None:
-        job_id = rig.submit_store(K)
-        withdrawn = {key for _, key in rig.withdraw_all()}
-        given_up = {row for row, key in enumerate(K) if key in withdrawn}
-        assert rig.withdraw({job_id: given_up}) == [], "a block is given up once"
-        assert not given_up.intersection(rig.waiting().get(job_id, ())), "a block that was given up does not wait"
-        assert rig.stored(job_id) == [key for key in K if key not in withdrawn]
-        assert rig.result(job_id).success == (not withdrawn)
-        rig.wait(lambda: not rig.tier.has_pending_work())
-        assert dict(rig.reports()) == {job_id: 1}
-        self._holds_no_withdrawn_row(rig)
-
-    def test_rows_that_do_not_wait_for_a_store_are_not_given_up(self, rig: TierRig) -> None:
-        everything = range(len(rig.rows))
-        assert rig.waiting([]) == {}
-        assert rig.withdraw({}) == []
-        assert rig.waiting([1, 999]) == {}, "there are no such jobs"
-        assert rig.withdraw({1: everything, 999: everything}) == []
-        rig.store(K[:8])
-        assert rig.waiting() == {}
-        assert rig.withdraw_all() == []
-        job_id = rig.submit_load(K[:8])
-        assert rig.waiting([job_id]) == {}, "loads are not to be withdrawn"
-        assert rig.withdraw({job_id: everything}) == []
-        assert rig.result(job_id).success
-        store = rig.submit_store(K[8:16])
-        assert rig.withdraw({store: range(8, len(rig.rows)), 999: range(8)}) == [], "none of these rows waits"
-
-    def test_a_store_that_lost_blocks_is_reported_once_by_a_reset_and_a_shutdown(self, rig: TierRig) -> None:
-        jobs = [rig.submit_store(K[:8])]
-        lost = rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()})
-        assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS)
-        jobs.append(rig.submit_store(K[8:16], first_row=8))
-        lost += rig.withdraw({job_id: rows[::2] for job_id, rows in rig.waiting().items()})
-        assert rig.close()
-        rig.results += rig.tier.get_finished()
-        assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
-        for job_id, key in lost:
-            assert key not in rig.stored(job_id)
-        assert rig.waiting() == {}
-        assert rig.withdraw_all() == []
+    def test_blocks_that_left_the_queue_can_be_offered_again(self, rig: TierRig) -> None:
+        rig.tier.not_stored(tuple(K[:4]))
+        assert rig.lookup(K[:4]) == 0
+        assert rig.tier.admit(tuple(K[:4]), REQUEST, False) in (None, [0, 1, 2, 3])
+        assert rig.store(K[:4]) == K[:4]
 
     # ------------------------------------------------------------------------------------ media altered behind its back
 

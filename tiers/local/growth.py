@@ -44,7 +44,7 @@ class Growth:
         clock: returns monotonic seconds.
         examine: receives the comparison of the directory that precedes each new segment. It returns True if the
             directory is still the opened one.
-        waiting_blocks: returns the number of blocks of stores that wait for slots.
+        places_wanted: returns the number of places that stores wait for.
         recovering: returns True while recovery goes on to return slots.
     """
 
@@ -56,7 +56,7 @@ class Growth:
         io: IoSide,
         clock: Callable[[], float],
         examine: Callable[[Inspection], bool],
-        waiting_blocks: Callable[[], int],
+        places_wanted: Callable[[], int],
         recovering: Callable[[], bool],
     ) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Growth:
         self._io = io
         self._clock = clock
         self._examine = examine
-        self._waiting_blocks = waiting_blocks
+        self._places_wanted = places_wanted
         self._recovering = recovering
         self._refused = False
         """True from refused writes until the disk takes writes again; the refused slots may have been given up."""
@@ -110,7 +110,7 @@ class Growth:
             self._tidy_due = float("inf")
             self._io.run(IoTask("tidy", self._store.tidy, self._tidied))
         grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
-        if not grows or self._index.free < self._per_segment or self._waiting_blocks():
+        if not grows or self._index.free < max(self._per_segment, self._places_wanted()):
             self._grow()
 
     def stop(self) -> None:
@@ -190,9 +190,9 @@ class Growth:
 
     def _grow(self) -> None:
         may_add = self._tell_index()
-        free, waiting = self._index.free, self._waiting_blocks()
+        free, wanted = self._index.free, self._places_wanted()
         if self._pace is not None:
-            if not free or waiting:
+            if free < max(1, wanted):
                 self._pace.hurry()
             return
         if not may_add:
@@ -201,8 +201,8 @@ class Growth:
         if refused or self._refused:
             self._regain(refused)
             return
-        needed = waiting > 0 or not free
-        if free >= max(self._per_segment, waiting) or (self._spares_strangers and not needed):
+        needed = free < max(1, wanted)
+        if free >= max(self._per_segment, wanted) or (self._spares_strangers and not needed):
             return
         pace = self._pace = Pace()
         store = self._store
@@ -226,7 +226,7 @@ class Growth:
         if number is not None:
             self._refusals = 0
             self._add(number)
-            if self._waiting_blocks():
+            if self._index.free < self._places_wanted():
                 self._grow()
         elif not inspection.damaged and not self._spares_strangers:
             self._complete = not self._index.states.full

@@ -105,7 +105,7 @@ class LocalTier(BlockTier):
             self.io,
             context.clock,
             self._examine_between,
-            lambda: self._jobs.waiting_blocks,
+            lambda: self._jobs.places_wanted,
             lambda: self._feed.active and not self._feed.failing,
         )
         self._inspections = Inspections(context.name, store, self.io, context.clock, self._examine)

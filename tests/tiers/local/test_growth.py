@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened
-from tiering.secondary import jobs
 from tiering.secondary.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
@@ -49,59 +48,34 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     device.ready.set()
 
 
-def slow_rig(path: Path, disk: SlowDisk, *, queued_blocks: int = 1000) -> LocalRig:
+def slow_rig(path: Path, disk: SlowDisk) -> LocalRig:
     """Return a tier with one segment; the second segment is being prepared."""
-    segment_size, max_queued = SLOTS * (BLOCK_BYTES + PAGE), queued_blocks * BLOCK_BYTES
-    return LocalRig(path, files=disk, segment_size=segment_size, max_queued=max_queued).open()
+    return LocalRig(path, files=disk, segment_size=SLOTS * (BLOCK_BYTES + PAGE)).open()
 
 
-def test_stores_wait_for_slots_that_are_being_prepared(
-    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+def test_there_is_no_credit_before_more_slots_are_prepared(tmp_path: Path, disk: SlowDisk) -> None:
     rig = slow_rig(tmp_path, disk)
     assert rig.store(K[:SLOTS]) == K[:SLOTS]
-    waiting = [rig.submit_store(K[start : start + 6], first_row=start) for start in range(SLOTS, 40, 6)]
     for _ in range(20):
         rig.wait(lambda: True)
-    assert rig.tier.has_pending_work()
-    assert rig.tier.waiting_blocks == 36
-    assert rig.reports().keys().isdisjoint(waiting)
+        assert rig.tier.credit(1000, 1.0) == 0
     disk.ready.set()
-    assert all(rig.result(job).success for job in waiting)
+    assert rig.store(K[SLOTS:40]) == K[SLOTS:40]
     assert rig.held(K[:40]) == K[:40]
     stats = rig.tier.get_stats()
-    assert (stats.evictions, stats.stores_dropped, rig.tier.waiting_blocks) == (0, 0, 0)
+    assert (stats.evictions, stats.stores_declined) == (0, 0)
     assert set(rig.reports().values()) == {1}
     assert rig.close()
 
 
-def test_a_store_that_waited_long_enough_takes_the_free_slots_and_its_tail_is_dropped(
-    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 0.0)
+def test_the_tail_of_a_store_beyond_the_credit_is_declined(tmp_path: Path, disk: SlowDisk) -> None:
     rig = slow_rig(tmp_path, disk)
     assert rig.store(K[:2]) == K[:2]
-    assert rig.store(K[2:10]) == K[2:SLOTS]
+    assert rig.stored(rig.submit_store(K[2:10])) == K[2:SLOTS]
     stats = rig.tier.get_stats()
-    assert (stats.evictions, stats.stores_dropped, stats.stores_declined) == (0, 6, 0)
+    assert (stats.evictions, stats.stores_dropped, stats.stores_declined) == (0, 0, 6)
     assert rig.load(K[:SLOTS]) == K[:SLOTS]
     disk.ready.set()
-    assert rig.close()
-
-
-def test_waiting_stores_count_against_the_bytes_that_may_be_queued(
-    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
-    rig = slow_rig(tmp_path, disk, queued_blocks=8)
-    rig.store(K[:SLOTS])
-    first, second = rig.submit_store(K[4:10], first_row=4), rig.submit_store(K[10:20], first_row=10)
-    assert (rig.tier.waiting_blocks, rig.tier.get_stats().stores_dropped) == (8, 8)
-    disk.ready.set()
-    assert rig.result(first).success
-    assert rig.result(second).successful_keys == K[10:12]
-    assert rig.store(K[20:28]) == K[20:28], "the bytes are given back"
     assert rig.close()
 
 
@@ -114,15 +88,13 @@ def test_nothing_that_was_stored_before_a_kill_is_evicted_for_stores_after_it(
     rig.abandon()
     again = SlowDisk(quick=0)
     survivor = slow_rig(tmp_path, again)
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 0.05)
     before = survivor.held(K[:SLOTS])
     assert before == K[:SLOTS]
     for start in range(SLOTS, 40, 6):
-        survivor.store(K[start : start + 6])
+        survivor.stored(survivor.submit_store(K[start : start + 6]))
     assert survivor.held(K[:SLOTS]) == before
     assert survivor.tier.get_stats().evictions == 0
     again.ready.set()
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
     assert survivor.store(K[40:46]) == K[40:46]
     assert survivor.held(K[:SLOTS]) == before
     assert survivor.close()
@@ -131,15 +103,13 @@ def test_nothing_that_was_stored_before_a_kill_is_evicted_for_stores_after_it(
 def test_a_disk_without_space_for_more_makes_room_by_eviction(
     tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
     rig = slow_rig(tmp_path, disk)
     rig.store(K[:SLOTS])
-    job = rig.submit_store(K[SLOTS : 2 * SLOTS], first_row=SLOTS)
-    rig.wait(lambda: rig.tier.waiting_blocks == SLOTS)
+    rig.wait(lambda: rig.tier.credit(1000, 0.0) == 0)
     disk.fail = lambda operation, path: None
     monkeypatch.setattr(disk, "sync_directory", refuse)
     disk.ready.set()
-    assert rig.result(job).success
+    assert rig.store(K[SLOTS : 2 * SLOTS]) == K[SLOTS : 2 * SLOTS]
     assert rig.held(K[: 2 * SLOTS]) == K[SLOTS : 2 * SLOTS]
     assert rig.tier.get_stats().evictions == SLOTS
     monkeypatch.undo()
@@ -151,7 +121,6 @@ def refuse(path: Path) -> None:
 
 
 def test_a_full_tier_evicts_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
     with opened(tmp_path) as rig:
         keys = [key_of(number) for number in range(2 * rig.tier.store.geometry.num_slots)]
         for start in range(0, len(keys), 32):
@@ -160,42 +129,18 @@ def test_a_full_tier_evicts_without_waiting(tmp_path: Path, monkeypatch: pytest.
         assert rig.held(keys[-32:]) == keys[-32:]
 
 
-@pytest.mark.parametrize("ending", ["reset", "shutdown"])
-def test_stores_that_wait_are_reported_once_as_failed_when_the_tier_is_reset_or_shut_down(
-    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
+def test_a_drain_waits_for_slots_that_the_credit_lacked(tmp_path: Path, disk: SlowDisk) -> None:
     rig = slow_rig(tmp_path, disk)
     rig.store(K[:SLOTS])
-    job = rig.submit_store(K[SLOTS:10], first_row=SLOTS)
-    assert rig.tier.waiting_blocks
-    if ending == "reset":
-        assert rig.tier.reset(rig.context.clock() + 20)
-    else:
-        assert not rig.tier.shutdown(rig.context.clock() + 0.1), "the preparation hangs"
-        disk.ready.set()
-        assert rig.close()
-    rig.results += rig.tier.get_finished()
-    (result,) = [result for result in rig.results if result.job_id == job]
-    assert (result.success, result.successful_keys) == (False, [])
-    assert rig.tier.waiting_blocks == 0
-    assert rig.tier.get_stats().stores_dropped == 6
-    disk.ready.set()
-    assert rig.close()
-
-
-def test_a_drain_waits_for_stores_that_wait_for_slots(
-    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
-    rig = slow_rig(tmp_path, disk)
-    rig.store(K[:SLOTS])
-    job = rig.submit_store(K[SLOTS:20], first_row=SLOTS)
-    rig.wait(lambda: rig.tier.waiting_blocks)
-    assert not rig.tier.drain(rig.context.clock() + 0.01)
+    begun = rig.context.clock()
+    assert rig.tier.drain(begun + 20), "no block needs a slot"
+    assert rig.context.clock() < begun + 20
+    assert rig.tier.credit(1000, 0.0) == 0
+    rig.tier.drain(rig.context.clock() + 0.01)
+    assert rig.tier.credit(1000, 0.0) == 0
     disk.ready.set()
     assert rig.tier.drain(rig.context.clock() + 20)
-    assert rig.result(job).success
+    assert rig.tier.credit(1000, 0.0) == SLOTS
     assert rig.close()
 
 
@@ -217,7 +162,6 @@ def test_nothing_fresh_is_evicted_while_recovery_has_not_read_the_other_slots(
 ) -> None:
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(jobs, "ROOM_WAIT_SECONDS", 1e9)
     segment = SLOTS * (BLOCK_BYTES + PAGE)
     with opened(tmp_path, segment_size=segment) as rig:
         rig.store(K[:2])
@@ -231,13 +175,12 @@ def test_nothing_fresh_is_evicted_while_recovery_has_not_read_the_other_slots(
         fresh = K[10 : 10 + 2 * SLOTS]
         for start in (0, SLOTS):
             assert rig.store(fresh[start : start + SLOTS]) == fresh[start : start + SLOTS]
-        job = rig.submit_store(K[20 : 20 + SLOTS], first_row=SLOTS)
         for _ in range(50):
             rig.wait(lambda: True)
-        rig.wait(lambda: rig.tier.waiting_blocks == SLOTS)
+        assert rig.tier.credit(1000, 0.0) == 0
         assert rig.held(fresh) == fresh
         files.go.set()
-        assert rig.result(job).success
+        assert rig.store(K[20 : 20 + SLOTS]) == K[20 : 20 + SLOTS]
         # The slots that the store waited for may come before the segment with the older blocks was read.
         rig.wait(lambda: not rig.tier.recovering)
         assert rig.held([*K[:2], *fresh]) == [*K[:2], *fresh]

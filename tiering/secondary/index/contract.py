@@ -11,6 +11,7 @@ There are two built-in indexes:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,12 +127,13 @@ class TierIndex(ABC):
         A key is undecided while a probe of it is under way.
         """
 
-    def missing_places(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of ``keys`` have no place yet because the medium is preparing more places.
+    @property
+    def places_ready(self) -> float:
+        """Number of places that stores can take now; infinity (default) unless the medium is preparing more.
 
-        A store of these keys should wait for a while: planned now, as many of them would be declined.
+        Blocks beyond it would be declined, and should wait.
         """
-        return 0
+        return math.inf
 
     @abstractmethod
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:

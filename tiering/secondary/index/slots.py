@@ -18,6 +18,7 @@ their content. Slots that hold no block of this tier are in :mod:`tiering.second
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -149,10 +150,9 @@ class SlotIndex(TierIndex):
 
     # ----------------------------------------------------------------------------------------------------------- stores
 
-    def missing_places(self, keys: Sequence[OffloadKey]) -> int:
-        if not self.growing or self.free >= len(keys):
-            return 0
-        return max(0, len(self._table.unknown(keys)) - self.free)
+    @property
+    def places_ready(self) -> float:
+        return self.free if self.growing else math.inf
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         table = self._table

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from tiering.secondary.io.lanes import JobState, Lanes, Unit, take_unit
 from tiering.secondary.io.layers.breaker import BreakerOpenError
 from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.secondary.io.pipeline import LOG_PERIOD, Pipeline, forget_frames
-from tiering.secondary.io.withdrawal import StoreUnits
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -111,7 +110,7 @@ class IoHost:
         """Maximum bytes of a unit; a single block may be larger."""
         self.least_unit_bytes = least_unit_bytes
         """Bytes below which no job is cut."""
-        self.lanes = lanes = Lanes(depth, clock)
+        self.lanes = Lanes(depth, clock)
         """Units that wait and run, and the depth of each direction."""
         self._threads = ThreadPool(f"kv-{name}-io", depth.most + depth.start + TASK_THREADS, clock)
         self._lookups = ThreadPool(f"kv-{name}-lookup", LOOKUP_THREADS, clock)
@@ -121,15 +120,12 @@ class IoHost:
         self._news = threading.Event()
         self._announce = (news or News()).announce
         self._lock = threading.Lock()
-        self._stores = StoreUnits(lanes.stores, self._lock)
         self._submitted = 0
         self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
         self._hanging = RateLimit(_LOG_PERIOD, clock)
         self._short_of_threads = RateLimit(_LOG_PERIOD, clock)
-        self.store_begun = clock()
-        """Time at which a thread last began a part of a store, in monotonic seconds."""
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -163,6 +159,11 @@ class IoHost:
         for pool in (self._threads, self._lookups) if lookups else (self._threads,):
             pool.start(deadline - self._clock())
 
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of stores that keep all places busy, with as many units waiting as running."""
+        return 2 * self.store_depth * self.unit_bytes
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; returns at once."""
         self._submitted += 1
@@ -172,9 +173,6 @@ class IoHost:
         elif (closed := self._closed_error()) is not None:
             self._fail(unit, closed)
         else:
-            if job.kind is IoKind.STORE:
-                self._stores.states[job.job_id] = unit.state
-                unit.state.waiting.add(unit)
             self.lanes.of(job.kind).waiting.append(unit)
             if self.lanes.has_work:
                 self._wake()
@@ -190,37 +188,6 @@ class IoHost:
             pool = self._lookups if task.lookup else self._threads
             pool.run(partial(self._run_task, task), partial(self._refuse, task))
 
-    def waiting_rows(self, job_id: int) -> list[int]:
-        """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
-        return self._stores.waiting_rows(job_id)
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> list[tuple[int, list[int]]]:
-        """Take back blocks from stores, as far as no thread has begun them.
-
-        Args:
-            rows: rows of the blocks, by the number of their job.
-
-        Returns:
-            The number of each job that lost blocks, and their rows.
-        """
-        withdrawn: list[tuple[int, list[int]]] = []
-        now, ended = self._clock(), False
-        for job_id, wanted in rows.items():
-            lost: list[int] = []
-            for unit, positions in self._stores.take_back(job_id, wanted):
-                result = self._end_unit(unit, positions, [Done.ABSENT] * len(positions), now)
-                if result is not None:
-                    self._ended.append(result)
-                    ended = True
-                lost += [unit.state.job.rows[position] for position in positions]
-            if lost:
-                withdrawn.append((job_id, lost))
-        if withdrawn and self.lanes.has_work:
-            self._wake()
-        if ended:
-            self._tell()
-        return withdrawn
-
     def poll(self) -> list[IoResult]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
         if self.lanes.loads.waiting or self.lanes.stores.waiting:
@@ -231,7 +198,6 @@ class IoHost:
         while self._ended:
             item = self._ended.popleft()
             if isinstance(item, IoResult):
-                self._stores.states.pop(item.job.job_id, None)
                 results.append(item)
                 continue
             try:
@@ -350,7 +316,6 @@ class IoHost:
         except IndexError:
             return None
         if unit.state.job.deadline <= now:
-            unit.state.waiting.discard(unit)
             return unit
         # Another thread took the overdue unit in between: put this one back, and wake the thread that found the queue
         # empty meanwhile.
@@ -387,8 +352,6 @@ class IoHost:
         units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in starts]
         with self._lock:
             unit.state.unfinished += len(units) - 1
-        if job.kind is IoKind.STORE:
-            unit.state.waiting.update(units[1:])
         lane.waiting.extendleft(units[:0:-1])
         return units[0]
 
@@ -398,8 +361,6 @@ class IoHost:
         begun = self._clock()
         positions: Sequence[int] = range(unit.start, unit.stop)
         outcomes: Sequence[Outcome] = ()
-        if job.kind is IoKind.STORE:
-            self.store_begun = begun
         try:
             ordered = positions
             if isinstance(job.places[unit.start], int):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiering.block_store import Outcome
 from tiering.secondary.io.depth import DepthBounds, DepthFinder
@@ -28,11 +28,6 @@ class JobState:
     """Number of units that have not ended."""
     begun: float = float("inf")
     """Time at which the first unit began, in monotonic seconds."""
-    waiting: set[Unit] = field(default_factory=set)
-    """Units that no thread has begun.
-
-    A unit may be in the set a moment longer than in its queue, never shorter.
-    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,8 +165,6 @@ class Lanes:
 def take_unit(queue: deque[Unit]) -> Unit | None:
     """Return and remove the head of a lane's queue; None if it is empty. The caller owns the unit."""
     try:
-        unit = queue.popleft()
+        return queue.popleft()
     except IndexError:
         return None
-    unit.state.waiting.discard(unit)
-    return unit

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from tiering.block_store import BlockStore
@@ -48,30 +48,15 @@ class IoSide(Protocol):
             lookups: True if lookups need threads, too.
         """
 
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of stores that keep all places busy, with as many units waiting as running."""
+
     def submit(self, job: IoJob) -> None:
         """Submit a job; :meth:`poll` returns its result."""
 
     def run(self, task: IoTask) -> None:
         """Submit a task; :meth:`poll` calls its ``on_done``."""
-
-    def waiting_rows(self, job_id: int) -> list[int]:
-        """Return the rows of a store's blocks that no thread has begun, the tail first; none for other jobs."""
-
-    def withdraw(self, rows: Mapping[int, Collection[int]]) -> Sequence[tuple[int, Sequence[int]]]:
-        """Take back blocks from stores, as far as no thread has begun them.
-
-        No thread reads a withdrawn row for its store any more. The outcome of its block is ABSENT.
-
-        Args:
-            rows: rows of the blocks, by the number of their job.
-
-        Returns:
-            The number of each job that lost blocks, and their rows.
-        """
-
-    @property
-    def store_begun(self) -> float:
-        """Time at which a thread last began a part of a store, in monotonic seconds."""
 
     @property
     def hanging_stores(self) -> int:
