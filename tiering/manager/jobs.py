@@ -127,18 +127,18 @@ class TierJobs:
             is_fill: True if the blocks were just promoted from a slower tier; default False.
         """
         serving = [state for state in states if state.in_service]
-        taking = [state for state in serving if state.takes_all and not state.chooses]
-        if taking:
-            self._primary.pin(rows, len(taking))
+        direct = [state for state in serving if state.direct]
+        if direct:
+            self._primary.pin(rows, len(direct))
             # A tier must not change what the engine, the manager and the other tiers use as well.
             keys, shared = tuple(keys), rows.view()
             shared.flags.writeable = False
             now = self._clock()
-            for state in taking:
+            for state in direct:
                 self._submit_store(state, keys, rows, shared, ctx, now, is_fill=is_fill)
-        if len(taking) < len(serving):
+        if len(direct) < len(serving):
             for state in serving:
-                if state not in taking:
+                if not state.direct:
                     self._offer(state, keys, rows, ctx, is_fill=is_fill)
 
     def _offer(

@@ -117,7 +117,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._states = self._tiers.states
         self._call = self._tiers.call
         self._broker = RowBroker(primary_tier, self._tiers, self._stats, clock)
-        self._most_waiting = self._broker.most_rows
         self._promotions = Promotions(
             primary_tier, self._reservations, self._broker, self._stats, clock, max(1, int(promotion_share * rows))
         )
@@ -261,9 +260,8 @@ class TieringOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if not request.policy.store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        waits = not is_last and any(state.waiting_rows > self._most_waiting for state in request.tiers)
         output = None
-        if not waits or not self._broker.refuses(request, keys):
+        if is_last or not self._broker.refuses(request, keys):
             output = self.primary_tier.prepare_store(keys, req_context)
             if output is None:
                 self._jobs.collect()

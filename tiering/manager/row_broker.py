@@ -94,8 +94,7 @@ class RowBroker:
         """Per primary row, True if a queued block holds it: the row has one reader for this."""
         self.rows_held = 0
         """Number of rows that queued blocks hold."""
-        self.most_rows = int(QUEUE_SHARE * primary.num_rows)
-        """Rows that may wait for a tier before new stores wait for that tier."""
+        self._most_rows = int(QUEUE_SHARE * primary.num_rows)
         self.longest_step = 0.0
         """Longest recent step with jobs in flight, in seconds."""
         self._stepped_at = math.inf
@@ -183,8 +182,12 @@ class RowBroker:
             request: the request that stores the blocks.
             keys: the blocks.
         """
-        state = next((state for state in request.tiers if state.in_service), None)
-        if state is None or state.waiting_rows <= self.most_rows:
+        for state in request.tiers:
+            if state.in_service:
+                break
+        else:
+            return False
+        if state.cascading_rows + len(state.queue) <= self._most_rows:
             return False
         now = self._clock()
         if self._stalls(state, now) or not _is_patient(request.refused_since, now):
@@ -205,7 +208,7 @@ class RowBroker:
         now = self._clock()
         queued = [state for state in self._states if state.queue]
         givers = queued
-        if self.rows_held <= self.most_rows and _is_patient(since, now):
+        if self.rows_held <= self._most_rows and _is_patient(since, now):
             givers = [state for state in queued if self._stalls(state, now)]
         keeping = [state for state in queued if state not in givers]
         chosen: dict[OffloadKey, int] = {}

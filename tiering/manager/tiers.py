@@ -57,6 +57,8 @@ class TierState:
     """True if the tier states no credit: each block is submitted as soon as it is readable."""
     chooses: bool
     """True if the tier has an admission of its own."""
+    direct: bool
+    """True if the tier states no credit and admits all: such tiers share the submission of a store."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     credit: float = 0.0
@@ -86,6 +88,8 @@ class TierState:
         Raises:
             ConfigError: an attribute of the tier has a value that its contract does not allow.
         """
+        takes_all = type(tier).credit is SecondaryTierManager.credit
+        chooses = type(tier).admit is not SecondaryTierManager.admit
         share = _attribute(tier, "primary_share", "a number from 0 to 1", _share)
         return cls(
             tier,
@@ -100,14 +104,10 @@ class TierState:
             max_loading_rows=max(1, int(share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            takes_all=type(tier).credit is SecondaryTierManager.credit,
-            chooses=type(tier).admit is not SecondaryTierManager.admit,
+            takes_all=takes_all,
+            chooses=chooses,
+            direct=takes_all and not chooses,
         )
-
-    @property
-    def waiting_rows(self) -> int:
-        """Number of rows whose blocks are queued for the tier, or submitted to it."""
-        return self.cascading_rows + len(self.queue)
 
     def deadline(self, now: float) -> float:
         """Return the time by which a load that is submitted at ``now`` should have ended."""
