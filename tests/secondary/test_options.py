@@ -158,3 +158,8 @@ def test_the_mixin_alone_makes_a_block_tier_compress() -> None:
         BlockTier(context, options(type=OWN), store, SlotIndex(4))
     with pytest.raises(ConfigError, match="compression: this medium has blocks of a fixed size"):
         BlockTier(context, AllOptions(type=OWN, compression="zstd"), DictStore(), SlotIndex(4))
+
+
+def test_a_word_that_credit_has_replaced_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValidationError, match="max_queued is not supported by this tier: replaced by credit; delete"):
+        BlockTierOptions.model_validate({"type": "own", "max_queued": "1GiB"})

@@ -240,7 +240,7 @@ class TierJobs:
             before = len(state.queue)
             if before and state.in_service:
                 self._pull(state, self._clock())
-            self._tiers.call(state, state.tier.on_schedule_end)
+                self._tiers.call(state, state.tier.on_schedule_end)
             self._tiers.call(state, state.tier.drain, deadline)
             if not state.queue or not state.in_service or (waited and len(state.queue) == before):
                 return

@@ -160,9 +160,10 @@ class TierRig:
         return result
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store ``keys`` in parts, as the tier has credit for them, and return those that were stored."""
+        """Store those of ``keys`` that the tier admits, as it has credit for them, and return those stored."""
         stored: list[OffloadKey] = []
-        left = list(keys)
+        admitted = self.tier.admit(tuple(keys), REQUEST, False)
+        left = list(keys) if admitted is None else [keys[position] for position in admitted]
         while left:
             self.wait(lambda: self.tier.credit(len(left), 0.0) != 0)
             credit = self.tier.credit(len(left), 0.0)
