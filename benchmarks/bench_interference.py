@@ -77,7 +77,7 @@ class Flow:
         self._rate = 0.0
         self._began = (0.0, 0)
         # Until every slot was written once: what is measured is a tier that runs, not one that begins.
-        while self.tier.index.slots < self.tier.store.geometry.num_slots or self.tier.index.free:
+        while self.tier.index.growing or self.tier.index.free:
             self._pump_and_wait()
         self.drain()
 
@@ -102,6 +102,8 @@ class Flow:
             else:
                 self._free.append(self._loads.pop(result.job_id))
         while len(self._stores) < JOBS_AHEAD and (self._free or not self._held) and not self._ahead():
+            if self.tier.index.places_ready < JOB_BLOCKS:
+                break  # A segment is being prepared.
             self._submit_pair()
         self.tier.on_schedule_end()
 

@@ -86,7 +86,7 @@ class TierRun:
             raise RuntimeError("the tier did not open")
         self.jobs = itertools.count()
         self.keys: list[bytes] = []
-        while self.tier.index.slots < self.tier.store.geometry.num_slots or self.tier.index.free:
+        while self.tier.index.growing or self.tier.index.free:
             self.store(complete=False)
 
     def store(self, blocks_per_job: int = 16, *, complete: bool = True) -> None:
