@@ -8,7 +8,6 @@ The manager runs on the scheduler's thread and does no I/O.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -266,7 +265,7 @@ class TieringOffloadingManager(OffloadingManager):
             if output is None:
                 self._jobs.collect()
                 output = self.primary_tier.prepare_store(keys, req_context)
-                if output is None and self._take_rows(keys, request, is_last=is_last):
+                if output is None and self._broker.take_rows(keys, request, is_last=is_last):
                     output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             self._stats.stores_without_room += 1
@@ -282,14 +281,6 @@ class TieringOffloadingManager(OffloadingManager):
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)
         return output
-
-    def _take_rows(self, keys: Sequence[OffloadKey], request: Request, *, is_last: bool) -> bool:
-        """Take rows of queued blocks for a store of ``keys``, and return True if some were taken."""
-        new = len(self.primary_tier.unknown(keys))
-        # No row is taken from a block of the same store.
-        missing = max(1, new - self.primary_tier.room) + len(keys) - new
-        since = -math.inf if is_last else request.refused_since
-        return self._broker.make_room(missing, since, least=missing, keep=frozenset(keys)) > 0
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if get_ident() != self._owner.ident:

@@ -194,6 +194,19 @@ class RowBroker:
             return False
         return bool(self._primary.unknown(keys))
 
+    def take_rows(self, keys: Sequence[OffloadKey], request: Request, *, is_last: bool) -> bool:
+        """Take rows of queued blocks for a store of ``keys``, and return True if some were taken.
+
+        Args:
+            keys: the blocks; none of their own rows is taken.
+            request: the request that stores the blocks.
+            is_last: True if the blocks are not offered again, so that the store must not wait.
+        """
+        new = len(self._primary.unknown(keys))
+        missing = max(1, new - self._primary.room) + len(keys) - new
+        since = -math.inf if is_last else request.refused_since
+        return self.make_room(missing, since, least=missing, keep=frozenset(keys)) > 0
+
     def make_room(self, count: int, since: float | None, *, least: int = 1, keep: Collection[OffloadKey] = ()) -> int:
         """Evict queued blocks, and return the number of rows that are free for it.
 
