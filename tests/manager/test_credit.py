@@ -10,6 +10,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.manager.row_broker import LOOK_AT, STALLED_AFTER, TAKE_AFTER
 from tiering.secondary.contract import SecondaryTierManager
 from tiering.testing.fake_tier import FakeTier
@@ -446,7 +447,7 @@ def test_a_hung_tier_lets_an_idle_engine_sleep() -> None:
     rig = make_rig(tier)
     assert store(rig, K[:4])
     assert rig.manager.has_pending_work()
-    rig.clock.advance(6.0)
+    rig.clock.advance(5.0 + COUNTS_OVERDUE + 1.0)
     rig.step()
     assert not rig.manager.has_pending_work()
     tier.finish_all()
