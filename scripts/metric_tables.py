@@ -1,7 +1,7 @@
 """Write the tables of metrics into the document of metrics, from the table in the code.
 
 The document marks the place of each table with ``<!-- metrics: RECORD -->`` and ``<!-- end of metrics -->``, where
-RECORD is one of :data:`RECORDS`. All columns come from :data:`tiering.offload.metrics.METRICS`.
+RECORD is one of :data:`RECORDS`. All columns come from :data:`tiering.connector.metrics.METRICS`.
 
     python -m scripts.metric_tables          # fails if a table is not current
     python -m scripts.metric_tables --write  # writes the tables
@@ -14,9 +14,9 @@ import re
 import sys
 from pathlib import Path
 
-from tiering.offload.metric import TRANSFERS, Metric
-from tiering.offload.metrics import METRICS
-from tiering.offload.stats import CONNECTOR, MANAGER, TIERS
+from tiering.connector.metric import TRANSFERS, Metric
+from tiering.connector.metrics import METRICS
+from tiering.connector.stats import CONNECTOR, MANAGER, TIERS
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 """Document with the tables."""

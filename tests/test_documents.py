@@ -21,7 +21,7 @@ from tests.cli.runner import kv_tiering
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.stack_file import PrimaryOptions, StackConfig, load_stack
-from tiering.offload.metrics import METRICS
+from tiering.connector.metrics import METRICS
 from tiering.replay.model import load_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from examples.mini_engine.engine import Engine
 from tiering.api.keys import PRIMARY_TIER
-from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 
 LABELS = {0: ("mini", "0")}
 """Values of the labels ``model_name`` and ``engine``, as vLLM has them."""

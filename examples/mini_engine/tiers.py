@@ -12,12 +12,12 @@ from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import CPULoadStoreSpec, LoadStoreSpec, TransferSpec
+from tiering.connector.prometheus import OffloadPromMetrics
+from tiering.connector.reports import TierReports
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.contract import OffloadingHandler, TransferResult
-from tiering.offload.prometheus import OffloadPromMetrics
-from tiering.offload.reports import TierReports
-from tiering.offload.stats import OffloadingConnectorStats
 from tiering.spec import TieringOffloadingSpec
 
 ReplaceLoads = Callable[[OffloadingHandler], OffloadingHandler]

@@ -11,8 +11,8 @@ import pytest
 from tiering import ModelIdentity, ReqContext, load_stack, open_manager
 from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor, small_tier
 from tiering.advisor.shards import HASH_BITS, HASHES, Shards
-from tiering.offload.metrics import METRICS
-from tiering.offload.stats import Increments
+from tiering.connector.metrics import METRICS
+from tiering.connector.stats import Increments
 from tiering.replay.generate import generate
 from tiering.replay.ideal import Bounds
 from tiering.replay.trace import keys_of, mixed

@@ -16,8 +16,8 @@ from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import load_stack
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.tracked import policy_of
 from tiering.errors import ConfigError
-from tiering.offload.requests import policy_of
 from tiering.primary.memory.region import PAGE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of

@@ -21,9 +21,9 @@ from tests.cli.runner import kv_tiering, process, started
 from tiering.advisor.advisor import FIELDS
 from tiering.cli import top as top_module
 from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
+from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.errors import ConfigError
-from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics
-from tiering.offload.stats import OffloadingConnectorStats
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
 
 

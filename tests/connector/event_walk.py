@@ -22,11 +22,11 @@ from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
 from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome, Place
+from tiering.connector.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import CorruptBlockError, TemporaryStoreError
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.offload.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext

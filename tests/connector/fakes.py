@@ -14,9 +14,9 @@ from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch,
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from tiering.connector.protocols import EngineRequest
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import NotReadableError
-from tiering.offload.protocols import EngineRequest
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.connector.fakes import FakeSpec, make_scheduler, make_spec
 from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.connector.groups import build_groups, interleave
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
-from tiering.offload.groups import build_groups, interleave
 
 
 def spec_of(kind: str, window: int | None = None) -> FakeSpec:

@@ -12,9 +12,9 @@ from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
+from tiering.connector.groups import offload_groups
 from tiering.connector.hits import HitSearch
-from tiering.offload.groups import offload_groups
-from tiering.offload.requests import NEVER
+from tiering.connector.tracked import NEVER
 
 FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
 CTX = ReqContext("r1")

@@ -23,9 +23,9 @@ from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import GPULoadStoreSpec
+from tiering.connector.groups import OffloadGroup, build_groups
 from tiering.connector.hits import HitSearch
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.offload.groups import OffloadGroup, build_groups
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.manager_rig import ManagerRig
 

@@ -12,8 +12,8 @@ from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import make_offload_key
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
-from tiering.offload.groups import offload_groups
-from tiering.offload.requests import GroupState, TrackedRequest, extend_keys
+from tiering.connector.groups import offload_groups
+from tiering.connector.tracked import GroupState, TrackedRequest, extend_keys
 
 
 @given(

@@ -22,7 +22,7 @@ from tests.connector.fakes import (
 )
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.offload.suspects import STEPS_IN_FLIGHT
+from tiering.connector.suspects import STEPS_IN_FLIGHT
 
 FILLED = 24
 """Number of tokens, of 40, that another connector claims to have loaded."""

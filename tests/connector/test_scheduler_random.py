@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.connector.fakes import FakeManager
 from tests.connector.simulation import Simulation, WrongKVError
 from tiering.connector.jobs import NO_JOBS, BlockFences
-from tiering.offload.suspects import SuspectBlocks
+from tiering.connector.suspects import SuspectBlocks
 
 CASES = [
     pytest.param((None,), 1, 1, id="full attention"),

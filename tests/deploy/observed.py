@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tiering.offload.metric import MetricKind
-from tiering.offload.metrics import METRICS
+from tiering.connector.metric import MetricKind
+from tiering.connector.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARD = ROOT / "deploy" / "grafana" / "kv-tiering.json"

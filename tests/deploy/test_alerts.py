@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.deploy.observed import ALERTS, CONFIG, ROOT, Rule, known_series, needs, rules, series_in
-from tiering.offload.metric import MetricKind
-from tiering.offload.metrics import METRICS
+from tiering.connector.metric import MetricKind
+from tiering.connector.metrics import METRICS
 
 RULES = {rule.name: rule for rule in rules()}
 HOURS = 3

@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from scripts import dashboard as script
 from scripts.dashboard_panels import ROWS
 from tests.deploy.observed import DASHBOARD, dashboard, filled, known_series, queries, series_in
-from tiering.offload.metrics import METRICS
+from tiering.connector.metrics import METRICS
 
 NOT_SHOWN = {
     "kv_tiering_estimated_hit_ratio_x0_25": "the panel shows four of the seven estimates",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from tiering.connector.event_types import BlockRemoved, BlockStored
 from tiering.engines.vllm.events import EventConverter, engine_events
-from tiering.offload.event_types import BlockRemoved, BlockStored
 
 OLD_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
 NEW = ("group_idx", "locality", "ownership")

@@ -14,8 +14,8 @@ from examples.mini_engine.metrics import metrics_endpoint
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt
 from tiering.cli import top
 from tiering.cli.metrics import Sample, parse
-from tiering.offload.metric import Metric
-from tiering.offload.metrics import METRICS
+from tiering.connector.metric import Metric
+from tiering.connector.metrics import METRICS
 
 
 def stack(disk: Path) -> dict[str, Any]:

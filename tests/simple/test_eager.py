@@ -9,7 +9,7 @@ from tiering.api.engine import KVCacheGroup
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
-from tiering.offload.groups import offload_groups
+from tiering.connector.groups import offload_groups
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
 from tiering.simple.state import GroupState, RequestState

@@ -7,9 +7,9 @@ import pytest
 from examples.mini_engine.request import Request
 from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, tokens
 from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
+from tiering.connector.groups import offload_groups
 from tiering.errors import ConfigError
-from tiering.offload.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
-from tiering.offload.groups import offload_groups
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 

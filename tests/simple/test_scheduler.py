@@ -11,9 +11,9 @@ from examples.mini_engine.simple import MirroredPool
 from tests.simple.simulation import BLOCK, BLOCK_BYTES, Simulation, groups_of, make_scheduler, tokens
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import make_offload_key
+from tiering.connector.event_types import BlockRemoved, BlockStored
+from tiering.connector.protocols import EngineRequest
 from tiering.errors import ConfigError
-from tiering.offload.event_types import BlockRemoved, BlockStored
-from tiering.offload.protocols import EngineRequest
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor, derive_cpu_config
 from tiering.simple.lazy import LazyStores

@@ -9,8 +9,8 @@ import pytest
 
 from examples.mini_engine.request import Request
 from tests.simple.simulation import BLOCK_BYTES, Simulation, tokens
-from tiering.offload.prometheus import MetricClasses, OffloadPromMetrics
-from tiering.offload.stats import OffloadingConnectorStats
+from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.secondary.stats import TierStats
 
 

@@ -22,9 +22,9 @@ from tests.connector.fakes import FakeBlocks, FakeManager, FakeNewRequest, FakeS
 from tiering.api.engine import EngineConfig
 from tiering.api.keys import make_offload_key
 from tiering.api.transfer import GPULoadStoreSpec
+from tiering.connector.groups import build_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.geometry import read_geometry
-from tiering.offload.groups import build_groups
 
 HASH = 16
 TOKENS = 16 * 3 * 8 + 5

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from tiering.api.manager import OffloadingManager
 from tiering.api.masking import shown_name
 from tiering.connector.counters import SchedulerCounters
+from tiering.connector.events import OffloadingEventsTracker
+from tiering.connector.groups import interleave
 from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import OffloadingWorkerMetadata, ReqId
+from tiering.connector.protocols import ConnectorOutput
 from tiering.connector.requests import FencedTables, RequestState
-from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.groups import interleave
-from tiering.offload.protocols import ConnectorOutput
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")

@@ -13,16 +13,16 @@ from tiering.api.manager import OffloadingEvent
 from tiering.api.masking import shown_name
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import NEITHER, NEITHER_PARAMS, RequestPolicy
+from tiering.connector.block_tables import BlockTables
 from tiering.connector.counters import SchedulerCounters, counts_seconds, report
+from tiering.connector.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
+from tiering.connector.events import OffloadingEventsTracker
+from tiering.connector.groups import OffloadGroup, interleave
 from tiering.connector.hits import Hit, HitSearch, PrefixLookup
 from tiering.connector.metadata import ReqId
+from tiering.connector.protocols import AllocatedBlocks, EngineRequest
+from tiering.connector.tracked import Match, TrackedRequest, policy_of
 from tiering.errors import ConfigError
-from tiering.offload.block_tables import BlockTables
-from tiering.offload.event_types import EngineEvents, KVCacheEvent, OffloadingKVEventsConfig
-from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.groups import OffloadGroup, interleave
-from tiering.offload.protocols import AllocatedBlocks, EngineRequest
-from tiering.offload.requests import Match, TrackedRequest, policy_of
 from tiering.runtime.ratelimit import LimitedWarning
 
 NO_TOKENS: tuple[int, bool] = (0, False)

@@ -1,6 +1,6 @@
 """The search for the longest usable hit over all KV-cache groups.
 
-:mod:`tiering.offload.groups` describes the blocks that a hit needs.
+:mod:`tiering.connector.groups` describes the blocks that a hit needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
-from tiering.offload.groups import OffloadGroup
+from tiering.connector.groups import OffloadGroup
 
 MAX_WINDOW_PROBES = 64
 """Number of times that one search may shorten the hit because a window block is missing.

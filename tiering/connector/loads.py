@@ -10,12 +10,12 @@ from typing import NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
+from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
 from tiering.errors import NotReadableError
-from tiering.offload.groups import OffloadGroup
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from tiering.connector.block_tables import BlockTables
+from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
-from tiering.offload.block_tables import BlockTables
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.protocols import SchedulerOutput
-from tiering.offload.requests import NEVER, BlockIds, GroupState, TrackedRequest
+from tiering.connector.protocols import SchedulerOutput
+from tiering.connector.tracked import NEVER, BlockIds, GroupState, TrackedRequest
 
 MAX_BACKOFF_STEPS = 16
 """Longest pause, in steps, before blocks that found no room are offered again."""

@@ -14,7 +14,7 @@ Three rules keep KV correct:
 - The step's metadata lists the jobs that still use blocks which the step newly allocates. The workers end these jobs
   before the step touches the KV cache.
 - A store does not become readable if a load of any connector failed to fill its blocks or blocks before them. The same
-  holds for blocks from before a reset (:mod:`tiering.offload.suspects`).
+  holds for blocks from before a reset (:mod:`tiering.connector.suspects`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import RequestPolicy
 from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
+from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
+from tiering.connector.groups import build_groups
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
+from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
-from tiering.offload.event_types import EngineEvents, OffloadingKVEventsConfig
-from tiering.offload.groups import build_groups
-from tiering.offload.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.requests import NEVER, GroupState
-from tiering.offload.suspects import EngineBlockPool
+from tiering.connector.suspects import EngineBlockPool
+from tiering.connector.tracked import NEVER, GroupState
 from tiering.replay.recorder import TraceRecorder
 
 logger = logging.getLogger("kv_tiering.connector")

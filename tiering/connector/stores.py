@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows
+from tiering.connector.events import OffloadingEventsTracker
+from tiering.connector.groups import OffloadGroup
 from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
+from tiering.connector.tracked import NEVER
 from tiering.errors import ConfigError
-from tiering.offload.events import OffloadingEventsTracker
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.requests import NEVER
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")

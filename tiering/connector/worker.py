@@ -28,11 +28,11 @@ from tiering.api.engine import OffloadingSpec
 from tiering.api.masking import shown_name
 from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
 from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.copy.handlers import HandlerEntry
 from tiering.errors import ConfigError
-from tiering.offload.stats import OffloadingConnectorStats
 
 logger = logging.getLogger("kv_tiering.worker")
 

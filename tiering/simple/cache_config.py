@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.connector.groups import GroupKind, OffloadGroup, kind_of, offload_groups
 from tiering.errors import ConfigError
-from tiering.offload.groups import GroupKind, OffloadGroup, kind_of, offload_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import islice, takewhile
 
 from tiering.api.keys import OffloadKey
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.requests import NEVER
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.tracked import NEVER
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.state import GroupState, Offer, RequestState

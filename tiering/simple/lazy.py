@@ -8,9 +8,9 @@ from itertools import repeat
 from typing import Any
 
 from tiering.api.keys import OffloadKey
-from tiering.offload.block_tables import BlockTables
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.requests import BlockIds
+from tiering.connector.block_tables import BlockTables
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.tracked import BlockIds
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.state import Offer, RequestState

@@ -1,7 +1,7 @@
 """The part of the engine's own block pool that the simple scheduler uses.
 
 Names and meanings are those of vLLM's block pool. A block has the attributes that
-:class:`tiering.offload.suspects.EngineBlockPool` names, and ``next_free_block``, the next block in the free queue.
+:class:`tiering.connector.suspects.EngineBlockPool` names, and ``next_free_block``, the next block in the free queue.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from tiering.offload.suspects import EngineBlockPool
+from tiering.connector.suspects import EngineBlockPool
 
 
 class FreeBlockQueue(Protocol):

@@ -6,7 +6,7 @@ references, so no block is reused while a copy reads or writes it, whether its r
 hold references, so both pools are complete again when the copies have ended.
 
 Blocks that a load of any connector did not fill never become visible, nor do blocks computed on top of them. The same
-holds for blocks from before a reset (:mod:`tiering.offload.suspects`).
+holds for blocks from before a reset (:mod:`tiering.connector.suspects`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tiering.api.engine import EngineConfig
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
+from tiering.connector.block_tables import BlockTables
 from tiering.connector.counters import counts_seconds
+from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.half import SchedulerHalf
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import WorkerJobs
-from tiering.offload.block_tables import BlockTables
-from tiering.offload.event_types import EngineEvents, OffloadingKVEventsConfig
-from tiering.offload.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.offload.requests import NEVER
+from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
+from tiering.connector.tracked import NEVER
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, check_options, derive_cpu_config

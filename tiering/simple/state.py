@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from tiering.api.keys import OffloadKey
+from tiering.connector import tracked
 from tiering.connector.jobs import WorkerJob
-from tiering.offload import requests
-from tiering.offload.protocols import EngineRequest
+from tiering.connector.protocols import EngineRequest
 from tiering.simple.metadata import NOT_HELD
 
 Blocks = tuple[list[int], list[int]]
@@ -24,7 +24,7 @@ stores blocks whose request has ended.
 
 
 @dataclass(slots=True, eq=False)
-class GroupState(requests.GroupState):
+class GroupState(tracked.GroupState):
     """One KV-cache group of a request; compared by identity."""
 
     lost: set[int] = field(default_factory=set)
@@ -32,7 +32,7 @@ class GroupState(requests.GroupState):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RequestState(requests.TrackedRequest[GroupState]):
+class RequestState(tracked.TrackedRequest[GroupState]):
     """One request, as the simple scheduler sees it."""
 
     rewinding: Callable[[Self], None]

@@ -31,7 +31,10 @@ from tiering.advisor.advisor import small_tier
 from tiering.api.namespace import ModelIdentity
 from tiering.config.registry import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from tiering.connector.prometheus import OffloadPromMetrics
+from tiering.connector.reports import TierReports
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.built import worker_mark
@@ -54,9 +57,6 @@ from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError, RegionError
-from tiering.offload.prometheus import OffloadPromMetrics
-from tiering.offload.reports import TierReports
-from tiering.offload.stats import OffloadingConnectorStats
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 from tiering.simple.selection import simple_options
@@ -222,7 +222,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         """Return new statistics, or None.
 
         A worker returns its transfers. The scheduler returns the tiers' counters at the times of
-        :class:`~tiering.offload.reports.TierReports`.
+        :class:`~tiering.connector.reports.TierReports`.
         """
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from tiering.offload.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
-from tiering.offload.snapshots import ExtraKeys
+from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, KVCacheEvent
+from tiering.connector.snapshots import ExtraKeys
 
 _SOURCES_OF_EXTRA_KEYS = ("lora_request", "mm_features", "cache_salt")
 

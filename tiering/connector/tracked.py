@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.protocols import EngineRequest
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.protocols import EngineRequest
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""

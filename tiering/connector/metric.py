@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from tiering.offload.stats import CONNECTOR, MANAGER, TIERS
+from tiering.connector.stats import CONNECTOR, MANAGER, TIERS
 
 TRANSFERS = "transfers"
 """Record of the workers' transfers between the GPU and the CPU tier."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.protocols import SchedulerOutput
-from tiering.offload.requests import BlockIds, TrackedRequest
-from tiering.offload.suspects import EngineBlockPool, SuspectBlocks
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.protocols import SchedulerOutput
+from tiering.connector.suspects import EngineBlockPool, SuspectBlocks
+from tiering.connector.tracked import BlockIds, TrackedRequest
 
 Tracked = TypeVar("Tracked", bound=TrackedRequest[Any])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from tiering.offload.metric import TRANSFERS, Metric, MetricKind
-from tiering.offload.stats import CONNECTOR, MANAGER
-from tiering.offload.tier_metrics import TIER_METRICS
+from tiering.connector.metric import TRANSFERS, Metric, MetricKind
+from tiering.connector.stats import CONNECTOR, MANAGER
+from tiering.connector.tier_metrics import TIER_METRICS
 
 SIZE_BUCKETS: tuple[float, ...] = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 """Upper bounds of the histogram of transfer sizes, in bytes."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tiering.offload.suspects import STEPS_IN_FLIGHT, SuspectBlocks
+from tiering.connector.suspects import STEPS_IN_FLIGHT, SuspectBlocks
 
 SIZE = 4
 

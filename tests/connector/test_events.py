@@ -11,9 +11,9 @@ import pytest
 from tests.connector.fakes import FakeManager, finished, ids, make_scheduler, make_spec, prompt, run_prompt, start_load
 from tiering.api.keys import make_offload_key
 from tiering.api.manager import OffloadingEvent
+from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, OffloadingKVEventsConfig
+from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.offload.event_types import BlockRemoved, BlockStored, EngineEvents, OffloadingKVEventsConfig
-from tiering.offload.events import OffloadingEventsTracker
 
 ON = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=True)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from tiering.offload.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
+from tiering.connector.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
 
 STATS_INTERVAL = 1.0
 """Time between two reports of the tiers' counters while requests run, in seconds."""
@@ -18,7 +18,7 @@ class TierReports(Generic[Stats]):
     """The reports of one scheduler half, for any engine.
 
     Args:
-        make: class of the reports, for example :class:`~tiering.offload.stats.OffloadingConnectorStats`.
+        make: class of the reports, for example :class:`~tiering.connector.stats.OffloadingConnectorStats`.
         clock: returns monotonic seconds.
     """
 

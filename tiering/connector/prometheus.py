@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tiering.connector.metric import LABELS, TRANSFERS, Metric, MetricKind
+from tiering.connector.metrics import metrics_of
+from tiering.connector.stats import RECORDS, TIERS, StatsData
 from tiering.errors import ConfigError
-from tiering.offload.metric import LABELS, TRANSFERS, Metric, MetricKind
-from tiering.offload.metrics import metrics_of
-from tiering.offload.stats import RECORDS, TIERS, StatsData
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
 
@@ -199,7 +199,7 @@ class OffloadPromMetrics:
         """Add one report of an engine to the metrics.
 
         Args:
-            data: the report (:attr:`tiering.offload.stats.OffloadingConnectorStats.data`).
+            data: the report (:attr:`tiering.connector.stats.OffloadingConnectorStats.data`).
             engine_idx: index of the engine; default: 0.
         """
         engine = self._engine_labels(engine_idx)

@@ -12,8 +12,8 @@ from tests.connector.fakes import FakeRequest, prompt
 from tiering.api.engine import KVCacheGroup
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
-from tiering.offload.groups import offload_groups
-from tiering.offload.requests import NEVER, GroupState, TrackedRequest, extend_keys, policy_of
+from tiering.connector.groups import offload_groups
+from tiering.connector.tracked import NEVER, GroupState, TrackedRequest, extend_keys, policy_of
 
 CTX = ReqContext("r1")
 LAYOUTS = tuple(

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from tiering.api.keys import GROUP_BYTES, PRIMARY_TIER, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.api.manager import OffloadingEvent
-from tiering.offload.event_types import (
+from tiering.connector.event_types import (
     BlockRemoved,
     BlockStored,
     EngineEvents,
     KVCacheEvent,
     OffloadingKVEventsConfig,
 )
-from tiering.offload.groups import OffloadGroup
-from tiering.offload.protocols import EngineRequest
-from tiering.offload.snapshots import MAX_SNAPSHOT_TOKENS, RUN_BLOCKS, ExternalHash, Run, Snapshots
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.protocols import EngineRequest
+from tiering.connector.snapshots import MAX_SNAPSHOT_TOKENS, RUN_BLOCKS, ExternalHash, Run, Snapshots
 
 logger = logging.getLogger("kv_tiering.connector")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from tiering.offload.protocols import EngineRequest
-from tiering.offload.snapshots import ExternalHash, ExtraKeys
+from tiering.connector.protocols import EngineRequest
+from tiering.connector.snapshots import ExternalHash, ExtraKeys
 
 
 @dataclass(frozen=True, slots=True)

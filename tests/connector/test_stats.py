@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiering.offload.reports import STATS_INTERVAL, TierReports
-from tiering.offload.stats import Increments, OffloadingConnectorStats
+from tiering.connector.reports import STATS_INTERVAL, TierReports
+from tiering.connector.stats import Increments, OffloadingConnectorStats
 from tiering.secondary.stats import TierStats
 from tiering.testing.clock import FakeClock
 

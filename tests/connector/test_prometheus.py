@@ -13,19 +13,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tests.connector.fakes import ids, make_scheduler, prompt, run_prompt
 from tiering.advisor.advisor import FIELDS
+from tiering.connector import prometheus
 from tiering.connector.counters import SchedulerCounters
-from tiering.errors import ConfigError
-from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
-from tiering.offload import prometheus
-from tiering.offload.metric import MetricKind
-from tiering.offload.metrics import METRICS, SIZE_BUCKETS, metrics_of
-from tiering.offload.prometheus import (
+from tiering.connector.metric import MetricKind
+from tiering.connector.metrics import METRICS, SIZE_BUCKETS, metrics_of
+from tiering.connector.prometheus import (
     MetricClasses,
     OffloadPromMetrics,
     representative_seconds,
     unregister_tier_metrics,
 )
-from tiering.offload.stats import CONNECTOR, MANAGER, TIERS, Increments, OffloadingConnectorStats
+from tiering.connector.stats import CONNECTOR, MANAGER, TIERS, Increments, OffloadingConnectorStats
+from tiering.errors import ConfigError
+from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
 from tiering.secondary.stats import GAUGES, JOB_LATENCY_BUCKETS, TierStats
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from tiering.advisor.advisor import FIELDS
-from tiering.offload.metric import Metric, MetricKind
-from tiering.offload.stats import TIERS
+from tiering.connector.metric import Metric, MetricKind
+from tiering.connector.stats import TIERS
 from tiering.secondary.stats import JOB_LATENCY_BUCKETS
 
 _counter = partial(Metric, TIERS, MetricKind.COUNTER)
