@@ -68,7 +68,7 @@ class Growth:
         self._places_wanted = places_wanted
         self._recovering = recovering
         self._refused = False
-        """True from refused writes until the disk takes writes again; the refused slots may have been given up."""
+        """True from refused writes until the disk takes writes again, also without the refused slots."""
         self._restored = float("-inf")
         """Time when slots that the disk had refused were taken back into use."""
         self._per_segment = store.geometry.slots_per_segment
@@ -77,7 +77,10 @@ class Growth:
         self._pace: Pace | None = None
         self._complete = False
         self._spares_strangers = False
-        """True if the next segment would cost files that this engine cannot use. It waits until slots are needed."""
+        """True if the next segment would cost files of another shape.
+
+        The segment waits until slots are needed.
+        """
         self._no_space_until = float("-inf")
         self._refusals = 0
         """Number of attempts in a row to add a segment that failed."""

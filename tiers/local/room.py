@@ -17,7 +17,7 @@ from tiers.local.segments import Segments, is_segment
 logger = logging.getLogger("kv_tiering.local")
 
 LEAST_RESERVE = 4 << 20
-"""Bytes that stay free on a disk that has refused writes to slots, at least, unless a segment is smaller."""
+"""Fewest bytes that stay free on a disk that has refused writes; a segment, if that is smaller."""
 
 UNRESERVED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that reserve no space (fallocate)."""
