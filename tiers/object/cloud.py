@@ -184,25 +184,6 @@ def verification(options: BucketOptions) -> str | bool:
     return str(found[1]) if found is not None else ssl.get_default_verify_paths().cafile or True
 
 
-def make_cloud(options: BucketOptions) -> Cloud:
-    """Return the back end for the scheme of a bucket's URL.
-
-    Raises:
-        ConfigError: a package that the back end needs is missing.
-    """
-    if options.scheme == "s3":
-        from tiers.object.s3.cloud import S3Cloud
-
-        return S3Cloud(options)
-    if options.scheme == "az":
-        from tiers.object.azure import AzureCloud
-
-        return AzureCloud(options)
-    from tiers.object.gcs import GcsCloud
-
-    return GcsCloud(options)
-
-
 def batches(names: Sequence[str], size: int) -> Iterator[list[str]]:
     """Yield ``names`` in lists of at most ``size``."""
     for start in range(0, len(names), size):

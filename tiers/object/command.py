@@ -17,20 +17,13 @@ from typing import TYPE_CHECKING
 import obstore
 
 from tiering.errors import ConfigError, PermanentStoreError, StoreError
-from tiering.secondary.admin.contract import (
-    Collected,
-    EpochState,
-    Finding,
-    KnownNamespace,
-    Limits,
-    StoredBlock,
-    TierAdmin,
-)
+from tiering.secondary.admin.contract import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
 from tiering.secondary.admin.namespaces import known_namespaces
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
 from tiers.coordination.probes import probe_coordination
-from tiers.object.cloud import make_cloud
+from tiers.object.clouds import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES

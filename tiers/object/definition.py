@@ -12,7 +12,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
 from tiering.errors import ConfigError
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.coordination import Coordination

@@ -20,7 +20,8 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
 from tiering.runtime.pool import ThreadPool
-from tiers.object.cloud import Cloud, batches, make_cloud
+from tiers.object.cloud import Cloud, batches
+from tiers.object.clouds import make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
 from tiers.object.names import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS
 from tiers.object.options import BucketOptions

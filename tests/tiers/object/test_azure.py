@@ -30,7 +30,7 @@ from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.object import ObjectOptions, suspects
-from tiers.object.cloud import make_cloud
+from tiers.object.clouds import make_cloud
 from tiers.object.faults import STORE_FAILURES, summary
 from tiers.object.names import SUSPECTS
 from tiers.object.store import ObjectStore
