@@ -29,9 +29,9 @@ from tiering.secondary.admin.contract import (
     Limits,
     Severity,
     StoredBlock,
-    TierAdmin,
     UnsupportedError,
 )
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import (
     JobResult,

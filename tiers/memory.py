@@ -19,7 +19,8 @@ from tiering.api.namespace import Namespace
 from tiering.api.units import Size
 from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
 from tiering.errors import ConfigError, CorruptBlockError
-from tiering.secondary.admin.contract import KnownNamespace, TierAdmin, UnsupportedError
+from tiering.secondary.admin.contract import KnownNamespace, UnsupportedError
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition

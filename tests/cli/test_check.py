@@ -21,7 +21,8 @@ from tiering.cli import check as check_module
 from tiering.cli import machine
 from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
-from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
+from tiering.secondary.admin.contract import Finding, Severity
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.files import Files
 from tiering.testing.tier_tests import K

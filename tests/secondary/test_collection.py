@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.admin.ages import ERA, Ages
-from tiering.secondary.admin.contract import Collected, Limits, StoredBlock, TierAdmin
+from tiering.secondary.admin.contract import Collected, Limits, StoredBlock
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 
 HOUR = 3600.0

@@ -27,7 +27,7 @@ from tiering.cli.parameters import (
 )
 from tiering.cli.tiers import note
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 
 DEFAULT_SIZES = ("512KiB", "2MiB", "8MiB")
 DEFAULT_DEPTHS = (1, 4, 16)

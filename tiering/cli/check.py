@@ -28,7 +28,8 @@ from tiering.cli.parameters import (
 )
 from tiering.cli.tiers import conflicts_with_earlier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
-from tiering.secondary.admin.contract import Finding, Severity, TierAdmin
+from tiering.secondary.admin.contract import Finding, Severity
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.admin.verification import FrameVerifier
 from tiering.secondary.io.frame import FrameError
 from tiering.secondary.options import TierOptions

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from tiering.api.units import format_bytes
 from tiering.cli.output import age, stdout
-from tiering.secondary.admin.contract import EpochState, KnownNamespace, TierAdmin
+from tiering.secondary.admin.contract import EpochState, KnownNamespace
+from tiering.secondary.admin.tier_admin import TierAdmin
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from tiering.cli.output import duration, print_json
 from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 
 _CPU_TIER = "its blocks end with the engine; kv-tiering top shows them while the engine runs"
 

@@ -14,7 +14,8 @@ import click
 from tiering.api.masking import mask_text
 from tiering.cli.parameters import admin_of
 from tiering.errors import ConfigError, TieringError
-from tiering.secondary.admin.contract import KnownNamespace, TierAdmin, UnsupportedError
+from tiering.secondary.admin.contract import KnownNamespace, UnsupportedError
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 
 DRY_RUN = 3

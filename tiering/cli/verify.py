@@ -16,7 +16,8 @@ from tiering.cli.contents import TierContent
 from tiering.cli.output import stderr
 from tiering.errors import ConfigError
 from tiering.runtime.json_text import parse_json
-from tiering.secondary.admin.contract import StoredBlock, TierAdmin
+from tiering.secondary.admin.contract import StoredBlock
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.admin.verification import FrameVerifier
 from tiering.secondary.io.frame import HEADER_BYTES, FrameError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
 from tiering.secondary.options import TierOptions
 

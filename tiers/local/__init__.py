@@ -18,7 +18,7 @@ import logging
 import os
 from pathlib import Path
 
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.secondary.files import Files

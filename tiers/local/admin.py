@@ -28,9 +28,9 @@ from tiering.secondary.admin.contract import (
     Limits,
     Severity,
     StoredBlock,
-    TierAdmin,
 )
 from tiering.secondary.admin.namespaces import known_namespaces, namespace_of
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
 from tiering.secondary.io.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.options import TierOptions

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from tiering.api.units import format_bytes
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, TierAdmin, UnsupportedError
+from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, UnsupportedError
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition

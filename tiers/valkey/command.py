@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, StoredBlock, TierAdmin
+from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, StoredBlock
 from tiering.secondary.admin.namespaces import DOCUMENTS, known_namespaces
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.index.places import parse_place
 from tiering.secondary.options import TierOptions
 from tiering.secondary.service.common_epoch import begin_common

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError
-from tiering.secondary.admin.contract import TierAdmin
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.definition import TierDefinition

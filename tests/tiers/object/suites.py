@@ -18,7 +18,8 @@ from tests.tiers.object.rigs import namespace_of
 from tiering.block_store import Place
 from tiering.config.registry import tier_definition
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Limits, Severity, TierAdmin
+from tiering.secondary.admin.contract import Limits, Severity
+from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.secondary.definition import TierDefinition
 from tiering.testing.store_tests import BlockStoreTests

@@ -6,9 +6,12 @@ Blocks pass in a stream: the memory that a collection takes does not depend on t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from tiering.secondary.admin.ages import Ages
-from tiering.secondary.admin.contract import Collected, EpochState, Limits, StoredBlock, TierAdmin
+from tiering.secondary.admin.contract import Collected, EpochState, KnownNamespace, Limits, StoredBlock
 
 BATCH = 1000
 """Blocks that are removed by one call."""
@@ -17,10 +20,30 @@ REMOVALS = 4
 """Batches that are removed at the same time."""
 
 
+class Collectable(Protocol):
+    """The part of a tier's administration that a collection needs, as ``TierAdmin`` has it."""
+
+    removed_blocks: int
+    """Number of blocks that have been removed."""
+    removed_bytes: int
+    """Bytes of these blocks."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]: ...
+
+    def exclusively(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def namespaces(self) -> list[KnownNamespace]: ...
+
+    async def remove(self, blocks: Sequence[StoredBlock]) -> None: ...
+
+
 class _Remover:
     """Counts removed blocks, and removes them in batches while the listing goes on."""
 
-    def __init__(self, admin: TierAdmin, *, dry_run: bool) -> None:
+    def __init__(self, admin: Collectable, *, dry_run: bool) -> None:
         self._admin = admin
         self._dry_run = dry_run
         self._batch: list[StoredBlock] = []
@@ -66,7 +89,7 @@ class _Remover:
             task.result()
 
 
-async def collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collected:
+async def collect(admin: Collectable, limits: Limits, *, dry_run: bool) -> Collected:
     """Remove the blocks that ``limits`` name, and return how many they were.
 
     An epoch counts as abandoned if neither an epoch document nor a lease younger than ``limits.grace`` names it. A
@@ -88,7 +111,7 @@ async def collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collect
         return await _collect(admin, limits, dry_run=False)
 
 
-async def _collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collected:
+async def _collect(admin: Collectable, limits: Limits, *, dry_run: bool) -> Collected:
     now = admin.clock()
     used = await used_epochs(admin) if limits.abandoned else set[str]()
     kept = Ages()
@@ -117,7 +140,7 @@ async def _collect(admin: TierAdmin, limits: Limits, *, dry_run: bool) -> Collec
     return Collected(listed, listed_bytes, removed, removed_bytes)
 
 
-async def clear(admin: TierAdmin, namespace: str, *, dry_run: bool) -> Collected:
+async def clear(admin: Collectable, namespace: str, *, dry_run: bool) -> Collected:
     """Remove all blocks of a namespace, and return how many they were.
 
     Raises:
@@ -133,7 +156,7 @@ async def clear(admin: TierAdmin, namespace: str, *, dry_run: bool) -> Collected
     return Collected(listed, listed_bytes, remover.removed, remover.removed_bytes)
 
 
-async def used_epochs(admin: TierAdmin) -> set[str]:
+async def used_epochs(admin: Collectable) -> set[str]:
     """Return the fingerprints of all epochs that engines use or may use."""
     return {
         fingerprint
