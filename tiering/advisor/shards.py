@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappush, heappushpop
 
 HASH_BITS = 32
-"""Length of a hash in bits."""
+"""Bits of the hash by which a key is in the sample or not."""
 HASHES = 1 << HASH_BITS
 """Number of hash values."""
 SAMPLE = 8192

@@ -60,7 +60,7 @@ class TraceRecording:
     """Settings of the trace that a scheduler records of its requests."""
 
     directory: Path
-    """Directory of the files."""
+    """Directory that takes the files of all processes."""
     max_bytes: int
     """Largest size of one process's files together, in bytes."""
     max_total: int
@@ -180,6 +180,6 @@ class CanonicalKVCaches:
     """The canonical form of an engine's KV cache."""
 
     tensors: tuple[CanonicalKVCacheTensor, ...]
-    """The unique tensors."""
+    """Tensors with KV; one that several layers share is listed once."""
     group_data_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...] = field(default=())
     """References to the tensors per KV-cache group, in the order in which a row holds them."""

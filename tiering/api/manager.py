@@ -62,7 +62,7 @@ class OffloadingEvent:
     """
 
     keys: list[OffloadKey]
-    """The keys of the blocks."""
+    """Keys of the blocks that came or went together."""
     medium: str
     """:data:`MEDIUM_CPU` or :data:`MEDIUM_STORAGE`. Engines and routers know no other values."""
     locality: str

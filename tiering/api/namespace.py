@@ -98,7 +98,7 @@ class ModelIdentity:
         for word in ("name", "weights", "dtype"):
             value = getattr(self, word)
             if not isinstance(value, str) or not value:
-                raise ConfigError(f"ModelIdentity.{word}: {value!r} is not a text that identifies something")
+                raise ConfigError(f"ModelIdentity.{word}: {value!r}: must be a non-empty string, e.g. a commit id")
         if not isinstance(self.layout, KVLayout) and (not isinstance(self.layout, str) or not self.layout):
             raise ConfigError(f"ModelIdentity.layout: {self.layout!r} is neither a KVLayout nor a text")
 

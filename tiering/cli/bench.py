@@ -42,9 +42,9 @@ class BreakEven:
     """The shortest prefix of one size of blocks whose load is faster than its prefill."""
 
     tier: str
-    """Name of the tier."""
+    """Name of the tier, as in the stack file."""
     block_bytes: int
-    """Bytes of a block."""
+    """Bytes of a block, without header and padding."""
     first_block: float
     """Seconds until one block alone is loaded."""
     bytes_per_second: float

@@ -26,9 +26,9 @@ class EpochContent:
     fingerprint: str
     """Fingerprint of namespace and epoch in hexadecimal; empty for a namespace without blocks."""
     state: str
-    """State of the epoch."""
+    """State of the epoch, a value of :class:`EpochState` as text."""
     blocks: int = 0
-    """Number of blocks."""
+    """Number of blocks that the listing found in the epoch; default 0."""
     nbytes: int = 0
     """Bytes of the blocks on the medium."""
     oldest: float | None = None
@@ -41,7 +41,7 @@ class EpochContent:
 
 @dataclass(frozen=True, slots=True)
 class TierContent:
-    """The content of one tier."""
+    """The blocks on one tier's medium, by namespace and epoch, and what could not be read."""
 
     place: str
     """The medium's place."""

@@ -95,7 +95,7 @@ class TierDriver:
                 distance=definition.distance,
             ),
         )
-        """The tier."""
+        """The tier that is driven, built but not opened."""
         self._jobs = 0
         self._ended = threading.Event()
         self._listening = ExitStack()

@@ -31,7 +31,7 @@ _BACKOFF = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measurement."""
+    """Speed of one tier in one direction, for blocks of one size at one depth."""
 
     tier: str
     """Name of the tier."""
@@ -46,7 +46,7 @@ class Measured:
     failed: int
     """Blocks that were not moved: dropped, declined or missed."""
     bytes_per_second: float
-    """Bandwidth."""
+    """Bytes of the moved blocks per second, in the fastest run."""
     p50: float
     """Median time from the submission of a block to its end, in seconds."""
     p90: float
@@ -73,7 +73,7 @@ class Plan:
     """Sizes, depths and amounts of the measurements."""
 
     block_bytes: Sequence[int]
-    """Sizes of blocks."""
+    """Sizes of blocks to measure, in bytes."""
     depths: Sequence[int]
     """Numbers of blocks in flight."""
     nbytes: int

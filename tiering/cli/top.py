@@ -61,9 +61,9 @@ class Row:
     hits: str
     """Share of the queried blocks that were held."""
     reads: str
-    """Bandwidth of reads."""
+    """Bytes per second that are read from the medium, as text."""
     writes: str
-    """Bandwidth of writes."""
+    """Bytes per second that are written to the medium, as text."""
     latency: str
     """Upper bounds of the median and the 99th percentile of jobs."""
     active: str

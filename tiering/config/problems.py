@@ -26,7 +26,7 @@ _ALLOWED = "allowed are "
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a stack."""
+    """A field of a stack file that is wrong, with the sentence that says why."""
 
     path: FieldPath
     """Path of the wrong field."""

@@ -25,7 +25,7 @@ class TransferResult:
     transfer_time: float | None = None
     """Seconds from start to end."""
     transfer_type: TransferType | None = None
-    """Direction of the transfer."""
+    """Medium of the source and of the destination; None (default): not reported."""
 
 
 class OffloadingHandler(ABC):

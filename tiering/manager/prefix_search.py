@@ -55,7 +55,7 @@ class _Walk:
 
 
 class PrefixSearch:
-    """Prefix searches of one manager."""
+    """Finds the leading blocks of a chain that the tiers hold together, and has them promoted."""
 
     def __init__(
         self,

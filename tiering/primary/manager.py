@@ -34,7 +34,7 @@ class RowCounts(NamedTuple):
     """Number of rows in each state; rows in none of them are read, written or reserved."""
 
     rows: int
-    """All rows."""
+    """Rows of the region, in whatever state."""
     free: int
     """Rows without a block."""
     evictable: int
@@ -45,7 +45,7 @@ class RowCounts(NamedTuple):
 
 @dataclass(slots=True)
 class _Claimed:
-    """The claims of one request."""
+    """Claims of one request that no completion has released yet."""
 
     batches: list[tuple[list[OffloadKey], Rows]] = field(default_factory=list)
     """Whole batches: keys and their rows."""

@@ -18,7 +18,7 @@ class Speed:
     """Speed of a medium in one direction."""
 
     bytes_per_second: float
-    """Bandwidth."""
+    """Bytes per second of all transfers together."""
     latency: float
     """Time until the first byte of a block arrives, in seconds."""
     at_once: int

@@ -30,7 +30,7 @@ class Times:
         self._shortest, self._longest = math.inf, 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one duration."""
+        """Count a duration in its bucket."""
         index = 0 if seconds <= FASTEST else int(math.log(seconds / FASTEST) / _LOG_STEP) + 1
         self._counts[min(index, BOUNDS - 1)] += 1
         self.count += 1
@@ -53,7 +53,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """One tier in a replay."""
+    """Hits, traffic and price of one tier in a replay."""
 
     name: str
     """Name of the tier; "device" for the engine's own cache, "cpu" for the primary tier."""
@@ -64,9 +64,9 @@ class TierResult:
     hit_rate: float
     """Share of all prompt blocks that were loaded from this tier."""
     bytes_read: int
-    """Bytes read from the medium."""
+    """Bytes that loads read from the medium, compressed if the tier compresses."""
     bytes_written: int
-    """Bytes written to the medium."""
+    """Bytes that stores wrote to the medium, compressed if the tier compresses."""
     requests: int
     """Requests to the medium: blocks written and read, and probes."""
     blocks_declined: int
@@ -78,7 +78,7 @@ class TierResult:
     seconds_out_of_service: float
     """Seconds during which the tier served nothing, because so many loads missed its deadline."""
     blocks_at_end: int
-    """Blocks held at the end."""
+    """Blocks that the tier holds after the last request."""
     bytes_paid: int
     """Bytes that are paid for: the capacity, or what a tier without one holds in the steady state."""
     dollars_per_month: float
@@ -96,11 +96,11 @@ class ReplayResult:
     settings: dict[str, str]
     """Swept words and their values; empty for a single replay."""
     requests: int
-    """Requests of the trace."""
+    """Requests that were replayed."""
     blocks: int
     """Prompt blocks of the trace."""
     prompt_tokens: int
-    """Prompt tokens of the trace."""
+    """Tokens of all prompts together."""
     trace_seconds: float
     """Time between the first and the last request, in seconds."""
     hit_rate: float

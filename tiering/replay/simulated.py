@@ -142,7 +142,7 @@ class SimulatedIo:
         self.stats = IoStats()
         at_once = options.depth.start
         self.loads = LoadQueue(Speed(model.read_bytes_per_second, model.latency, at_once))
-        """Loads from the medium."""
+        """Queue of the loads, each with an end that is certain when it is submitted."""
         self.stores = StoreQueue(Speed(model.write_bytes_per_second, model.latency, at_once), bytes_ratio)
         """Stores to the medium."""
         self.load_depth = self.store_depth = at_once

@@ -30,9 +30,9 @@ class CurvePoint:
     """Hit rates at one capacity, of an exact cache of blocks without any cost."""
 
     capacity_bytes: int
-    """Capacity in bytes."""
+    """Bytes of blocks that the cache may hold."""
     lru: float
-    """Hit rate of LRU."""
+    """Share of the accesses that hit with least-recently-used eviction."""
     ideal: float | None
     """Largest hit rate of any policy (Belady); None where it was not computed."""
 

@@ -27,7 +27,7 @@ _POSITIONS = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace."""
+    """Arrival, lengths and block hashes of one request; a trace has no text and no tokens."""
 
     time: float
     """Time of arrival in seconds, counted from any origin."""

@@ -173,7 +173,7 @@ class Files:
     # ---------------------------------------------------------------------------- operations made of those above
 
     def write_all(self, fd: int, data: memoryview, offset: int) -> None:
-        """Write all of ``data``."""
+        """Write ``data`` at ``offset``, in several calls if one writes only a part."""
         while len(data):
             done = self.pwritev(fd, [data], offset)
             if done <= 0:

@@ -1,4 +1,20 @@
-"""Life cycle of a block tier: opening, epochs, resets, and shutdown."""
+"""Life cycle of a block tier: opening, epochs, resets, and shutdown.
+
+A tier's life::
+
+          open              entered                     shutdown
+    built ----> opening -----------------> in service ----------> closed
+                ^  |  ^                     |   |   ^
+        backoff |  |  |  reset, invalidation|   |   | a probe succeeds, overdue loads end
+                +--+  +---------------------+   |   |
+               failed |                         v   |
+                      |             no lookups, loads or stores: breaker open, rows of overdue loads
+         enter_medium |
+                      +--- suspended <--- leave_medium (the medium is not the one that was opened)
+
+A tier is shut down from every state. A reset of a shared medium needs no opening: the tier is in the new epoch at once.
+A tier in service whose ``successor`` or ``outdated`` is set stays in its epoch until the manager calls ``follow``.
+"""
 
 from __future__ import annotations
 
@@ -308,7 +324,9 @@ class TierLife:
         elif not found.covers(self._agreement.known):
             self._reopen()
         elif found.epoch != self._common.epoch:
-            logger.warning("tier %s: its medium has begun an epoch anew, which the engine enters", self._name)
+            logger.warning(
+                "tier %s: the medium was restored or emptied; older blocks are ignored from now on", self._name
+            )
             self._leave_for_common(found, dropped=False)
         else:
             self._common = found

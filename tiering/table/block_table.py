@@ -3,6 +3,23 @@
 All operations work in batches. The primary tier keeps its rows in such a table, a local tier its slots. The scheduler's
 thread owns the table, so there are no locks. A block costs a bytes key and an int in a dict, and some bytes in arrays;
 the garbage collector tracks none of them.
+
+A row's life, by its reference count::
+
+           allocate           commit               pin
+    FREE ------------> -1 -------------> 0 <----------------> n readers
+     ^               WRITING             |        unpin           |
+     |                 |  |              |                        |
+     +------ abort ----+  |              |                        |
+     +------ allocate for another key, evict, drop, clear         |
+     |                    |                                       |
+     |                    | disown, clear                         | drop, clear
+     |                    v                                       |
+     +-- end_writing, -- quarantined: no key leads to the row <---+
+         last unpin           |
+                              +--- adopt: its writer has succeeded ---> 0
+
+``allocate`` takes evictable rows (0) where free ones do not suffice. A row that is read or written is never free.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import obstore
 from obstore.store import MemoryStore
 
 MOST_THREADS = 4
-"""Threads at most."""
+"""Most threads of obstore's runtime, on machines of 16 cores and more."""
 _CORES_PER_THREAD = 4
 _VARIABLE = "TOKIO_WORKER_THREADS"
 

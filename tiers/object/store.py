@@ -55,10 +55,10 @@ _LAST = "~"
 
 
 class DocumentVersion(NamedTuple):
-    """One version of a document."""
+    """A document as one read found it, for a write that must replace exactly this version."""
 
     content: bytes
-    """The content."""
+    """Bytes of the document."""
     version: str
     """Text that identifies the version for the service."""
     modified: float

@@ -43,7 +43,7 @@ NO_VALKEY = (
 """Message about the missing package."""
 
 Word = str | bytes | int | float | memoryview
-"""Word of a command."""
+"""A word of a command, as the client library encodes it."""
 
 
 class ValkeyClient:

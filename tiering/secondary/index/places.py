@@ -11,7 +11,7 @@ _PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/[0-9a-f]{2}/((?:[0-9a-f]{2})
 
 
 class NamedPlace(NamedTuple):
-    """Parts of a place."""
+    """The parts of a place whose name states namespace, epoch and key."""
 
     namespace: str
     """Base of the namespace as 32 hex digits."""

@@ -2,6 +2,18 @@
 
 The fingerprint of a block covers the epoch. Blocks of an epoch whose document is gone are therefore foreign to all
 processes.
+
+An epoch's life on a shared medium, in the states of :class:`EpochState`::
+
+             conditional put            epoch new, documents lost
+    none -----------------------> current ------------------------> abandoned ----> removed by kv-tiering gc
+                                     :                                  ^
+         a process leaves it alone   : reset without revision           | its lease is older than the grace
+                                     v                                  |
+                                  leased: private, the process renews --+
+
+On a medium of one process, a reset removes the document before it writes the next one. A revision names its epoch, so
+all processes with the same text are in the same one.
 """
 
 from __future__ import annotations
@@ -152,7 +164,7 @@ class EpochDocument:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Target of a reset."""
+    """The epoch that a reset begins, and the processes that it is for."""
 
     namespace: Namespace
     """Namespace in the epoch that begins."""
