@@ -43,7 +43,7 @@ def public_names() -> set[str]:
 
 
 def words_of(name: str) -> str:
-    """Return the words of a name in lower case, separated by spaces: ``leaveMedium`` and ``leave_medium`` alike."""
+    """Return the words of a name in lower case, for ``GiveUp`` as for ``give_up``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", " ", name).lower()
 
 
