@@ -11,7 +11,7 @@ import pytest
 import tiering
 import tiering.tier
 from scripts import site
-from tiering.offload.metrics import METRICS
+from tiering.connector.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
