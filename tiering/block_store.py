@@ -318,6 +318,15 @@ class BlockStore(ABC):
             self.write_document(name, data)
         return self.read_document(name)
 
+    def prove_damage(self, name: str, content: bytes) -> None:
+        """Return if the medium itself holds ``content``, which the checksum of a document refuses.
+
+        Others may read the document as it was written if the damage was done on the way. The default trusts the way.
+
+        Raises:
+            StoreError: it is not proved that the document on the medium is damaged.
+        """
+
     def remove_document(self, name: str) -> None:
         """Make a document's content unreadable, durably, also on a full medium.
 

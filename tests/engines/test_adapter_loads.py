@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,13 @@ def test_a_young_file_that_changes_within_a_tick_of_the_clock_has_no_identity(
     manager = Manager()
     manager.meanwhile = lambda: in_place(adapter / "adapter_model.safetensors")
     assert identity(loads, adapter, manager) == ""
+
+
+def test_files_that_a_process_may_write_through_a_mapping_have_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
+    path = write(tmp_path / "adapter", b"one")
+    with (path / "adapter_model.safetensors").open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert identity(loads, path) == ""
+    assert identity(loads, path) != ""
 
 
 def test_an_adapter_without_files_has_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -26,7 +27,14 @@ from tiering.engines.vllm.built import UNKNOWN, settings_mark
 from tiering.engines.vllm.hub_cache import is_as_downloaded
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.identity import overrides
-from tiering.engines.vllm.weights import digest_of_files, draft_identity, files_seen, unproven, weights_identity
+from tiering.engines.vllm.weights import (
+    digest_of_files,
+    draft_identity,
+    files_seen,
+    has_writer,
+    unproven,
+    weights_identity,
+)
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 from tiering.testing.clock import until
 
@@ -336,6 +344,26 @@ def test_files_that_changed_since_the_engine_started_are_unproven(tmp_path: Path
     assert unproven(before, files_seen(model(path), AUTO)) is None
     changes(path, how)
     assert unproven(before, files_seen(model(path), AUTO)) is not None
+
+
+def test_a_file_that_a_process_may_write_through_a_mapping_is_unproven(tmp_path: Path) -> None:
+    """Stores through a mapping whose pages are dirty already leave all times as they are."""
+    path = write_model(tmp_path / "model")
+    weights = path / "model.safetensors"
+    before = files_seen(model(path), AUTO)
+    with weights.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[0] = mapping[0]
+        held = files_seen(model(path), AUTO)
+        assert unproven(held, files_seen(model(path), AUTO)) == str(weights.resolve())
+        assert unproven(before, held) == str(weights.resolve())
+
+
+def test_a_file_that_a_process_only_reads_is_no_writer(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    weights = path / "model.safetensors"
+    with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert not has_writer(weights)
+    assert not has_writer(path / "absent")
 
 
 def test_a_file_that_is_gone_is_unproven(tmp_path: Path) -> None:

@@ -107,6 +107,10 @@ ALLOWED = {
 """Callers that may call them, as a file with or without a function."""
 
 
+IO_THREADS = r"lock.* in (threading.py:.*|tiering/.*/host.py:_end_unit), from host.py:"
+"""Calls of a reset that wait for I/O threads: until its deadline, or while one notes the end of a unit."""
+
+
 class Calls:
     """Calls of functions that may wait or do I/O, from methods of a scheduler half.
 
@@ -251,7 +255,7 @@ def test_a_reset_waits_only_for_io_threads_and_until_its_deadline_when_all_share
             with profiled(calls):
                 half.reset_cache()
             assert calls.total > 100
-            other = {call for call in calls.seen if not re.match("lock.* in threading.py:.*, from host.py:", call)}
+            other = {call for call in calls.seen if not re.match(IO_THREADS, call)}
             assert {call for call in other if not call.startswith("urandom")} == set()  # random names never wait
             assert all(0 < seconds <= 0.05 for seconds in waits)
             ask_all(engine, PROMPTS, f"{down} {turn}", max_tokens=2)
@@ -277,7 +281,7 @@ def test_no_reset_waits_for_a_valkey_that_is_killed_in_its_calls_and_a_bucket_th
             calls = Calls("reset_cache")
             with profiled(calls):
                 half.reset_cache()
-            other = {call for call in calls.seen if not re.match("lock.* in threading.py:.*, from host.py:", call)}
+            other = {call for call in calls.seen if not re.match(IO_THREADS, call)}
             assert {call for call in other if not call.startswith("urandom")} == set()
     finally:
         over.set()

@@ -26,6 +26,8 @@ class EpochStore(Protocol):
 
     def list_documents(self, prefix: str) -> Iterable[str]: ...
 
+    def prove_damage(self, name: str, content: bytes) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class BegunEpoch:

@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
-from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError
+from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.runtime.pool import ThreadPool
 from tiers.object.cloud import Cloud, batches
 from tiers.object.clouds import make_cloud
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 logger = logging.getLogger("kv_tiering.object")
+
+_MOST_DOCUMENT_BYTES = 1 << 20
 
 PROBE_THREADS = 32
 """Maximum number of threads for probes, besides the threads that call :meth:`ObjectStore.probe`."""
@@ -253,6 +255,16 @@ class ObjectStore(BlockStore):
             return None
         except STORE_FAILURES as error:
             raise self._translate(error, f"get document {name}") from error
+
+    def prove_damage(self, name: str, content: bytes) -> None:
+        found = second_look(self._cloud, self._requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
+        if found is None or found.content != content:
+            raise TemporaryStoreError(f"document {name} reads differently each time; suspect a proxy")
+        if not found.proven:
+            raise TemporaryStoreError(
+                f"document {name} reads damaged, and no digest of the service proves it; if all machines read it so, "
+                "run kv-tiering epoch new --all --yes"
+            )
 
     def write_document(self, name: str, data: bytes) -> None:
         path = f"{self._documents}{name}"

@@ -1,4 +1,4 @@
-"""An HTTP proxy between a tier and its bucket that changes the bodies of blocks."""
+"""An HTTP proxy between a tier and its bucket that changes the bodies of objects."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Lie(enum.Enum):
 class Proxy:
     """State of a running proxy."""
 
-    def __init__(self, target: str, lie: Lie | None) -> None:
+    def __init__(self, target: str, lie: Lie | None, about: str) -> None:
         self.target = urlsplit(target)
+        self.about = about
         self.lie = lie
         """The change to blocks; None: they pass as they are."""
         self.lies = 0
@@ -52,9 +53,9 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def lying_proxy(target: str, lie: Lie | None = None) -> Iterator[Proxy]:
-    """A proxy on loopback in front of the server ``target``."""
-    proxy = Proxy(target, lie)
+def lying_proxy(target: str, lie: Lie | None = None, about: str = "/blocks/") -> Iterator[Proxy]:
+    """A proxy on loopback in front of the server ``target`` that changes objects with ``about`` in their names."""
+    proxy = Proxy(target, lie, about)
 
     class Handler(_Handler):
         state = proxy
@@ -91,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.endheaders(sent)
             answer = server.getresponse()
             body = answer.read()
-        if proxy.lie is not None and self.command == "GET" and answer.status == 200 and "/blocks/" in self.path:
+        if proxy.lie is not None and self.command == "GET" and answer.status == 200 and proxy.about in self.path:
             body = proxy.lie.tell(body)
             proxy.lies += 1
         length = answer.getheader("content-length", "0") if self.command == "HEAD" else str(len(body))

@@ -245,6 +245,23 @@ def test_machines_that_may_not_delete_or_write_use_a_second_name_and_do_not_ask_
     assert len(fake.asked("PUT")) == written
 
 
+@pytest.mark.parametrize("lie", [Lie.LOGIN_PAGE, Lie.SAME_BIT, Lie.CUT, Lie.EMPTY])
+def test_a_machine_whose_path_changes_epoch_documents_begins_no_epoch(fake: FakeS3, make: Make, lie: Lie) -> None:
+    """A new epoch costs all machines their blocks."""
+    sound = make().open()
+    sound.store(K[:4])
+    documents = set(fake.names("documents/epoch-"))
+    with lying_proxy(fake.endpoint, lie, "/documents/epoch-") as proxy:
+        sick = make(endpoint_url=proxy.endpoint, breaker={"probe_after": "5ms", "probe_max": "10ms"})
+        assert not sick.tier.open(sick.context.clock() + 0.5)
+        sick.wait(lambda: proxy.lies >= 12)
+        assert set(fake.names("documents/epoch-")) == documents
+        proxy.lie = None
+        sick.wait(lambda: sick.tier.get_stats().available)
+        assert sick.load(K[:4]) == K[:4]
+    assert make().open().load(K[:4]) == K[:4]
+
+
 class Documents:
     """Notes and settlements in memory, whose listings begin when all machines have written."""
 

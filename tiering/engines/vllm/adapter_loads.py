@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
-from tiering.engines.vllm.weights import digest_of
+from tiering.engines.vllm.weights import digest_of, has_writer, record_of
 
 logger = logging.getLogger("kv_tiering.vllm")
 
@@ -156,7 +156,8 @@ class _Adapter:
         """Return the identity of the files, or "" if they may not be what was loaded since."""
         content = _content(self._path)
         after = _recorded(self._path)
-        if not after or (self._content is not None and self._content != content):
+        written = any(record[-1] for record in (*self._before, *after))
+        if not after or written or (self._content is not None and self._content != content):
             return ""
         # A repository of the hub has no files before vLLM has downloaded it.
         downloaded = not self._before and not Path(self._path).expanduser().is_dir()
@@ -173,16 +174,11 @@ def _files(path: str) -> Sequence[Path]:
 
 
 def _recorded(path: str) -> Recorded:
-    found = []
     try:
-        for file in _files(path):
-            if file.exists():
-                seen = file.stat()
-                found.append((file, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns))
+        return tuple((file, *record_of(file.stat()), has_writer(file)) for file in _files(path) if file.exists())
     except OSError as error:
         logger.debug("the LoRA adapter at %s: %s", path, error)
         return ()
-    return tuple(found)
 
 
 def _are_young(recorded: Recorded) -> bool:

@@ -7,11 +7,13 @@ read by attribute.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -176,7 +178,8 @@ def files_seen(model_config: Any, load_config: Any) -> Seen:
         load_config: vLLM's load configuration.
 
     Returns:
-        Path of a file → device, inode, size, and times of modification and change; empty if there are no files.
+        Path of a file → device, inode, size, times of modification and change, and 1 if a process may write to the
+        file through a descriptor or a mapping that it has, else 0; empty if there are no files.
 
     Raises:
         ConfigError: the model cannot be identified.
@@ -191,10 +194,36 @@ def files_seen(model_config: Any, load_config: Any) -> Seen:
     newest = max((status.st_ctime for status in found.values()), default=0.0)
     if abs(time.time() - newest) < _TICK_SECONDS:
         time.sleep(_TICK_SECONDS)
-    return {
-        name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for name, status in found.items()
-    }
+    return {name: (*record_of(status), int(has_writer(Path(name)))) for name, status in found.items()}
+
+
+def record_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """Return device, inode, size, and times of modification and change of a file."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def has_writer(file: Path) -> bool:
+    """Return True if a process has the file open, or mapped, for writing.
+
+    Stores through a mapping may leave all times of the file as they are. The kernel grants no read lease on such a
+    file. False is no proof: only the file's owner may ask, and some file systems have no leases.
+    """
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # Whoever opens the file while the lease stands causes a signal; this one is ignored by default.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def unproven(before: Seen, after: Seen) -> str | None:
@@ -209,6 +238,7 @@ def unproven(before: Seen, after: Seen) -> str | None:
     """
     new = [name for name in after if name not in before]
     changed = [name for name, seen in before.items() if after.get(name) != seen]
+    changed += [name for seen in (before, after) for name, record in seen.items() if record[-1]]
     return next(iter(changed), None) or next((name for name in new if not is_as_downloaded(Path(name))), None)
 
 

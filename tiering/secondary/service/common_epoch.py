@@ -36,6 +36,8 @@ class Documents(Protocol):
 
     def list_documents(self, prefix: str) -> Iterable[str]: ...
 
+    def prove_damage(self, name: str, content: bytes) -> None: ...
+
 
 @dataclass(frozen=True)
 class CommonEpoch:
@@ -119,7 +121,9 @@ def new_invalidation() -> bytes:
     return secrets.token_bytes(EPOCH_BYTES)
 
 
-def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | None = None) -> CommonEpoch:
+def find_common(
+    store: Documents, namespace: Namespace, *, known: CommonEpoch | None = None, proof: bool = True
+) -> CommonEpoch:
     """Return the common epoch of ``namespace``.
 
     Args:
@@ -127,9 +131,10 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
         namespace: namespace of the engine's blocks.
         known: the epoch that was found before; default: none. If its last two documents have not changed, only newer
             documents are read.
+        proof: True (default) if a document counts as damaged only if the medium proves the damage.
 
     Raises:
-        StoreError: a document cannot be read.
+        StoreError: a document cannot be read, or reads damaged without a proof.
     """
     documents: list[EpochDocument | None] = []
     if known is not None and _confirmed(store, namespace, known):
@@ -145,6 +150,9 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
                 document = _read(store, epoch_document(namespace, number), namespace)
         if document is None and number >= (listed or 0):
             return CommonEpoch(tuple(documents))
+        if proof and isinstance(document, bytes):
+            # All machines lose their blocks with a new epoch. A faulty way to one of them must not begin one.
+            store.prove_damage(epoch_document(namespace, number), document)
         # Blocks of the epoch before a damaged document must not come back: if the document stays the last one, a new
         # epoch begins.
         documents.append(document if isinstance(document, EpochDocument) else None)
@@ -152,7 +160,12 @@ def find_common(store: Documents, namespace: Namespace, *, known: CommonEpoch | 
 
 
 def ensure_common(
-    store: Documents, namespace: Namespace, invalidations: Sequence[bytes], *, known: CommonEpoch | None = None
+    store: Documents,
+    namespace: Namespace,
+    invalidations: Sequence[bytes],
+    *,
+    known: CommonEpoch | None = None,
+    proof: bool = True,
 ) -> CommonEpoch:
     """Return a common epoch whose blocks are all younger than ``invalidations``; begin one if need be.
 
@@ -163,6 +176,7 @@ def ensure_common(
         namespace: namespace of the engine's blocks.
         invalidations: identifiers of the invalidations.
         known: the documents found just before; default: they are read now.
+        proof: as for :func:`find_common`.
 
     Raises:
         StoreError: the document cannot be written or read.
@@ -171,7 +185,7 @@ def ensure_common(
     name = ""
     for _ in range(_ATTEMPTS):
         if found is None:
-            found = find_common(store, namespace)
+            found = find_common(store, namespace, proof=proof)
         if found.epoch is not None and found.covers(invalidations):
             return found
         marks = tuple(dict.fromkeys((*found.invalidations, *invalidations)))
@@ -189,6 +203,7 @@ def begin_common(store: Documents, namespace: Namespace, invalidation: bytes | N
     """Begin a new common epoch: every older block is foreign to all processes once they notice.
 
     Running processes notice within a minute, and carry the invalidation over to the other shared media that they use.
+    A person asks for this, so that documents that read damaged need no proof.
 
     Args:
         store: the medium.
@@ -199,7 +214,7 @@ def begin_common(store: Documents, namespace: Namespace, invalidation: bytes | N
     Raises:
         StoreError: the document cannot be written or read.
     """
-    return ensure_common(store, namespace, (invalidation or new_invalidation(),))
+    return ensure_common(store, namespace, (invalidation or new_invalidation(),), proof=False)
 
 
 def restore_common(store: Documents, namespace: Namespace, known: CommonEpoch, found: CommonEpoch) -> CommonEpoch:

@@ -67,6 +67,9 @@ class StoreLayer(BatchStore):
     def create_document(self, name: str, data: bytes) -> bytes | None:
         return self.inner.create_document(name, data)
 
+    def prove_damage(self, name: str, content: bytes) -> None:
+        self.inner.prove_damage(name, content)
+
     def remove_document(self, name: str) -> None:
         self.inner.remove_document(name)
 
