@@ -71,7 +71,7 @@ def looks(machine: Machine, clock: SettableClock, host: FakeS3, seconds: float =
         machine.manager.on_schedule_end()
         machine.manager.has_pending_work()
         watch = machine.manager.secondary_tiers[0]._life._watch  # type: ignore[attr-defined]
-        return len(host.asked("GET", "documents/epoch-")) > asked and not watch._running
+        return len(host.asked("GET", "documents/epoch-")) > asked and not watch.running
 
     assert until(looked)
     machine.await_bucket()

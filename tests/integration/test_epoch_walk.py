@@ -303,7 +303,7 @@ class Walk:
                 engine.manager.on_schedule_end()
                 engine.manager.has_pending_work()
             watches = [tier._life._watch for engine in self.running() for tier in engine.manager.secondary_tiers]  # type: ignore[attr-defined]
-            return not any(watch._running for watch in watches)
+            return not any(watch.running for watch in watches)
 
         assert until(looked)
 

@@ -16,7 +16,7 @@ from tiering.secondary.service.common_epoch import begin_common, find_common
 from tiering.secondary.service.epoch import EpochDocument, epoch_document
 from tiering.secondary.service.failures import FailureLog
 from tiering.secondary.service.opener import Entered, Opener
-from tiering.secondary.service.service import IN_USE_SECONDS, Backoff, TierService
+from tiering.secondary.service.service import IN_USE_SECONDS, TierService
 from tiering.testing.clock import FakeClock
 
 NAMESPACE = make_namespace()
@@ -64,9 +64,9 @@ DOWN = TemporaryStoreError("no answer")
 def test_a_medium_that_answers_is_in_service_after_one_attempt() -> None:
     rig = Rig()
     rig.service.start()
-    assert (rig.service.attempting, rig.service.in_service) == (True, False)
+    assert (rig.service.running, rig.service.in_service) == (True, False)
     rig.attempt()
-    assert (rig.service.attempting, rig.service.in_service, rig.service.error) == (False, True, None)
+    assert (rig.service.running, rig.service.in_service, rig.service.error) == (False, True, None)
     assert [entered.namespace.base for entered in rig.entered] == [NAMESPACE.base]
 
 
@@ -80,31 +80,11 @@ def test_one_attempt_runs_at_a_time() -> None:
     assert len(rig.io.ran) == 1
 
 
-def test_waits_between_attempts_double_up_to_their_bound() -> None:
-    backoff, now = Backoff(OPTIONS), 100.0
-    waits = []
-    for _ in range(9):
-        backoff.failed(now)
-        waits.append(backoff.due - now)
-    for wait, expected in zip(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
-        assert 0.8 * expected <= wait <= 1.2 * expected
-    backoff.succeeded()
-    backoff.failed(now)
-    assert backoff.due - now <= 1.2
-
-
-def test_the_number_of_failures_never_makes_a_wait_overflow() -> None:
-    backoff = Backoff(OPTIONS)
-    for _ in range(5000):
-        backoff.failed(0.0)
-    assert backoff.due <= 1.2 * OPTIONS.probe_max
-
-
 def test_the_next_attempt_starts_when_its_wait_is_over_and_not_before(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     rig.service.start()
     rig.attempt(DOWN)
-    assert (rig.service.in_service, rig.service.error, rig.service.failed_attempts) == (False, DOWN, 1)
+    assert (rig.service.in_service, rig.service.error, rig.service.failures) == (False, DOWN, 1)
     assert rig.wait(0.7) == 0
     assert rig.wait(0.6) == 1
     rig.attempt(DOWN)
@@ -113,7 +93,7 @@ def test_the_next_attempt_starts_when_its_wait_is_over_and_not_before(caplog: py
     with caplog.at_level(logging.INFO):
         rig.attempt()
     assert rig.service.in_service
-    assert rig.service.failed_attempts == 0
+    assert rig.service.failures == 0
     assert caplog.text.count("not in service") == 1
     assert "in service again after 2 failed attempts" in caplog.text
 
@@ -205,7 +185,7 @@ def test_a_suspended_service_enters_nothing_until_it_is_resumed() -> None:
     rig = Rig().opened()
     rig.service.suspend()
     rig.service.start()
-    assert not rig.service.attempting
+    assert not rig.service.running
     rig.service.resume(None)
     rig.attempt()
     assert rig.service.in_service

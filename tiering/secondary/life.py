@@ -125,12 +125,12 @@ class TierLife:
     @property
     def attempting(self) -> bool:
         """True while an attempt to open the medium, or to enter an epoch, runs on the I/O side."""
-        return self._service.attempting
+        return self._service.running
 
     @property
     def failed_attempts(self) -> int:
         """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
-        return self._service.failed_attempts
+        return self._service.failures
 
     def tick(self, now: float) -> None:
         """Start the work that is due at ``now``, and count overdue jobs.
@@ -186,8 +186,8 @@ class TierLife:
         """Open the medium, waiting at most until ``deadline``, and return True if the tier is in service."""
         self._io.start(deadline, lookups=self._index.shared)
         self._service.start()
-        self.wait(lambda: not self._service.attempting, deadline)
-        if self._service.attempting:
+        self.wait(lambda: not self._service.running, deadline)
+        if self._service.running:
             logger.error(
                 "tier %s: opening takes longer than its deadline; the engine runs without the tier until it is open",
                 self._name,
@@ -224,7 +224,7 @@ class TierLife:
             self._service.leave(target)
         self._io.discard()
         self._jobs.poll()
-        self.wait(lambda: self.reset_done or not self._service.attempting, deadline)
+        self.wait(lambda: self.reset_done or not self._service.running, deadline)
         if not self.reset_done:
             logger.error(
                 "tier %s: the reset is not durable yet; the tier is out of service until the reset is durable",

@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.frame import SEQUENCE
-from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import BreakerOptions
-from tiering.secondary.service.service import Backoff
 from tiering.secondary.stats import TierStats
 from tiers.local.recovery import RecoveredBatch, without
 
@@ -40,7 +39,7 @@ _BATCHES_AHEAD = 2
 Recovery: TypeAlias = Generator[RecoveredBatch, None, None]
 
 
-class RecoveryFeed:
+class RecoveryFeed(Chore):
     """The recovery of one tier's directory into the tier's index.
 
     Args:
@@ -67,21 +66,17 @@ class RecoveryFeed:
         announce: Callable[[Sequence[OffloadKey]], None],
         on_end: Callable[[], None],
     ) -> None:
+        super().__init__("recovery", io, clock, self._fetch, Backoff(options.probe_after, options.probe_max))
         self.scanned = False
         """True if headers contained blocks that the checkpoint does not have."""
-        self.fetching = False
-        """True while a task is running."""
         self.foreign = False
         """True if the recovered blocks belong to an epoch that was left meanwhile. Their slots become free."""
         self._name = name
         self._index = index
-        self._io = io
-        self._clock = clock
         self._stop = stop
         self._stats = stats
         self._announce = announce
         self._on_end = on_end
-        self._backoff = Backoff(options)
         self._begin_again: Callable[[NDArray[np.bool_]], Recovery] | None = None
         self._recovery: Recovery | None = None
         self._complete = False
@@ -113,32 +108,31 @@ class RecoveryFeed:
         self._complete = self._resumed = self.foreign = False
         self._interruptions = 0
         self._index.begin_recovery()
-        self._fetch()
+        self.start()
 
     @property
     def failing(self) -> bool:
         """True if the last attempt ended with an error."""
-        return self.active and self._backoff.failures > 0
+        return self.active and self.failures > 0
 
     def abandon(self) -> None:
         """Drop the blocks that are not merged yet, because another directory is in place of the opened one.
 
-        A task may still be running (:attr:`fetching`).
+        A task may still be running (:attr:`running`).
         """
         if not self.active:
             return
         self._recovery = self._begin_again = None
         self._batches.clear()
         self._merged = 0
-        self._backoff.succeeded()
+        self.succeeded()
         self._index.end_recovery()
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Merge the batches that have arrived, and repeat a failed fetch when it is due."""
         if self._batches:
             self._merge()
-        if self._recovery is not None and self._backoff.failures and self._clock() >= self._backoff.due:
-            self._fetch()
+        super().tick(now)
 
     def push(self) -> bool:
         """Merge the batches that have arrived, and return True if everything is merged."""
@@ -149,7 +143,7 @@ class RecoveryFeed:
 
     def _fetch(self) -> None:
         """Request the next batch, unless enough batches are waiting."""
-        if self._recovery is None or self._begin_again is None or self.fetching or self._stop.is_set():
+        if self._recovery is None or self._begin_again is None or self._stop.is_set():
             return
         if self._complete or len(self._batches) >= _BATCHES_AHEAD:
             return
@@ -158,11 +152,9 @@ class RecoveryFeed:
             self._recovery = self._begin_again(self._told)
             self._resumed = True
         recovery = self._recovery
-        self.fetching = True
-        self._io.run(IoTask("recovery", lambda: next(recovery, None), self._fetched))
+        self.run(lambda: next(recovery, None), self._fetched)
 
     def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
-        self.fetching = False
         if not self.active:
             return
         if error is not None:
@@ -174,7 +166,7 @@ class RecoveryFeed:
                     self._name,
                     error,
                 )
-            self._backoff.failed(self._clock())
+            self.failed()
             return
         if batch is not None:
             self._take(batch)
@@ -183,20 +175,20 @@ class RecoveryFeed:
         # without them.
         if not self._stop.is_set():
             self._complete = True
-            self._backoff.succeeded()
+            self.succeeded()
             self._end()
 
     def _take(self, batch: RecoveredBatch) -> None:
         if self._resumed:
             batch = without(batch, self._told)
         slots = (batch.slots, batch.free, batch.foreign)
-        if self._backoff.failures and any(map(len, slots)):
-            self._backoff.succeeded()
+        if self.failures and any(map(len, slots)):
+            self.succeeded()
         for told in slots:
             self._told[told] = True
         self._batches.append(batch)
         self._merge()
-        self._fetch()
+        self.start()
 
     # ---------------------------------------------------------------------------------------------------------- merging
 
@@ -225,7 +217,7 @@ class RecoveryFeed:
                 if self._complete:
                     self._end()
                 else:
-                    self._fetch()
+                    self.start()
             if time.perf_counter() >= end:
                 return
 

@@ -18,13 +18,13 @@ from tiering.api.namespace import Namespace
 from tiering.block_store import Done, Outcome, Place
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.contract import TierContext
 from tiering.secondary.files import Files
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.io.messages import IoKind, IoResult, IoTask
+from tiering.secondary.io.messages import IoKind, IoResult
 from tiering.secondary.io.side import IoSide
-from tiering.secondary.service.service import Backoff
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
@@ -120,16 +120,16 @@ class LocalTier(BlockTier):
             self._examine_between,
         )
         self._recovery_began = 0.0
-        self._reopenings = Backoff(options.breaker)
-        """Spaces the times at which a directory whose blocks are kept is opened again; it serves meanwhile."""
+        self._closing = Chore("reopen", self.io, context.clock, self._close_store)
+        """Closes a store whose directory is to be opened again."""
+        self._reopenings = Backoff(options.breaker.probe_after, options.breaker.probe_max)
+        self._kept_until = float("-inf")
+        """Time until which a directory whose blocks are kept is not opened again; it serves meanwhile."""
         self._starting_over = False
         """True if another directory is in place of the opened one.
 
         It is opened once the old one is not used any more.
         """
-        self._closing_store = False
-        self._open_is_due = False
-        """True if the store was not closed since."""
 
     @property
     def recovering(self) -> bool:
@@ -183,13 +183,12 @@ class LocalTier(BlockTier):
         self._checkpoints.request()
 
     def on_step(self) -> None:
-        feed = self._feed
+        feed, now = self._feed, self._clock()
         recovers = feed.active
         if recovers:
-            feed.tick()
+            feed.tick(now)
             recovers = feed.active
-        if self._starting_over:
-            self._reopen()
+        self._closing.tick(now)
         if self._closing_down:
             return
         if self._life.namespace is None:
@@ -198,7 +197,7 @@ class LocalTier(BlockTier):
                 self._inspections.wanted = True
                 self._inspections.tick()
             return
-        now, breakers = self._clock(), self.io.breakers
+        breakers = self.io.breakers
         self._bad_slots.tick()
         fails = breakers.reads.state is not BreakerState.CLOSED or breakers.writes.state is not BreakerState.CLOSED
         if fails or (recovers and feed.failing):
@@ -271,7 +270,7 @@ class LocalTier(BlockTier):
     @property
     def _in_background(self) -> bool:
         """True while a task of recovery, of bad slots or of growth is running."""
-        return self._feed.fetching or self._bad_slots.busy or self._growth.running
+        return self._feed.running or self._bad_slots.busy or self._growth.running
 
     def _recovered(self) -> None:
         """Note the end of recovery: all blocks of the directory are merged."""
@@ -297,8 +296,8 @@ class LocalTier(BlockTier):
 
     def _examine(self, inspection: Inspection) -> None:
         now = self._clock()
-        if inspection.moved is not None and (not inspection.kept or now >= self._reopenings.due):
-            self._reopenings.failed(now)
+        if inspection.moved is not None and (not inspection.kept or now >= self._kept_until):
+            self._kept_until = now + self._reopenings.failed()
             self._start_over(inspection.moved, kept=inspection.kept)
         if self._feed.active:
             # Some slots of the damaged segments may be unseen. The directory is inspected again after recovery.
@@ -311,7 +310,8 @@ class LocalTier(BlockTier):
         """Leave the directory that was opened, and open the one in its place."""
         if self._starting_over:
             return
-        self._starting_over = self._open_is_due = True
+        self._starting_over = True
+        self._closing.wake()
         self.stats.reopened += 1
         blocks = self.index.blocks
         if not kept:
@@ -325,20 +325,17 @@ class LocalTier(BlockTier):
         self._checkpoints.changed = False
         self._growth.start_over()
 
-    def _reopen(self) -> None:
+    def _close_store(self) -> None:
         """Close the store once nothing uses it, and open it again."""
         busy = self._in_background or self._inspections.running or self._checkpoints.running or not self.idle
-        if busy or self._closing_store or self._closing_down or self.index.states.leaving or not self._open_is_due:
-            return
-        self._closing_store = True
-        self.io.run(IoTask("reopen", self.store.close, self._store_closed))
+        if not (busy or self._closing_down or self.index.states.leaving):
+            self._closing.run(self.store.close, self._store_closed)
 
     def _store_closed(self, result: None, error: BaseException | None) -> None:
-        self._closing_store = False
         if isinstance(error, TemporaryStoreError):
             # No thread was available for closing. The store is still open, and is closed in one of the next steps.
+            self._closing.wake()
             return
-        self._open_is_due = False
         if error is not None:
             logger.warning("tier %s: closing %s before it is opened again: %s", self.name, self.store.directory, error)
         self.enter_medium()

@@ -327,7 +327,7 @@ def test_engines_that_start_after_a_restart_of_the_server_share_with_those_that_
             def restored() -> bool:
                 # A look over a connection that has broken is tried again. While a look runs, no time may pass: a loss
                 # that was not seen for a minute counts as a new epoch.
-                if not watch._running:
+                if not watch.running:
                     clock.advance(1.0)
                 return len(list(store.list_documents(""))) == 2
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Mapping
 
 from tiering.api.namespace import Namespace
 from tiering.secondary.agreement import EpochAgreement, MetEpoch
-from tiering.secondary.io.messages import IoTask
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.service.epoch import MAX_REMEMBERED
 from tiering.secondary.service.opener import Opener
@@ -19,7 +18,7 @@ RETRY_SECONDS = 60.0
 """Seconds until a record that could not be written is tried again."""
 
 
-class EpochRecord:
+class EpochRecord(Chore):
     """Compares a medium's record with the common epochs that were met, and keeps the record current.
 
     The scheduler's thread owns this object; the I/O side writes the documents. A record that is written late does no
@@ -43,11 +42,10 @@ class EpochRecord:
         clock: Callable[[], float],
         stored_into: Callable[[], bool],
     ) -> None:
+        super().__init__("record", io, clock, self._write, Backoff(RETRY_SECONDS))
         self._name = name
         self._opener = opener
         self._agreement = agreement
-        self._io = io
-        self._clock = clock
         self._stored_into = stored_into
         self._namespace: Namespace | None = None
         self._proven: tuple[bytes, ...] = ()
@@ -57,9 +55,7 @@ class EpochRecord:
 
         :meth:`tick` has work only while this is not the agreement's mapping ``met`` itself.
         """
-        self._due = 0.0
-        self._running = False
-        self._failing = False
+        self.wake()
 
     def keep(self, namespace: Namespace | None) -> None:
         """Keep the record of the epoch of ``namespace`` from now on; None: the tier has no epoch.
@@ -124,10 +120,10 @@ class EpochRecord:
                 proven.update(met.invalidations)
         return proven.issuperset(invalidations)
 
-    def tick(self, now: float) -> None:
+    def _write(self) -> None:
         """Write the record if it lacks a common epoch or an invalidation."""
         namespace, met, proven = self._namespace, self._agreement.met, self._proven
-        if namespace is None or met is self.written or self._running or now < self._due:
+        if namespace is None or met is self.written:
             return
         recorded = self._opener.recorded
         if all(recorded.get(medium) == found.epoch for medium, found in met.items()) and set(
@@ -137,20 +133,20 @@ class EpochRecord:
             return
         if not self.admits(namespace):
             return  # the tier is about to leave the epoch
-        self._running = True
         # What is recorded is decided here: what becomes known later may be younger than the blocks.
         epochs = {medium: found.epoch for medium, found in met.items()}
-        self._io.run(IoTask("record", lambda: self._opener.record(namespace, epochs, proven), self._ended))
+        self.run(lambda: self._opener.record(namespace, epochs, proven), self._ended)
 
     def _ended(self, result: None, error: BaseException | None) -> None:
-        self._running = False
-        if error is not None:
-            self._due = self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2)
-            if not self._failing:
-                logger.warning(
-                    "tier %s: the common epoch of its blocks could not be recorded and will be tried again; after a "
-                    "restart before then, the tier may begin empty: %s",
-                    self._name,
-                    error,
-                )
-        self._failing = error is not None
+        if error is None:
+            self.succeeded()
+            self.wake()
+            return
+        self.failed()
+        if self.failures == 1:
+            logger.warning(
+                "tier %s: the common epoch of its blocks could not be recorded and will be tried again; after a "
+                "restart before then, the tier may begin empty: %s",
+                self._name,
+                error,
+            )

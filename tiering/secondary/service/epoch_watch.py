@@ -13,7 +13,7 @@ from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement
-from tiering.secondary.io.messages import IoTask
+from tiering.secondary.chore import NEVER, Chore
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.service.common_epoch import (
     CommonEpoch,
@@ -177,7 +177,7 @@ class CommonHistory:
         return ensure_common(self._store, self._namespace, marks, known=found)
 
 
-class EpochWatch:
+class EpochWatch(Chore):
     """Looks for changes of the common epoch on the I/O side; owned by the scheduler's thread.
 
     Args:
@@ -196,38 +196,30 @@ class EpochWatch:
         clock: Callable[[], float],
         on_found: Callable[[CommonEpoch], None],
     ) -> None:
+        super().__init__("epoch", io, clock, self._look)
         self._name = name
         self._history = history
-        self._io = io
-        self._clock = clock
         self._on_found = on_found
         self._namespace: Namespace | None = None
-        self.due = float("inf")
-        """Time from which :meth:`tick` has work, in monotonic seconds."""
-        self._running = False
 
     def watch(self, namespace: Namespace | None) -> None:
         """Look for successors of the common epoch of ``namespace`` from now on; None: look for nothing."""
         self._namespace = namespace
         self._plan(LOOK_SECONDS)
 
-    def tick(self, now: float) -> None:
-        """Look if it is time."""
-        namespace = self._namespace
-        if namespace is None or self._running or now < self.due:
+    def _look(self) -> None:
+        if (namespace := self._namespace) is None:
             return
-        self._running = True
 
         def ended(found: CommonEpoch | None, error: BaseException | None) -> None:
-            self._running = False
             self._plan(LOOK_SECONDS if error is None else RETRY_SECONDS)
             if error is not None:
                 logger.debug("tier %s: cannot look for a new common epoch: %s", self._name, error)
             elif found is not None and self._namespace is namespace:
                 self._on_found(found)
 
-        self._io.run(IoTask("epoch", self._history.look, ended))
+        self.run(self._history.look, ended)
 
     def _plan(self, seconds: float) -> None:
         in_a_while = self._clock() + seconds * random.uniform(0.75, 1.0)
-        self.due = float("inf") if self._namespace is None else in_a_while
+        self.due = NEVER if self._namespace is None else in_a_while

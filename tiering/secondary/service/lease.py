@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tiering.api.namespace import Namespace
 from tiering.block_store import BlockStore
-from tiering.secondary.io.messages import IoTask
+from tiering.secondary.chore import NEVER, Backoff, Chore
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.service.epoch import lease_document
 
@@ -26,7 +26,7 @@ RETRY_SECONDS = 60.0
 """Seconds until a lease that could not be written is tried again."""
 
 
-class Lease:
+class Lease(Chore):
     """Renews the lease of an epoch on a shared medium for as long as a tier uses the epoch.
 
     Private epochs, and epochs named by a revision, need a lease. The scheduler's thread owns this object; the I/O side
@@ -41,39 +41,29 @@ class Lease:
     """
 
     def __init__(self, name: str, store: BlockStore, io: IoSide, clock: Callable[[], float]) -> None:
+        super().__init__("lease", io, clock, self._renew, Backoff(RETRY_SECONDS))
         self._name = name
         self._store = store
-        self._io = io
-        self._clock = clock
         self._document: str | None = None
-        self.due = float("inf")
-        """Time from which :meth:`tick` has work, in monotonic seconds."""
-        self._running = False
-        self._failing = False
 
     def hold(self, namespace: Namespace | None) -> None:
         """Renew the lease of the epoch of ``namespace`` from now on, and no other lease; None: no lease."""
         self._document = None if namespace is None else lease_document(namespace)
-        self.due = float("inf") if namespace is None else self._clock()
+        self.due = NEVER if namespace is None else self._clock()
 
-    def tick(self, now: float) -> None:
-        """Renew the lease if it is due."""
-        document = self._document
-        if document is None or self._running or now < self.due:
+    def _renew(self) -> None:
+        if (document := self._document) is None:
             return
-        self._running = True
-        self.due = now + RENEWAL_SECONDS * random.uniform(0.8, 1.0)
         content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        self._io.run(IoTask("lease", lambda: self._store.write_document(document, content), self._ended))
+        self.run(lambda: self._store.write_document(document, content), self._ended)
+        self.wake(RENEWAL_SECONDS * random.uniform(0.8, 1.0))
 
     def _ended(self, result: None, error: BaseException | None) -> None:
-        self._running = False
-        if error is not None:
-            self.due = min(self.due, self._clock() + RETRY_SECONDS * random.uniform(0.8, 1.2))
-            if not self._failing:
-                logger.warning(
-                    "tier %s: the lease of its epoch could not be renewed and will be tried again: %s",
-                    self._name,
-                    error,
-                )
-        self._failing = error is not None
+        if error is None:
+            self.succeeded()
+            return
+        self.failed()
+        if self.failures == 1:
+            logger.warning(
+                "tier %s: the lease of its epoch could not be renewed and will be tried again: %s", self._name, error
+            )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 
 from tiering.errors import InUseError, TieringError
-from tiering.secondary.io.messages import IoTask
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.io.side import IoSide
 from tiering.secondary.options import BreakerOptions
 from tiering.secondary.service.epoch import Target
@@ -23,28 +22,7 @@ A try is cheap, and the other process may end at any time.
 """
 
 
-class Backoff:
-    """Time of the next attempt: after ``probe_after`` seconds, doubling to ``probe_max``, with jitter."""
-
-    def __init__(self, options: BreakerOptions) -> None:
-        self._options = options
-        self.failures = 0
-        """Number of failures in a row."""
-        self.due = 0.0
-        """Time of the next attempt in monotonic seconds."""
-
-    def failed(self, now: float, at_most: float = float("inf")) -> None:
-        """Record a failure at ``now``; the next attempt is at most about ``at_most`` seconds later."""
-        delay = min(self._options.probe_after * 2 ** min(self.failures, 32), self._options.probe_max, at_most)
-        self.failures += 1
-        self.due = now + delay * random.uniform(0.8, 1.2)
-
-    def succeeded(self) -> None:
-        """Record a success: the waits start over."""
-        self.failures = 0
-
-
-class TierService:
+class TierService(Chore):
     """Opens the medium and enters epochs; owned by the scheduler's thread, works on the I/O side.
 
     A failure is logged once per outage.
@@ -58,8 +36,6 @@ class TierService:
         on_entered: function that the scheduler's thread calls each time an epoch has been entered.
     """
 
-    attempting: bool
-    """True while an attempt to open the medium, or to enter an epoch, runs on the I/O side."""
     in_service: bool
     """True if the medium is open and the present epoch will also hold after a restart."""
 
@@ -72,12 +48,10 @@ class TierService:
         clock: Callable[[], float],
         on_entered: Callable[[Entered], None],
     ) -> None:
+        super().__init__("open", io, clock, self._attempt, Backoff(options.probe_after, options.probe_max))
         self._name = name
         self._opener = opener
-        self._io = io
-        self._clock = clock
         self._on_entered = on_entered
-        self._backoff = Backoff(options)
         self._target: Target | None = None
         self._repeating = False
         """True if the running attempt follows at once on one that failed for the same reset."""
@@ -85,23 +59,16 @@ class TierService:
         self._suspended = False
         self._overtaken = False
         """True if the running attempt began before the tier left the medium, so that its result says nothing."""
-        self.attempting = False
         self.in_service = False
         self.error: BaseException | None = None
         """Reason why the last attempt failed; None if none has failed."""
 
-    @property
-    def failed_attempts(self) -> int:
-        """Number of attempts in a row that failed."""
-        return self._backoff.failures
-
-    def start(self) -> None:
-        """Start an attempt, unless one is running or there is nothing to do."""
-        if self.attempting or self.in_service or self._stopped or self._suspended:
+    def _attempt(self) -> None:
+        """Start an attempt to open the medium, or to enter an epoch, unless there is nothing to do."""
+        if self.in_service or self._stopped or self._suspended:
             return
-        self.attempting = True
         target = self._target
-        self._io.run(IoTask("open", lambda: self._opener.enter(target), self._ended))
+        self.run(lambda: self._opener.enter(target), self._ended)
 
     def leave(self, target: Target) -> None:
         """Leave the present epoch for that of ``target`` (a reset).
@@ -123,14 +90,14 @@ class TierService:
         """Leave service until the medium has been opened again, in the epoch that it has from now on."""
         self.in_service = False
         self._target = None
-        self._overtaken = self.attempting
+        self._overtaken = self.running
         self.start()
 
     def suspend(self) -> None:
         """Leave service until :meth:`resume`, because the medium is not the one that was opened."""
         self.in_service = False
         self._suspended = True
-        self._overtaken = self.attempting
+        self._overtaken = self.running
 
     def resume(self, target: Target | None) -> None:
         """Open the closed store again, and enter the epoch of ``target``.
@@ -142,18 +109,12 @@ class TierService:
         self._opener.forget()
         self.start()
 
-    def tick(self, now: float) -> None:
-        """Start the next attempt if it is due."""
-        if not self.in_service and not self.attempting and self._backoff.failures and now >= self._backoff.due:
-            self.start()
-
     def stop(self) -> None:
         """Leave service for good."""
         self._stopped = True
         self.in_service = False
 
     def _ended(self, entered: Entered | None, error: BaseException | None) -> None:
-        self.attempting = False
         repeated, self._repeating = self._repeating, False
         overtaken, self._overtaken = self._overtaken, False
         if self._stopped or self._suspended:
@@ -172,16 +133,16 @@ class TierService:
         elif target is not None and entered.namespace.epoch != target.namespace.epoch:
             self.start()
         else:
-            if self._backoff.failures:
-                logger.info("tier %s: in service again after %d failed attempts", self._name, self._backoff.failures)
-            self._backoff.succeeded()
+            if self.failures:
+                logger.info("tier %s: in service again after %d failed attempts", self._name, self.failures)
+            self.succeeded()
             self._target = None
             self.in_service = True
             self._on_entered(entered)
 
     def _failed(self, error: BaseException | None) -> None:
         self.error = error
-        if not self._backoff.failures:
+        if not self.failures:
             logger.error(
                 "tier %s: not in service: %s; unless it is required at the start, the engine runs without it, "
                 "and it comes back by itself when this is put right",
@@ -189,4 +150,4 @@ class TierService:
                 error,
                 exc_info=None if isinstance(error, TieringError) else error,
             )
-        self._backoff.failed(self._clock(), IN_USE_SECONDS if isinstance(error, InUseError) else float("inf"))
+        self.failed(IN_USE_SECONDS if isinstance(error, InUseError) else float("inf"))
